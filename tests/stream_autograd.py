@@ -34,7 +34,8 @@ class Backward(Generic[S]):
 
     def __init__(self, loss: Tensor, caller: S, stream_of_forward: Callable[[int], S]) -> None:
         """``stream_of_forward``: returns the stream on which a forward made the node of a number."""
-        self._root, self._caller, self._stream_of_forward = loss.grad_fn, caller, stream_of_forward
+        self._root: Any = loss.grad_fn
+        self._caller, self._stream_of_forward = caller, stream_of_forward
         self._begin: Any = None  # the caller's clock when the first node begins
         self._producers: dict[Any, list[Any]] = defaultdict(list)  # the nodes that make a node's gradients
         self._done: dict[Any, Any] = {}  # the clock at the end of each node that ran an operator

@@ -83,7 +83,8 @@ class StreamBackend(LateBackend):
         with off():
             made: Any = super()._collective(name, out, source, *others)
         made._work = _OnStream(made._work, dict(self._stream.clock))
-        return made
+        pending: Pending = made
+        return pending
 
 
 class StreamLoopback(LateLoopback[T]):

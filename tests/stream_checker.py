@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -117,7 +118,7 @@ class StreamChecker(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.streams: list[Stream] = []
         self.found: list[str] = []
         self._memory: dict[int, Memory] = {}  # by the address of the storage object
@@ -176,11 +177,11 @@ class StreamChecker(TorchDispatchMode):
 
     def __enter__(self) -> StreamChecker:
         _HERE.checker = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
-        super().__exit__(kind, value, trace)
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
         _HERE.checker = None
         if kind is None and self.found:
             raise AssertionError(self.found[0])
@@ -300,20 +301,21 @@ def _storages(value: Any) -> list[Any]:
 
 def _place() -> tuple[str, bool]:
     """Return the innermost line of the library that is running, else of the tests, and whether it is the library's."""
-    frame, test = sys._getframe(2), ""
+    frame: FrameType | None = sys._getframe(2)
+    test = ""
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(LIBRARY) and file != RUNS_TESTS:
             return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}", True
         if not test and file.startswith(TESTS) and not file.endswith(OURS):
             test = f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return test, False
 
 
 def _next_node() -> int:
     """Return the number of the next node of a graph that this thread makes."""
-    return int(torch.autograd._get_sequence_nr())
+    return int(torch._C._autograd._get_sequence_nr())
 
 
 # -- the library's calls ----------------------------------------------------------------------------------------------

@@ -242,7 +242,7 @@ def test_nodes_wait_for_those_that_made_their_gradients_alone() -> None:
     one, two = nn.Linear(4, 4), nn.Linear(4, 4)
     kept = torch.zeros(4, 4)
     for layer in (one, two):
-        layer.weight.register_hook(lambda gradient: kept.add_(gradient))
+        layer.weight.register_hook(lambda gradient: kept.add_(gradient))  # type: ignore[no-untyped-call]
 
     def program() -> None:
         with StreamChecker() as device:

@@ -18,7 +18,7 @@ MUTANTS = (
         "A step on another stream than its backward's reads gradients that are still on their way.",
         (
             Edit(
-                "zero.runtime.streams.Streams.wait_for_previous",
+                "zero.runtime.streams.Streams.end_on_current",
                 "            current.wait_stream(self._last)\n",
                 "            pass\n",
             ),
@@ -31,7 +31,7 @@ MUTANTS = (
         "What other streams were told since is not waited for.",
         (
             Edit(
-                "zero.runtime.streams.Streams.wait_for_previous",
+                "zero.runtime.streams.Streams.end_on_current",
                 "        self._last = current\n",
                 "        self._last = self._last or current\n",
             ),
