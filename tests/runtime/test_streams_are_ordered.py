@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, solo
-from zero import Offload, ShardedAverage, ZeroOptimizer, setup
-from zero.checkpoint.single import save
+from zero import Offload, ShardedAverage, ZeroOptimizer, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
 
 from ..narrowed import PRECISIONS
@@ -298,6 +297,54 @@ def test_weights_come_back_in_order_when_the_block_of_an_average_ends_on_another
             training.forward("enters", "enters")
         with on("leaves"):
             block.__exit__(None, None, None)
+
+    check(world_size, stage, program)
+
+
+@ALL
+@pytest.mark.by_default("1", "3")
+def test_a_rank_without_batches_follows_in_order_on_the_stream_on_which_join_ends(stage: int) -> None:
+    def program(training: Training) -> None:
+        block = training.optimizer.join()
+        with training.on("enters"):
+            block.__enter__()
+        for _ in range(2 - training.optimizer.rank):
+            training.backwards(TOWERS)
+            training.step(PATTERNS["each part"])
+        with training.on("leaves"):
+            block.__exit__(None, None, None)
+        training._written_on = "leaves"
+        two_steps(TOWERS)(training)
+
+    check(2, stage, program)
+
+
+@ALL
+@RANKS
+@pytest.mark.by_default("1-3")
+def test_loaded_values_are_in_order(world_size: int, stage: int, tmp_path: Path) -> None:
+    def program(training: Training) -> None:
+        optimizer, model, on = training.optimizer, training.model, training.on
+        two_steps(TOWERS)(training)
+        with on("saves"):
+            save(tmp_path / "saved", optimizer)
+            optimizer.consolidate_state_dict(None)
+            states = optimizer.state_dict()
+        two_steps(PATTERNS["each part"])(training)
+        with on("loads states"):
+            optimizer.load_state_dict(states)
+        training.backwards(PATTERNS["each part"])
+        with on("masters"):
+            for parameter in model.parameters():
+                optimizer.full_master(parameter)
+        training.step(TOWERS)
+        with on("loads"):
+            load(tmp_path / "saved", optimizer)
+        training._written_on = "loads"
+        training.backwards(TOWERS)
+        with on("zero"):
+            optimizer.zero_grad(set_to_none=False)
+        two_steps(TOWERS)(training)
 
     check(world_size, stage, program)
 

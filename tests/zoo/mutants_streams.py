@@ -62,7 +62,7 @@ MUTANTS = (
         "a-block-s-memory-is-gathered-into-while-it-is-read",
         ("S18", "L5"),
         "Parameters that a block of `gathered` read on another stream are overwritten by the next gather.",
-        (Edit("zero.engine.Engine.gathered", "                self.parts.streams.end_on_current()\n", ""),),
+        (Edit("zero.parameters.sharded.ShardedStorage._gathered", ", self._streams.block():\n", ":\n"),),
         (f"{TESTS}::test_a_block_of_gathered_parameters_that_ends_on_another_stream_is_left_when_they_were_read",),
     ),
     Mutant(
@@ -70,13 +70,22 @@ MUTANTS = (
         ("S20",),
         "A model that computes with an average gets its own weights back in the midst of a forward.",
         (
-            Edit(
-                "zero.engine.Engine.apply_average",
-                "                self.parts.streams.end_on_current()\n",
-                "                pass\n",
-            ),
+            Edit("zero.engine.Engine.apply_average", ", self.parts.streams.block():\n", ":\n"),
         ),
         (f"{TESTS}::test_weights_come_back_in_order_when_the_block_of_an_average_ends_on_another_stream[1-3]",),
+    ),
+    Mutant(
+        "a-rank-without-batches-steps-before-its-last-step",
+        ("S20",),
+        "What a rank does for the others at the end of `join` begins while its own last step is under way.",
+        (
+            Edit(
+                "zero.engine.Engine.join",
+                "            with self.parts.streams.block():\n                yield\n",
+                "            yield\n",
+            ),
+        ),
+        (f"{TESTS}::test_a_rank_without_batches_follows_in_order_on_the_stream_on_which_join_ends[1]",),
     ),
     Mutant(
         "a-tower-s-gradients-are-overwritten-while-they-are-copied",
@@ -88,7 +97,6 @@ MUTANTS = (
                 "        self._streams.keep_memory(arrived.values())\n",
                 "",
             ),
-        ),
         (f"{PARTS}[two towers-1-1]",),
     ),
     Mutant(
@@ -99,7 +107,6 @@ MUTANTS = (
             Edit(
                 "collectives.pool.Pool._drop", "                whole.record_stream(stream)\n", "                pass\n"
             ),
-        ),
         (f"{PARTS}[each part-2-0]",),
     ),
     Mutant(
@@ -112,7 +119,6 @@ MUTANTS = (
                 "            current.wait_stream(self._last)\n",
                 "            self._last.wait_stream(current)\n",
             ),
-        ),
         (f"{PARTS}[side stream-2-1]",),
     ),
     Mutant(
@@ -130,7 +136,6 @@ MUTANTS = (
                 "from contextlib import contextmanager\n",
                 "from contextlib import contextmanager, nullcontext\n",
             ),
-        ),
         (f"{TESTS}::test_copies_of_offloaded_states_are_ordered[1-1]",),
     ),
 )

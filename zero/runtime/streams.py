@@ -11,7 +11,8 @@ The host never waits. The CPU has no streams, and there nothing is done.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Streams:
         self.exist = False  # the device has streams
         self._device: torch.device | None = None  # None: a device without streams
         self._last: torch.Stream | None = None
-        self._several = False  # work was enqueued on more than one
+        self._several = False  # work was enqueued on more than one stream
 
     def use(self, device: torch.device) -> None:
         """Set the device on which work is enqueued."""
@@ -46,7 +47,7 @@ class Streams:
         self.end_on_current()
 
     def end_on_current(self) -> None:
-        """Do the same at the end of a forward or a block, which has begun and must be able to end.
+        """Let the current stream wait in the same way at the end of a forward or a block, which must be able to end.
 
         It may have used memory on the current stream after its last call of `wait_for_previous`. The next stream must
         wait for that before it uses the memory again.
@@ -58,6 +59,14 @@ class Streams:
             current.wait_stream(self._last)
             self._several = True
         self._last = current
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Return the context of a block that may end on another stream than it began."""
+        try:
+            yield
+        finally:
+            self.end_on_current()
 
     def keep_memory(self, tensors: Iterable[Tensor]) -> None:
         """Keep the memory of tensors, once they are gone, until the work so far on the stream used last is done.
