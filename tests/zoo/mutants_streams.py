@@ -69,9 +69,7 @@ MUTANTS = (
         "weights-come-back-while-the-average-computes",
         ("S20",),
         "A model that computes with an average gets its own weights back in the midst of a forward.",
-        (
-            Edit("zero.engine.Engine.apply_average", ", self.parts.streams.block():\n", ":\n"),
-        ),
+        (Edit("zero.engine.Engine.apply_average", ", self.parts.streams.block():\n", ":\n"),),
         (f"{TESTS}::test_weights_come_back_in_order_when_the_block_of_an_average_ends_on_another_stream[1-3]",),
     ),
     Mutant(
@@ -97,6 +95,7 @@ MUTANTS = (
                 "        self._streams.keep_memory(arrived.values())\n",
                 "",
             ),
+        ),
         (f"{PARTS}[two towers-1-1]",),
     ),
     Mutant(
@@ -107,6 +106,7 @@ MUTANTS = (
             Edit(
                 "collectives.pool.Pool._drop", "                whole.record_stream(stream)\n", "                pass\n"
             ),
+        ),
         (f"{PARTS}[each part-2-0]",),
     ),
     Mutant(
@@ -119,6 +119,7 @@ MUTANTS = (
                 "            current.wait_stream(self._last)\n",
                 "            self._last.wait_stream(current)\n",
             ),
+        ),
         (f"{PARTS}[side stream-2-1]",),
     ),
     Mutant(
@@ -136,6 +137,7 @@ MUTANTS = (
                 "from contextlib import contextmanager\n",
                 "from contextlib import contextmanager, nullcontext\n",
             ),
+        ),
         (f"{TESTS}::test_copies_of_offloaded_states_are_ordered[1-1]",),
     ),
 )
