@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from collectives import Transport, solo
 from zero import Offload, ShardedAverage, ZeroOptimizer, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
+from zero.step import partition
 
 from ..narrowed import PRECISIONS
 from ..stream_backend import on_streams
-from ..stream_checker import Stream, StreamChecker, pretend
+from ..stream_checker import Stream, StreamChecker, off, pretend
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS = pytest.mark.parametrize("world_size", [1, 2])
@@ -75,6 +77,13 @@ TOWERS = PATTERNS["two towers"]
 @pytest.fixture(autouse=True)
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
+    choose = partition.choose_partitions
+
+    def choose_unwatched(*arguments: Any) -> Any:
+        with _disable_current_modes(), off():
+            return choose(*arguments)
+
+    monkeypatch.setattr(setup, "choose_partitions", choose_unwatched)  # its tensors are thrown away
 
 
 class Training:
