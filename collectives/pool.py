@@ -5,13 +5,14 @@ most. Does not know: what the bytes mean, ranks, or when a transfer ends. A tran
 pool cannot hand out a block too early, even after an exception.
 
 On CUDA a block is free when the work on it is enqueued, not when it is done, as in torch's own allocator. So the next
-user of the block must enqueue on the same stream, or on one that was ordered behind it. A training step is on one
-stream: autograd runs a backward on the streams of its forward, and orders them before what follows the backward.
+user of the block must enqueue on the same stream, or on one that was ordered behind it: an optimizer's calls and hooks
+order the current stream behind the one before. A block that the pool drops goes back to the stream that allocated it,
+which need not be ordered behind anything: the allocator must keep it until the work of the current stream is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,7 @@ class Pool:
 
     def trim(self) -> None:
         """Drop every free block."""
-        self._blocks = [block for block in self._blocks if not block.free]
+        self._drop([block for block in self._blocks if block.free])
 
     def _best(self, free: list[_Block], need: int, device: torch.device) -> _Block | None:
         """Return the smallest free block that is large enough."""
@@ -131,9 +132,23 @@ class Pool:
         here = (block for block in free if block.storage.device == device)
         by_size = sorted(here, key=lambda block: block.storage.nbytes())
         if not self._exact:
-            self._blocks = [block for block in self._blocks if block not in by_size[-1:]]
+            self._drop(by_size[-1:])
             return
         for block in by_size:
             if self.held_bytes + need <= self._most_asked:
                 return
+            self._drop([block])
+
+    def _drop(self, blocks: Sequence[_Block]) -> None:
+        """Give the memory of free blocks back to the allocator."""
+        for block in blocks:
             self._blocks.remove(block)
+            stream = _current_stream(block.storage.device)
+            if stream is not None:
+                whole = torch.empty(0, dtype=torch.uint8, device=block.storage.device).set_(block.storage)
+                whole.record_stream(stream)
+
+
+def _current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the stream on which work is enqueued; None on the CPU, which has no streams."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)

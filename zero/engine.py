@@ -104,7 +104,8 @@ class Engine:
         if hooks is not None:
             hooks.set_join_announcer(self._reducer.broadcast_call)
         try:
-            yield
+            with self.parts.streams.block():
+                yield
             if hooks is not None:
                 hooks.reset_order()
             for call in turns.others():
@@ -239,7 +240,7 @@ class Engine:
         purpose = f"applied() of the average {average!r}"
         self._check_between_steps(purpose)
         problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
-        with self.averages.applied(average, purpose, problem):
+        with self.averages.applied(average, purpose, problem), self.parts.streams.block():
             yield
 
     @contextmanager

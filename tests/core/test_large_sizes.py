@@ -25,6 +25,7 @@ from zero.parameters.gathered.buffers import GatheredBuffer
 from zero.runtime.accumulator import GradAccumulator
 from zero.runtime.flat_buffer import FlatBuffer
 from zero.runtime.flat_states import BucketStates
+from zero.runtime.streams import Streams
 from zero.step.inner import InnerOptimizer, _param_groups
 
 from ..contract.test_steps import ALL_STAGES
@@ -111,7 +112,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
 
     def program(transport: Transport) -> Traffic:
         specs = [layout.parameters[slot.parameter] for slot in bucket.slots]
-        store = GradAccumulator(bucket, specs, STAGES[stage], transport)
+        store = GradAccumulator(bucket, specs, STAGES[stage], transport, Streams())
         collective = algorithm(transport)
         for _ in range(2):
             for number, slot in enumerate(bucket.slots):

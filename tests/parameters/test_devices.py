@@ -126,6 +126,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that parameters are on a GPU."""
     monkeypatch.setattr(Streams, "use", lambda self, devices: self._last.setdefault(GPU))
     monkeypatch.setattr(streams, "_current", lambda device: _HERE.current)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: getattr(_HERE, "captures", False))
 
 

@@ -18,9 +18,9 @@ MUTANTS = (
         "A step on another stream than its backward's reads gradients that are still on their way.",
         (
             Edit(
-                "zero.runtime.streams._behind",
-                "        current.wait_stream(last)\n",
-                "        pass\n",
+                "zero.runtime.streams.Streams.end_on_current",
+                "                current.wait_stream(last)\n",
+                "                pass\n",
             ),
         ),
         (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-1]",),
@@ -31,9 +31,9 @@ MUTANTS = (
         "What other streams were told since is not waited for.",
         (
             Edit(
-                "zero.runtime.streams.Streams.wait_for_previous",
-                "            self._last[device] = _behind(device, last)\n",
-                "            self._last[device] = _behind(device, last) if last is None else last\n",
+                "zero.runtime.streams.Streams.end_on_current",
+                "            self._last[device] = current\n",
+                "            self._last[device] = last or current\n",
             ),
         ),
         (f"{DEVICES}::test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is[1-2]",),

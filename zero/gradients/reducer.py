@@ -81,7 +81,7 @@ class Reducer:
     def extend(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
-            bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards)
+            bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards, self._streams)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:

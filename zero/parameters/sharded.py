@@ -301,7 +301,7 @@ class ShardedStorage(ParameterStorage):
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         assert self.unit_hooks is not None
-        with self.unit_hooks.saving(), self.manager.whole(numbers):
+        with self.unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:

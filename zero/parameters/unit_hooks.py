@@ -210,6 +210,7 @@ class UnitHooks:
         last = self._running[-1:]
         if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
             return
+        self._streams.end_on_current()
         with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
             backward = in_backward()
             try:

@@ -30,6 +30,7 @@ from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from .events import Event, Waited
 from .flat_buffer import FlatBuffer, redistribute
+from .streams import Streams
 
 
 class _Reduction:
@@ -60,10 +61,17 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 class GradAccumulator:
     """The gradients of one bucket on one rank. Buffers are allocated with the first gradient."""
 
-    def __init__(self, bucket: BucketSpec, specs: Sequence[ParameterSpec], stage: Stage, shards: Transport) -> None:
+    def __init__(
+        self,
+        bucket: BucketSpec,
+        specs: Sequence[ParameterSpec],
+        stage: Stage,
+        shards: Transport,
+        streams: Streams,
+    ) -> None:
         """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shards``: the ranks that own
-        the bucket's shards, and their pool of memory."""
-        self.bucket = bucket
+        the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
+        self.bucket, self._streams = bucket, streams
         self._specs, self._stage, self._shards = specs, stage, shards
         self.low, self.high = bucket.owned(shards.rank)
         self.pieces = bucket.pieces(self.low, self.high)
@@ -154,6 +162,7 @@ class GradAccumulator:
                 narrowed = [g.to(dtype) if g.itemsize > dtype.itemsize else g for g in later.values()]
                 foreach_add_([self._view(slot) for slot in later], narrowed)
         self._unwritten.difference_update(arrived)
+        self._streams.keep_memory(arrived.values())
         self.arrived = {}
 
     def _cat_list(self, arrived: Mapping[int, Tensor]) -> list[Tensor] | None:

@@ -4,15 +4,18 @@ Knows: streams, and whether CUDA is capturing them for a graph. Does not know: w
 
     backward on stream 1    wait_for_previous, enqueue ...
     step on stream 2        wait_for_previous: stream 2 waits for the work that stream 1 has so far; enqueue ...
+                            keep_memory: memory of stream 1 that is freed now is in use until that work is done
 
 The host never waits. The CPU has no streams, and there nothing is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 class Streams:
@@ -21,6 +24,7 @@ class Streams:
     def __init__(self) -> None:
         self.exist = False  # some device has streams
         self._last: dict[torch.device, torch.Stream | None] = {}  # of each device with streams
+        self._several = False  # work was enqueued on more than one stream of a device
 
     def use(self, devices: Iterable[torch.device]) -> None:
         """Set the devices on which work is enqueued."""
@@ -32,21 +36,44 @@ class Streams:
 
         Raises `RuntimeError` while a CUDA graph is being captured.
         """
+        if any(map(_is_recorded, self._last)):
+            raise RuntimeError(
+                "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
+                "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
+            )
+        self.end_on_current()
+
+    def end_on_current(self) -> None:
+        """Let the current streams wait in the same way at the end of a forward or a block, which must be able to end.
+
+        It may have used memory on the current stream after its last call of `wait_for_previous`. The next stream must
+        wait for that before it uses the memory again.
+        """
         for device, last in self._last.items():
-            self._last[device] = _behind(device, last)
+            current = _current(device)
+            if last is not None and last != current:
+                current.wait_stream(last)
+                self._several = True
+            self._last[device] = current
 
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """Return the context of a block that may end on another stream than it began."""
+        try:
+            yield
+        finally:
+            self.end_on_current()
 
-def _behind(device: torch.device, last: torch.Stream | None) -> torch.Stream:
-    """Return the current stream of a device, which waits for ``last``."""
-    if _is_recorded(device):
-        raise RuntimeError(
-            "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
-            "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
-        )
-    current = _current(device)
-    if last is not None and last != current:
-        current.wait_stream(last)
-    return current
+    def keep_memory(self, tensors: Iterable[Tensor]) -> None:
+        """Keep the memory of tensors, once they are gone, until the work so far on the stream used last is done.
+
+        Another stream may have allocated it, for example that of a part of a forward. The caching allocator gives freed
+        memory to the next tensor of that stream, which would not wait.
+        """
+        for tensor in tensors if self._several else ():
+            last = self._last.get(tensor.device)
+            if last is not None:
+                tensor.record_stream(last)
 
 
 def _current(device: torch.device) -> torch.Stream:

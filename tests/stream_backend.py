@@ -1,0 +1,102 @@
+"""Ranks as threads whose collectives run on a stream of their own, as NCCL's do, and are checked by `stream_checker`.
+
+    launch    the collective's stream waits for the current one, then reads the input and writes the output
+    wait      the current stream waits for the collective
+
+Messages are staged through the host, by the current stream. All transfers finish at the wait, as in `late.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from collectives import Transport
+from collectives.backend import Pending, PendingBytes
+from collectives.backends.threads import _World
+
+from .late import LateBackend, LateLoopback
+from .stream_checker import Clock, Stream, here, is_on, off
+
+T = TypeVar("T")
+
+
+class _OnStream:
+    """The work of a collective: a wait is one of the current stream."""
+
+    def __init__(self, work: Pending, end: Clock) -> None:
+        self._work, self._end = work, end
+
+    def wait(self, timeout: float | None = None) -> None:
+        here().current().wait_clock(self._end)
+        with off():
+            self._work.wait(30.0 if timeout is None else timeout)
+
+
+class _Received:
+    def __init__(self, work: Pending, tensor: Tensor, operator: str) -> None:
+        self._work, self._tensor, self._operator = work, tensor, operator
+
+    def wait(self, timeout: float) -> None:
+        here().note(self._tensor, here().current(), self._operator, writes=True)
+        with off():
+            self._work.wait(timeout)
+
+
+class StreamBackend(LateBackend):
+    """Messages and collectives of one rank. Its thread must be inside its `StreamChecker`."""
+
+    maps_memory = False  # device memory, which no other rank reads
+
+    def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
+        super().__init__(world, rank, world_size, timeout)
+        self._stream: Stream | None = None
+
+    def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        if is_on():
+            here().note(tensor, here().current(), f"send to rank {to}", writes=False)
+        with off():
+            return super().send(tensor, to, slot)
+
+    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
+        with off():
+            work = super().recv(tensor, source, slot)
+        return _Received(work, tensor, f"receive from rank {source}") if is_on() else work
+
+    def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
+        with off():  # the host's memory
+            return super().send_bytes(data, to, slot, patience)
+
+    def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
+        with off():
+            return super().recv_bytes(size, source, slot)
+
+    def _collective(self, name: str, out: Tensor, source: Tensor, *others: Any) -> Pending:
+        if self._stream is None:
+            self._stream = here().stream(f"of collectives, rank {self.rank}")
+        self._stream.wait_stream(here().current())
+        here().note(source, self._stream, name, writes=False)
+        here().note(out, self._stream, name, writes=True)
+        with off():
+            made: Any = super()._collective(name, out, source, *others)
+        made._work = _OnStream(made._work, dict(self._stream.clock))
+        pending: Pending = made
+        return pending
+
+
+class StreamLoopback(LateLoopback[T]):
+    """A group of threads with `StreamBackend`."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.backends = [StreamBackend(self._world, rank, world_size, 30.0) for rank in range(world_size)]
+        self.transports = [Transport(backend) for backend in self.backends]
+
+
+def on_streams(world_size: int, program: Callable[[Transport], T]) -> list[T]:
+    """Run ``program`` on ranks that are threads, one intra-op thread each."""
+    torch.set_num_threads(1)
+    return StreamLoopback[T](world_size).run(program)

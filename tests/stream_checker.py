@@ -1,0 +1,359 @@
+"""Finds accesses to one storage on two streams that nothing orders: the rule of torch's CUDA sanitizer, on the CPU.
+
+    access    every operator reads its inputs and writes its outputs, on the stream that is current in its thread
+    order     `wait_stream`, the wait for a collective, `torch.accelerator.synchronize`, and autograd's own waits
+    rule      of two accesses to a storage on different streams, one of them a write, one is ordered behind the other
+    memory    an allocation is a write, as of the memory's last user on its stream; a freed storage goes back to the
+              stream that allocated it, where the next allocation may use it again: the library's accesses to it must be
+              ordered before, or it was given to `Tensor.record_stream`
+
+Streams have vector clocks: what a stream knows of another is the number of that stream's accesses before its own next
+one. A pool's block is one storage for as long as the pool has it, whoever uses it. A read of a value by the host
+(`item`) orders nothing here: it is no part of the promise that a call waits for the device.
+
+Knows: storages and fake streams of one rank, which is one thread. Does not know: what the library does.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from collectives import pool
+from zero.gradients.hooks import ShardedGradient
+from zero.runtime import staging, streams
+from zero.runtime.offload import OffloadedStates
+from zero.runtime.streams import Streams
+
+from .stream_autograd import Backward
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = (f"{ROOT / 'zero'}/", f"{ROOT / 'collectives'}/")
+RUNS_TESTS = f"{ROOT}/collectives/backends/threads.py"  # a rank that is a thread begins there
+TESTS = f"{ROOT / 'tests'}/"
+OURS = ("/stream_checker.py", "/stream_autograd.py", "/stream_backend.py", "/late.py")
+METADATA = {"aten::set_", "aten::detach_", "aten::record_stream"}  # they touch no element
+GPU = torch.device("cuda", 0)
+_HERE = threading.local()  # the checker of each rank, which is a thread
+
+Clock = dict["Stream", int]
+
+
+class Stream:
+    """A stream of a rank's device that runs nothing, and has a vector clock."""
+
+    def __init__(self, device: StreamChecker, name: str) -> None:
+        self._device, self.name = device, name
+        self.clock: Clock = {}
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_clock(other.clock)
+
+    def wait_clock(self, clock: Clock) -> None:
+        """Order all further work behind the work that a clock counts."""
+        for stream, time in clock.items():
+            self.clock[stream] = max(time, self.clock.get(stream, 0))
+
+    def __enter__(self) -> None:
+        self._device.enter(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._device.leave()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Access:
+    """An access to a storage. ``time``: its number among those of its stream; ``by_library``: or by the user."""
+
+    operator: str
+    stream: Stream
+    time: int
+    place: str
+    by_library: bool
+    writes: bool
+
+    def is_before(self, stream: Stream) -> bool:
+        """Return whether all further work of a stream is ordered behind this access."""
+        return stream.clock.get(self.stream, 0) >= self.time
+
+    def __str__(self) -> str:
+        return f"{'write' if self.writes else 'read'} by {self.operator} on stream {self.stream} ({self.place})"
+
+
+@dataclass
+class Memory:
+    """A storage: the accesses that later ones must be ordered behind."""
+
+    allocated_on: Stream | None  # None: before the checker was entered
+    write: Access | None = None
+    reads: dict[Stream, Access] = field(default_factory=dict)
+    recorded: set[Stream] = field(default_factory=set)
+    alive: Any = None  # a weak reference
+
+    def accesses(self) -> list[Access]:
+        return [*([] if self.write is None else [self.write]), *self.reads.values()]
+
+
+class StreamChecker(TorchDispatchMode):
+    """A device of one rank, whose accesses are checked inside ``with``. The end of the block raises what was found.
+
+    Beside ``with stream:`` it needs `pretend`, and `backward` instead of ``loss.backward()``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.streams: list[Stream] = []
+        self.found: list[str] = []
+        self._memory: dict[int, Memory] = {}  # by the address of the storage object
+        self._freed: dict[Stream, list[Access]] = {}  # accesses to memory that was freed, by the stream it belongs to
+        self._entered: list[tuple[Stream, Any]] = [(self.stream("default"), None)]  # with the node that entered it
+        self._switches: list[tuple[int, Stream]] = [(0, self.default)]  # the first node of a forward on each stream
+        self._backward: Backward[Stream] | None = None
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    @property
+    def default(self) -> Stream:
+        return self.streams[0]
+
+    def stream(self, name: str) -> Stream:
+        """Return a new stream."""
+        self.streams.append(Stream(self, name))
+        return self.streams[-1]
+
+    def current(self) -> Stream:
+        """Return the stream on which an operator would run now."""
+        stream, entered_by = self._entered[-1]
+        if self._backward is None:
+            return stream
+        node = torch._C._current_autograd_node()
+        own = self._backward.stream_at(node)
+        return stream if own is None or (entered_by is not None and entered_by is node) else own
+
+    def enter(self, stream: Stream) -> None:
+        self._entered.append((stream, torch._C._current_autograd_node()))
+        self._switches.append((_next_node(), stream))
+
+    def leave(self) -> None:
+        self._entered.pop()
+        self._switches.append((_next_node(), self._entered[-1][0]))
+
+    def backward(self, loss: Tensor) -> None:
+        """Run a backward, each node of it on the stream of its forward."""
+        self._backward = Backward(loss, self.current(), self._stream_of_forward)
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._backward.end()
+        finally:
+            self._backward = None
+
+    def _stream_of_forward(self, number: int) -> Stream:
+        return self._switches[bisect_right(self._switches, number, key=lambda switch: switch[0]) - 1][1]
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams: all further work is ordered behind theirs."""
+        for stream in self.streams:
+            for other in self.streams:
+                stream.wait_stream(other)
+
+    # -- accesses -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StreamChecker:
+        _HERE.checker = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, kind: Any, value: Any, trace: Any) -> None:
+        super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
+        _HERE.checker = None
+        if kind is None and self.found:
+            raise AssertionError(self.found[0])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not is_on() or func._schema.name in METADATA:
+            return result
+        name, stream = func._schema.name, self.current()
+        touched: dict[int, tuple[Any, bool]] = {}
+        given = set[int]()
+        for index, (key, touches, writes) in enumerate(_arguments(func)):
+            for storage in _storages(args[index] if index < len(args) else kwargs.get(key)):
+                given.add(storage._cdata)
+                if touches:
+                    is_written = writes or touched.get(storage._cdata, (None, False))[1]
+                    touched[storage._cdata] = storage, is_written
+        for storage in _storages(result):
+            if storage._cdata not in given:
+                self._allocated(storage, stream, name)
+                touched[storage._cdata] = storage, True
+        for storage, writes in touched.values():
+            self._note(storage, stream, name, writes)
+        return result
+
+    def note(self, tensor: Tensor, stream: Stream, operator: str, *, writes: bool) -> None:
+        """Note an access that is no operator: that of a collective."""
+        for storage in _storages(tensor):
+            self._note(storage, stream, operator, writes)
+
+    def record_stream(self, tensor: Tensor, stream: Stream) -> None:
+        """Note that the memory must not be used again before the work that a stream has when it is freed."""
+        for storage in _storages(tensor):
+            self._of(storage).recorded.add(stream)
+
+    def _note(self, storage: Any, stream: Stream, operator: str, writes: bool) -> None:
+        memory = self._of(storage)
+        stream.clock[stream] = stream.clock.get(stream, 0) + 1
+        place, by_library = _place()
+        access = Access(operator, stream, stream.clock[stream], place, by_library, writes)
+        for before in memory.accesses():
+            if (writes or before.writes) and not before.is_before(stream):
+                self.found.append(f"nothing orders a {before} and a {access}: the storage has {storage.nbytes()} bytes")
+        if writes:
+            memory.write, memory.reads = access, {}
+        else:
+            memory.reads[stream] = access
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def _of(self, storage: Any) -> Memory:
+        memory = self._memory.get(storage._cdata)
+        if memory is None:
+            memory = self._memory[storage._cdata] = Memory(None)
+            self._watch(storage, memory)
+        return memory
+
+    def _allocated(self, storage: Any, stream: Stream, operator: str) -> None:
+        """Note new memory of a stream, which may be memory that was freed on it."""
+        if storage._cdata in self._memory:
+            return
+        for access in self._freed.pop(stream, []):
+            if not access.is_before(stream):
+                place, _ = _place()
+                self.found.append(
+                    f"nothing orders a {access} and the next allocation, by {operator} on stream {stream} ({place}), "
+                    "to which the memory went back when it was freed"
+                )
+        self._memory[storage._cdata] = memory = Memory(stream)
+        self._watch(storage, memory)
+
+    def _watch(self, storage: Any, memory: Memory) -> None:
+        number, freed = storage._cdata, self._memory
+
+        def free(_: object) -> None:
+            if freed.get(number) is memory:
+                del freed[number]
+            if memory.allocated_on is not None:
+                late = [access for access in memory.accesses() if access.by_library]
+                late = [access for access in late if not any(map(access.is_before, memory.recorded))]
+                self._freed.setdefault(memory.allocated_on, []).extend(late)
+
+        memory.alive = weakref.ref(storage, free)
+
+
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
+    """Return the arguments of an operator: the name, whether it touches their elements, and whether it writes them.
+
+    It does not touch those of which it returns a view, and those that only give shape and dtype.
+    """
+    name = func._schema.name.removeprefix("aten::")
+    as_model = name.startswith("new_") or name.endswith("_like")
+    found = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
+    return tuple(
+        (key, not as_model and (alias is None or alias.is_write), alias is not None and alias.is_write)
+        for key, alias in found
+    )
+
+
+def _storages(value: Any) -> list[Any]:
+    """Return the storages of the tensors in an argument or a result."""
+    if isinstance(value, (list, tuple)):
+        return [storage for inside in value for storage in _storages(inside)]
+    if not isinstance(value, Tensor) or isinstance(value, ShardedGradient):  # a placeholder has no memory
+        return []
+    with torch._C.DisableTorchFunctionSubclass():
+        if value.device.type != "cpu" or value.layout is not torch.strided:
+            return []
+        storage = value.untyped_storage()
+    return [storage] if storage.nbytes() else []
+
+
+def _place() -> tuple[str, bool]:
+    """Return the innermost line of the library that is running, else of the tests, and whether it is the library's."""
+    frame: FrameType | None = sys._getframe(2)
+    test = ""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file.startswith(LIBRARY) and file != RUNS_TESTS:
+            return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}", True
+        if not test and file.startswith(TESTS) and not file.endswith(OURS):
+            test = f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
+        frame = frame.f_back
+    return test, False
+
+
+def _next_node() -> int:
+    """Return the number of the next node of a graph that this thread makes."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+# -- the library's calls ----------------------------------------------------------------------------------------------
+
+
+def here() -> StreamChecker:
+    """Return the checker of this rank."""
+    checker: StreamChecker = _HERE.checker
+    return checker
+
+
+def is_on() -> bool:
+    """Return whether accesses of this thread are noted."""
+    return getattr(_HERE, "checker", None) is not None and not getattr(_HERE, "is_off", False)
+
+
+@contextmanager
+def off() -> Iterator[None]:
+    """Return a context in which no access of this thread is noted."""
+    before, _HERE.is_off = getattr(_HERE, "is_off", False), True
+    try:
+        yield
+    finally:
+        _HERE.is_off = before
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the CPU count as a device whose streams are those of the rank's checker."""
+
+    def use(self: Any, devices: Iterable[torch.device]) -> None:
+        for device in devices:
+            self._last.setdefault(device)
+        self.exist = True
+
+    monkeypatch.setattr(Streams, "use", use)
+    monkeypatch.setattr(streams, "_is_recorded", lambda device: False)
+    monkeypatch.setattr(pool, "_current_stream", lambda device: here().current() if is_on() else None)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here().current())
+    monkeypatch.setattr(staging, "_line_on", lambda device: here().stream(f"copies {len(here().streams)}"))
+    monkeypatch.setattr(OffloadedStates, "wait_for_copies", lambda self: here().synchronize())
+    monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: here().record_stream(self, stream))
