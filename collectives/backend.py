@@ -126,6 +126,11 @@ class Backend(ABC):
         """Return True if these collectives move tensors of an accelerator without the host's memory."""
         return self.device_backend(device) == "nccl"
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some of these ranks can have collectives of their own: `part`."""
+        return False
+
     def part(self, parts: Sequence[Sequence[int]]) -> Backend:
         """Return the backend of a part of these ranks, with collectives of its own. All ranks call it with the same
         ``parts``, which are disjoint and ascending; this rank is in one of them."""

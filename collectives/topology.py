@@ -7,6 +7,7 @@
     each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
+    replicas on GPUs, with NCCL       these two by process groups of their ranks, and sums from GPU to GPU
     memory that cannot be shared      pairwise, with a warning
 
 If slices have several holders (`replicate`), these lines are about the ranks of one replica.
@@ -192,7 +193,13 @@ def replicate(
         }
         return choice(transport, builds[algorithm], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
-        return _replicas_by_nccl(transport, replicas)
+        if transport.backend.has_parts:
+            return _replicas_by_nccl(transport, replicas)
+        reason = "through the host's memory, since NCCL's collectives are among all ranks of a group of the whole job"
+        if transport.rank == 0:
+            remedy = "give the optimizer the group of all ranks, or leave sharding_factor= away"
+            warnings.warn(f"gradients and parameters travel {reason}: {remedy}", stacklevel=3)
+        return choice(transport, Pairwise, reason)
     neighbours = connect_neighbours(transport)
     within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
     if algorithm == "shared":
@@ -225,8 +232,8 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice
     """Make replicas of ``replicas``, and pass sums on between them, by process groups of their ranks. Collective."""
     world, factor = range(transport.world_size), len(replicas[0])
     mine = replicas[transport.rank // factor]
-    keys = transport.exchange(host_key().encode(), Tag(Kind.EXCHANGE, "looking for the ranks of each host"))
-    within = all(len({keys[rank] for rank in ranks}) == 1 for ranks in replicas)
+    hosts = _hosts_of(transport)
+    within = all(any(set(ranks) <= set(host) for host in hosts) for ranks in replicas)
     owners = transport.backend.part([transport.backend_ranks(world[place::factor]) for place in range(factor)])
     inner: Collective
     if factor == 1:
@@ -239,12 +246,17 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice
     return Choice(Replicated(transport, inner, owners), reason, inner.transport)
 
 
-def _by_nccl(transport: Transport) -> Choice:
+def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:
+    """Find the ranks of each host, without connecting them. Collective."""
     listener = HostListener(transport.world_size)
     try:
-        hosts = _hosts([info.host for info in exchange_infos(transport, listener)])
+        return _hosts([info.host for info in exchange_infos(transport, listener)])
     finally:
         listener.close()
+
+
+def _by_nccl(transport: Transport) -> Choice:
+    hosts = _hosts_of(transport)
     if len(hosts) == 1:
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
     return Choice(

@@ -116,6 +116,10 @@ class LateBackend(ThreadBackend):
     def device_backend(self, device: torch.device) -> str:
         return self.name
 
+    @property
+    def has_parts(self) -> bool:
+        return True
+
     def part(self, parts: Sequence[Sequence[int]]) -> LateBackend:
         mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
         with _MAKING:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from collectives import Choice, Collective, Transport
+from collectives import Choice, Collective
 from collectives import build as build_collective
 
 from .config import Config
@@ -76,7 +76,6 @@ class Builder:
         self.precision, self.offload, self._partition = config.precision, config.offload, config.partition
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
-        _warn_of_the_host(group, config.sharding_factor, device)
         self.streams = Streams()
         self.choice = build_collective(group, config.collective, device, config.sharding_factor)
         self.collective: Collective = self.choice.collective
@@ -378,16 +377,6 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 
 def _replicated_lines(replicated: Mapping[Tensor, ParameterSpec]) -> list[str]:
     return [f"replicated {spec.line()} {type(parameter).__name__}" for parameter, spec in replicated.items()]
-
-
-def _warn_of_the_host(group: Transport, factor: int | None, device: torch.device) -> None:
-    """Warn, on rank 0, that some of the traffic goes through the host."""
-    if device.type != "cpu" and factor not in (None, group.world_size) and group.rank == 0:
-        warnings.warn(
-            f"sharding_factor={factor} of {group.world_size} ranks on {device.type}: gradients and parameters travel "
-            "through the host's memory, since NCCL's collectives are among all ranks of a process group",
-            stacklevel=4,
-        )
 
 
 def _length(interval: tuple[int, int]) -> int:

@@ -86,7 +86,7 @@ class _OnDevice:
 
     def arriving(self, start: Tensor, tag: Tag) -> Work:
         assert self.before is not None, "the first replica adds to nobody's sum"
-        announced = self.onward.irecv(start[:0], self.before, _digested(tag, start))
+        announced = self.onward.irecv(start[:0], self.before, _digested(tag, start), one_way=True)
         return _Announced(announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
 
     def forth(self, out: Tensor, tag: Tag) -> Work:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import Backend
-from ..messages import CollectiveError, PeerError
+from ..messages import PeerError
 from ..transport import Transport
 from .threads import solo
 
@@ -133,6 +133,11 @@ class GlooBackend(Backend):
     def device_backend(self, device: torch.device) -> str:
         return _device_backend(self.group, device)
 
+    @property
+    def has_parts(self) -> bool:
+        everyone = range(self.world_size)
+        return [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
+
     def part(self, parts: Sequence[Sequence[int]]) -> GlooBackend:
         mine = GlooBackend(_part_of(self.group, tuple(map(tuple, parts)), self.rank, self.timeout), self.timeout)
         self._parts.append(mine)
@@ -162,7 +167,7 @@ class GlooBackend(Backend):
         if self._on_streams:
             for kind, name in _backends(self.group).items():
                 if name == "nccl":
-                    self.group._get_backend(torch.device(kind)).abort()
+                    _of_device(self.group, kind).abort()
             aborted = True
         return aborted
 
@@ -234,6 +239,11 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     return {kind: name for kind, _, name in pairs}
 
 
+def _of_device(group: dist.ProcessGroup, kind: str) -> Any:
+    """Return the part of a group that moves tensors of a type of device."""
+    return group._get_backend(torch.device(kind))
+
+
 _Parts = tuple[tuple[int, ...], ...]
 _PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Parts, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
@@ -242,28 +252,19 @@ def _part_of(group: dist.ProcessGroup, parts: _Parts, rank: int, timeout: float)
     """Return the process group of the part with ``rank``. Optimizers of one group share it. Collective."""
     known = _PARTS.setdefault(group, {})
     if parts not in known:
-        # torch wants every process of the job to make every group, or the members alone, by a name of their own
-        of_the_job = dist.get_world_size(group) == dist.get_world_size()
-        for ranks in parts if of_the_job else [ranks for ranks in parts if rank in ranks]:
-            made = dist.new_group(
-                [dist.get_global_rank(group, member) for member in ranks],
-                timeout=timedelta(seconds=timeout),
-                backend=str(dist.get_backend_config(group)),
-                use_local_synchronization=not of_the_job,
-            )
+        for ranks in parts:  # torch wants every process of the job to make every group
+            members = [dist.get_global_rank(group, member) for member in ranks]
+            limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
+            made = dist.new_group(members, timeout=limit, backend=backend)
             if rank in ranks:
                 known[parts] = made
-                if dist.get_rank(made) != ranks.index(rank):
-                    raise CollectiveError(
-                        "collectives of some ranks need a process group whose ranks are in the order of the job's"
-                    )
     return known[parts]
 
 
 def _timeout(group: dist.ProcessGroup) -> float:
     """Return the group's own time limit, from the options of its backend."""
     try:
-        limit = group._get_backend(torch.device("cpu")).options._timeout
+        limit = _of_device(group, "cpu").options._timeout
     except (AttributeError, RuntimeError):
         return DEFAULT_TIMEOUT
     return float(limit.total_seconds())

@@ -7,7 +7,6 @@ are device strings here, and streams record their waits.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -256,30 +255,6 @@ def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None
             assert message.startswith("RuntimeError: a CUDA graph is being captured: ")
             assert message.endswith("outside torch.cuda.graph()")
         assert_same_model(model, plain)
-
-
-# -- through the host --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("factor", "device", "warns"), [(2, GPU, 1), (4, GPU, 0), (None, GPU, 0), (2, "cpu", 0)])
-def test_hybrid_sharding_on_gpus_warns_once_that_it_goes_through_the_host(
-    factor: int | None, device: Any, warns: int
-) -> None:
-    def program(transport: Transport) -> None:
-        zero(build(), transport, 2, sharding_factor=factor).close()
-
-    with (
-        mock.patch("zero.optimizer.device_of", return_value=torch.device(device)),
-        warnings.catch_warnings(record=True) as seen,
-    ):
-        warnings.simplefilter("always")
-        on_threads(4, program, timeout=20)
-    found = [str(warning.message) for warning in seen if "sharding_factor" in str(warning.message)]
-    assert len(found) == warns
-    for message in found:
-        assert message.startswith(
-            "sharding_factor=2 of 4 ranks on cuda: gradients and parameters travel through the host"
-        )
 
 
 # -- models without memory ---------------------------------------------------------------------------------------------

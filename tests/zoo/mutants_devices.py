@@ -6,6 +6,9 @@ from .mutant import Edit, Mutant
 
 LAYOUT = "core/test_layout.py"
 THREADS = "gradients/test_two_threads.py"
+REPLICAS = "collectives/test_replicas_on_devices.py"
+SUM = f"{REPLICAS}::test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its_way"
+ABORT = f"{REPLICAS}::test_collectives_that_may_not_have_ended_are_aborted_with_the_group"
 
 MUTANTS = (
     Mutant(
@@ -114,5 +117,83 @@ MUTANTS = (
             ),
         ),
         ("parameters/test_devices.py::test_where_units_are_gathered_and_where_states_are_offloaded_it_must_be",),
+    ),
+    Mutant(
+        "a-sum-from-another-device-is-added-before-it-came",
+        ("S19", "L17"),
+        "A replica adds to memory into which the sum of those before is still on its way.",
+        (
+            Edit(
+                "collectives.algorithms.hybrid_sharding._Announced.wait",
+                "            self._work = self._begin()\n        self._work.wait()\n",
+                "            self._work = self._begin()\n            return\n        self._work.wait()\n",
+            ),
+        ),
+        (f"{SUM}[False-travel0-total0-4-bounds2]",),
+    ),
+    Mutant(
+        "a-sum-from-another-device-has-no-header",
+        ("L8",),
+        "A replica that is in another bucket sends its sum, which is taken for that of this one.",
+        (
+            Edit(
+                "collectives.algorithms.hybrid_sharding._Announced.wait",
+                "            self._announced.wait()\n",
+                "            self._announced = Chain(())\n",
+            ),
+        ),
+        (f"{REPLICAS}::test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed_with_others",),
+    ),
+    Mutant(
+        "the-total-is-that-of-the-first-replica",
+        ("S10", "L17"),
+        "All replicas step with the contributions of one.",
+        (
+            Edit(
+                "collectives.algorithms.hybrid_sharding._OnDevice.back",
+                "owners.world_size - 1 - owners.rank",
+                "-owners.rank",
+            ),
+        ),
+        (f"{SUM}[False-travel0-total0-4-bounds2]",),
+    ),
+    Mutant(
+        "what-parts-of-a-group-have-under-way-is-not-aborted",
+        ("L8",),
+        "After a rank is lost, kernels of its replica's own process group wait for ever.",
+        (
+            Edit(
+                "collectives.backends.gloo.GlooBackend.abort_collectives",
+                "sum(part.abort_collectives() for part in self._parts) > 0",
+                "False",
+            ),
+        ),
+        (f"{REPLICAS}::test_a_failure_aborts_what_is_under_way_in_the_parts_of_its_group",),
+    ),
+    Mutant(
+        "what-a-stream-waits-for-counts-as-ended",
+        ("L8",),
+        "A stream waits for a lost rank, the host does not know of it, and the process never ends.",
+        (
+            Edit(
+                "collectives.backends.gloo._UnderWay.__bool__",
+                "self._not_awaited > 0 or (self._last is not None and not self._last.query())",
+                "self._not_awaited > 0",
+            ),
+        ),
+        (f"{ABORT}[2-2-False]",),
+    ),
+    Mutant(
+        "a-failure-aborts-nothing",
+        ("L8",),
+        "Collectives on devices outlive the failure of their group.",
+        (
+            Edit(
+                "collectives.peer_links.PeerLinks._abort",
+                "            self._aborted_collectives = self.backend.abort_collectives()\n",
+                "            self._aborted_collectives = False\n",
+            ),
+        ),
+        (f"{REPLICAS}::test_a_failure_aborts_what_is_under_way_in_the_parts_of_its_group",),
     ),
 )
