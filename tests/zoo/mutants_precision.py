@@ -432,8 +432,8 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.unscale",
-                "            if any(told[0] for told in self._transport.exchange(mine, tag)):\n",
-                "            if self._transport.exchange(mine, tag)[self._transport.rank][0]:\n",
+                "any(told[0] for told in self._transport.exchange(mine, tag))",
+                "self._transport.exchange(mine, tag)[self._transport.rank][0] > 0",
             ),
         ),
         (f"{OVERFLOW}[2-None-W3]",),
@@ -445,7 +445,7 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.unscale",
-                "        if found is self._unscaled:\n            return\n",
+                "        if self._found.repeats(found):\n            return\n",
                 "",
             ),
         ),
@@ -472,9 +472,9 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.owned_means.OwnedMeans.unscale",
-                "        by_dtype: dict[torch.dtype, list[Tensor]] = {}\n",
+                "        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}\n",
                 '        inverse, self._kept = getattr(self, "_kept", inverse), inverse.clone()\n'
-                "        by_dtype: dict[torch.dtype, list[Tensor]] = {}\n",
+                "        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}\n",
             ),
         ),
         (f"{OVERFLOW}[2-None-W3]",),

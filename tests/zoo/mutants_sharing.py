@@ -18,9 +18,8 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding.Replicated.__init__",
-                "        self.after = after if after < transport.world_size else None\n",
-                "        self.after = after if after < transport.world_size else None\n"
-                "        if self.shards.world_size == 1:\n            self.before = self.after = None\n",
+                "        self.hops: _Hops = (\n",
+                "        if width == 1:\n            before = after = None\n        self.hops: _Hops = (\n",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
@@ -31,9 +30,9 @@ REPLICAS = (
         "The last replica alone has the sum of all; the others step with the sum so far.",
         (
             Edit(
-                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__.forth",
-                "total = onward.irecv(out, after, tag)",
-                "total = onward.irecv(out.clone(), after, tag)",
+                "collectives.algorithms.hybrid_sharding._Messages.forth",
+                "total = self.onward.irecv(out, self.after, tag)",
+                "total = self.onward.irecv(out.clone(), self.after, tag)",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
@@ -66,8 +65,8 @@ REPLICAS = (
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n",
                 "        works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))\n"
-                "        if before is not None and before_all is not None:\n"
-                "            works[0].wait()\n            start.add_(before_all)\n",
+                "        if hops.before is not None and before_all is not None:\n"
+                "            works[1].wait()\n            start.add_(before_all)\n",
             ),
         ),
         (f"{TRAINING}[2-1-1]",),
@@ -79,13 +78,14 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
-                "            works.append(onward.irecv(start, before, tag, one_way=True))\n        works.append(",
-                "            late = onward.irecv(start, before, tag, one_way=True)\n        works.append(",
+                "            works.append(hops.arriving(start, tag))\n        works.append(",
+                "            late = hops.arriving(start, tag)\n        works.append(",
             ),
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.__init__",
-                "        onward.post_remaining()\n",
-                "        if before is not None:\n            works.append(late)\n        onward.post_remaining()\n",
+                "        hops.onward.post_remaining()\n",
+                "        if hops.before is not None:\n            works.append(late)\n"
+                "        hops.onward.post_remaining()\n",
             ),
         ),
         (FOLD,),
@@ -117,7 +117,7 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding.Replicated.__init__",
-                "        transport.attach(self.shards, range(first, first + self.shards.world_size))\n",
+                "        transport.attach(self.shards, range(first, first + width))\n",
                 "        self.first = first\n",
             ),
         ),
