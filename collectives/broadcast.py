@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .algorithms.process_group import Running
+from .algorithms.running import Running
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
-GROUP_TIMEOUT = 20.0
+GROUP_TIMEOUT = 60.0 if torch.cuda.is_available() else 20.0  # seconds; a first program also makes CUDA contexts
 IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
 

@@ -30,7 +30,7 @@ from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport
 from .base import Collective
-from .process_group import Running
+from .running import Running
 
 
 class _Hops(Protocol):

@@ -22,31 +22,7 @@ from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
 from ..transport import Transport
 from .ordered_sum import ordered_sum
-
-
-class Running:
-    """A collective of the backend, and the work that is left when its bytes are here."""
-
-    def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
-        self._transport, self._tag, self._pending = transport, tag, pending
-        self._finish: Callable[[], None] | None = finish
-
-    def wait(self) -> None:
-        if self._finish is None:
-            return
-        t = self._transport
-        t.check()
-        if self._pending is not None:
-            try:
-                self._pending.wait(t.timeout)
-            except PeerError as error:
-                raise _lost(t, self._tag, error) from error
-        finish, self._finish, self._pending = self._finish, None, None
-        try:
-            finish()
-        except BaseException as error:  # half a sum is no sum
-            t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
-            raise
+from .running import Running, lost
 
 
 @dataclass(frozen=True)
@@ -110,7 +86,7 @@ class ProcessGroupAlgorithm(ABC):
         try:
             pending = call(t.backend) if bounds[-1] else None
         except PeerError as error:
-            raise _lost(t, tag, error) from error
+            raise lost(t, tag, error) from error
         except BaseException as error:  # the others have begun
             t.abort(f"{t.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
             raise
@@ -199,16 +175,3 @@ class Native(ProcessGroupAlgorithm):
         summed = t.scratch(width, source.dtype, source.device)
         moved = (t.world_size - 1) * width * source.itemsize
         return _Exchange(lambda backend: backend.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)
-
-
-def _lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
-    """Abort after a failed collective of the backend, and return the error to raise.
-
-    The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
-    it. After a time limit in the middle of a collective the error names no rank: gloo then closes connections at will,
-    and all the other ranks wait as this one does.
-    """
-    reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
-    unreached = transport.abort(reason)
-    who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
-    return PeerError(reason + who)

@@ -11,6 +11,7 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -244,21 +245,21 @@ def _of_device(group: dist.ProcessGroup, kind: str) -> Any:
     return group._get_backend(torch.device(kind))
 
 
-_Parts = tuple[tuple[int, ...], ...]
-_PARTS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Parts, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
-
-
-def _part_of(group: dist.ProcessGroup, parts: _Parts, rank: int, timeout: float) -> dist.ProcessGroup:
-    """Return the process group of the part with ``rank``. Optimizers of one group share it. Collective."""
-    known = _PARTS.setdefault(group, {})
-    if parts not in known:
-        for ranks in parts:  # torch wants every process of the job to make every group
-            members = [dist.get_global_rank(group, member) for member in ranks]
-            limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
-            made = dist.new_group(members, timeout=limit, backend=backend)
-            if rank in ranks:
-                known[parts] = made
-    return known[parts]
+@cache
+def _part_of(
+    group: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], rank: int, timeout: float
+) -> dist.ProcessGroup:
+    """Return the process group of the part with ``rank``. Optimizers of one group share it: each costs connections, and
+    torch frees none before the end of the job. Collective.
+    """
+    mine: dist.ProcessGroup | None = None
+    for ranks in parts:  # torch wants every process of the job to make every group
+        members = [dist.get_global_rank(group, member) for member in ranks]
+        limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
+        made = dist.new_group(members, timeout=limit, backend=backend)
+        mine = made if rank in ranks else mine
+    assert mine is not None, f"rank {rank} is in one of {parts}"
+    return mine
 
 
 def _timeout(group: dist.ProcessGroup) -> float:

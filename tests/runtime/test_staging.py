@@ -6,6 +6,7 @@ awaited. `test_cuda` runs the same on a GPU, if there is one.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections import Counter
@@ -243,3 +244,66 @@ def test_what_an_interrupted_step_left_is_no_state_of_the_next(
     optimizer.close()
     train(torch.optim.AdamW(plain.parameters(), lr=1e-2), plain, range(4))
     assert_same_model(model, plain)
+
+
+# -- pinned memory -----------------------------------------------------------------------------------------------------
+
+
+class Runtime:
+    """CUDA's runtime, as far as it pins memory. ``error``: what it returns."""
+
+    def __init__(self, error: int) -> None:
+        self.error, self.pinned = error, dict[int, int]()
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
+        if not self.error:
+            self.pinned[address] = nbytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
+        del self.pinned[address]
+        return 0
+
+
+def test_reserved_states_lie_in_one_block_which_is_as_long_as_they_are() -> None:
+    """Torch's allocator of pinned memory would round each up to a power of two."""
+    wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
+    host = HostOffload()
+    host.reserve(wanted)
+    tensors = [host.empty(*each) for each in wanted]
+    assert [(tensor.numel(), tensor.dtype) for tensor in tensors] == wanted
+    assert {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()} == {tensors[0].data_ptr()}
+    assert tensors[0].untyped_storage().nbytes() == 448 + 64 + 320
+    for number, tensor in enumerate(tensors):
+        assert not tensor.count_nonzero()
+        tensor.fill_(number + 1)
+    for number, tensor in enumerate(tensors):
+        assert tensor.eq(number + 1).all(), "they do not overlap"
+    later = host.empty(5, torch.float32)
+    assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_a_block_is_pinned_as_it_is_or_by_torch_and_released_with_its_owner(
+    error: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime, asked = Runtime(error), list[int]()
+    zeros = torch.zeros
+
+    def noted(numel: int, *, pin_memory: bool = False, **named: Any) -> Tensor:
+        if pin_memory:
+            asked.append(numel)
+        return zeros(numel, **named)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", noted)
+    host = HostOffload()
+    host.reserve([(1000, torch.float32)])
+    tensor = host.empty(1000, torch.float32)
+    assert runtime.pinned == ({} if error else {tensor.data_ptr(): 4032})
+    assert asked == ([4032] if error else [])
+    del host
+    gc.collect()
+    assert not runtime.pinned
+    assert not tensor.count_nonzero(), "it is still memory"

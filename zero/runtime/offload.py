@@ -22,17 +22,19 @@ import os
 import sys
 import tempfile
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from ..config import Offload
+from ..core.layout import ALIGNMENT_BYTES
 from .events import Event
 from .staging import Staging
 
@@ -80,12 +82,48 @@ class OffloadBackend:
 
 
 class HostOffload(OffloadBackend):
-    """Pinned memory of the host, from which a GPU copies asynchronously."""
+    """Pinned memory of the host, from which a GPU copies asynchronously, in one block for all reserved tensors.
+
+    Torch's allocator of pinned memory rounds each tensor up to a power of two. So a block is ordinary memory that is
+    pinned as it is (`cudaHostRegister`), until this object is gone.
+    """
 
     is_copied_ahead = True
 
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._taken = 0
+
+    def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
+        nbytes = sum(_aligned(numel, dtype) for numel, dtype in wanted)
+        if nbytes:
+            self._block, self._taken = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), 0
+            if torch.cuda.is_available():
+                self._pin()
+
+    def _pin(self) -> None:
+        address, cuda = self._block.data_ptr(), cast(Any, torch.cuda)  # torch's function has no annotation
+        runtime = cuda.cudart()
+        if int(runtime.cudaHostRegister(address, self._block.nbytes, 0)):
+            self._block = torch.zeros(self._block.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        else:
+            weakref.finalize(self, _unpin, runtime, self._block).atexit = False
+
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+        nbytes = _aligned(numel, dtype)
+        if self._taken + nbytes > self._block.nbytes:
+            self.reserve([(numel, dtype)])  # for a state that was not known at construction
+        self._taken += nbytes
+        return self._block[self._taken - nbytes :][: numel * dtype.itemsize].view(dtype)
+
+
+def _aligned(numel: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor with what follows it in its block."""
+    return -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _unpin(runtime: Any, block: Tensor) -> None:
+    runtime.cudaHostUnregister(block.data_ptr())
 
 
 @dataclass(eq=False)

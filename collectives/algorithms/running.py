@@ -1,0 +1,50 @@
+"""A collective of a backend that is under way, and what becomes of its failure.
+
+Knows: the backend's transfers. Does not know: which algorithm they belong to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..backend import Pending
+from ..messages import PeerError, Tag
+from ..transport import Transport
+
+
+class Running:
+    """A collective of the backend, and the work that is left when its bytes are here."""
+
+    def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
+        self._transport, self._tag, self._pending = transport, tag, pending
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        t = self._transport
+        t.check()
+        if self._pending is not None:
+            try:
+                self._pending.wait(t.timeout)
+            except PeerError as error:
+                raise lost(t, self._tag, error) from error
+        finish, self._finish, self._pending = self._finish, None, None
+        try:
+            finish()
+        except BaseException as error:  # half a sum is no sum
+            t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
+            raise
+
+
+def lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
+    """Abort after a failed collective of the backend, and return the error to raise.
+
+    The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
+    it. After a time limit in the middle of a collective the error names no rank: gloo then closes connections at will,
+    and all the other ranks wait as this one does.
+    """
+    reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
+    unreached = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
+    return PeerError(reason + who)
