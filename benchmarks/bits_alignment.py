@@ -5,7 +5,7 @@ plain loop's parameters begin where torch's allocator puts them: on a GPU at mul
 choose its algorithm, and so its order of sums, by the alignment of the operands (cuBLASLt does for a product with a
 bias).
 
-Knows: shapes, addresses, products. Does not know: slots.
+Knows: shapes, addresses, products, and the boundary of slots.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from zero.core.layout import slot_bytes
+
 from .bits_job import DTYPES, SHORT, Compared, Tally, first_difference, guarded, placed
 
 GROUP = "alignment"
 OFFSETS = (64, 128, 256, 512)
 PLACES = ("weight", "bias", "both")
-PROMISED = {"cpu": 64}  # bytes to which slots are aligned, by the type of the device
-PROMISED_ELSEWHERE = 512  # on accelerators, as their allocators align
 ROWS = (1, 3, 16, 77, 128, 512, 2048)
 WIDTHS = (1, 8, 30, 64, 100, 128, 257, 512, 768, 1000, 1024, 2560, 3072, 4096, 5000, 11008)
 QUICK_ROWS, QUICK_WIDTHS = (1, 7, 32), (1, 8, 33, 64, 100)
@@ -37,11 +37,6 @@ def shapes(count: int, quick: bool) -> list[Shape]:
     """Return ``count`` shapes of products, the same at each call."""
     rows, widths = (QUICK_ROWS, QUICK_WIDTHS) if quick else (ROWS, WIDTHS)
     return random.Random(0).sample(list(itertools.product(rows, widths, widths)), count)
-
-
-def promised(device: torch.device) -> int:
-    """Return the alignment in bytes at which the library promises the plain loop's bits on a device."""
-    return PROMISED.get(device.type, PROMISED_ELSEWHERE)
 
 
 def compare(device: torch.device, count: int, quick: bool) -> Iterator[Compared]:
@@ -67,7 +62,7 @@ def _of_dtype(device: torch.device, dtype: torch.dtype, chosen: Sequence[Shape])
     yield again.row(GROUP, "F.linear, twice at one address", SHORT[dtype], False)
     for (offset, place), tally in tallies.items():
         what = f"F.linear, {place} at {offset} mod 1024"
-        yield tally.row(GROUP, what, SHORT[dtype], offset % promised(device) == 0)
+        yield tally.row(GROUP, what, SHORT[dtype], offset % slot_bytes(str(device)) == 0)
 
 
 class _Product:

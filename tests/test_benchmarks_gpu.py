@@ -80,11 +80,6 @@ def test_a_product_that_depends_on_an_address_is_found(monkeypatch: pytest.Monke
         assert ("output: " in row.first) == wrong
 
 
-def test_on_an_accelerator_slots_are_promised_at_512_bytes() -> None:
-    assert bits_alignment.promised(CPU) == 64
-    assert bits_alignment.promised(torch.device("cuda:0")) == 512
-
-
 def test_a_product_that_differs_from_itself_is_compared_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     linear, calls = torch.nn.functional.linear, iter(range(1 << 20))
 
