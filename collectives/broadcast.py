@@ -34,13 +34,15 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
     """Copy rank 0's values of 1-D contiguous tensors to all ranks, in place. Collective.
 
     ``buffers``: as many on each rank, of equal sizes in bytes; each is complete when the next one is asked for.
-    ``tag``: must differ between ranks whose sizes differ.
+    ``tag``: must differ between ranks whose sizes differ, or of which one has a buffer where `Backend.stays_on`.
     """
     transport.announce(tag).wait()
     sends = deque[Work]()
+    backend = transport.backend
+    everyone = transport.backend_ranks(range(transport.world_size)) == list(range(backend.world_size))
     for buffer in buffers:
-        if buffer.numel() and _stays_on_device(transport, buffer):
-            pending = transport.backend.broadcast(as_bytes(buffer), transport.backend_ranks([0])[0])
+        if buffer.numel() and everyone and backend.has_collectives and backend.stays_on(buffer.device):
+            pending = backend.broadcast(as_bytes(buffer), 0)
             Running(transport, tag, pending, lambda: None).wait()
             last, first = transport.rank + 1 == transport.world_size, transport.rank == 0
             transport.count_payload(buffer.nbytes * (not last), buffer.nbytes * (not first))
@@ -51,12 +53,6 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
             if len(sends) > AHEAD:
                 sends.popleft().wait()
     Chain(sends).wait()
-
-
-def _stays_on_device(transport: Transport, buffer: Tensor) -> bool:
-    backend = transport.backend
-    everyone = transport.backend_ranks(range(transport.world_size)) == list(range(backend.world_size))
-    return backend.has_collectives and everyone and backend.stays_on(buffer.device)
 
 
 def _arriving(transport: Transport, chunks: Sequence[Tensor], tag: Tag) -> Iterator[Tensor]:

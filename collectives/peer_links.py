@@ -290,7 +290,16 @@ class PeerLinks:
             if member is not None and member.broken is None:
                 found = member._abort(reason, failure or Failure(self.labels[self.rank], reason))
                 unreached = found if member is self else unreached
+        self._abort_collectives()  # when all reports are out: it may take its time
         return unreached
+
+    def _abort_collectives(self) -> None:
+        members = [member for reference in self._family if (member := reference()) is not None]
+        for backend in {id(member.backend): member.backend for member in members}.values():
+            with suppress(Exception):  # the failure that is reported is the one to raise
+                if backend.abort_collectives():
+                    for member in members:
+                        member._aborted_collectives = True
 
     def _abort(self, reason: str, failure: Failure) -> list[int]:
         self.broken, unreached = reason, list[int]()
@@ -313,8 +322,6 @@ class PeerLinks:
                         self.memory.close_slot(self.ranks[to], self.slot(port))
             except Exception:  # a peer that is gone gets no report; the others still do
                 unreached.append(to)
-        with suppress(Exception):  # the failure that is reported is the one to raise
-            self._aborted_collectives = self.backend.abort_collectives()
         keeper = threading.Timer(min(self.timeout, REPORT_KEPT), lambda kept: None, [kept])
         keeper.daemon = True
         keeper.start()

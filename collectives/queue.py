@@ -75,7 +75,8 @@ class BucketQueue:
             self._complete()
         if self._behind:
             pass_on(self._flying[0])
-            self._passed_on.append(self._flying.popleft())
+            self._passed_on.append(self._flying[0])  # both again after an interrupt: a second wait does nothing
+            self._flying.popleft()
         else:
             self._flying[0].wait()
             self._flying.popleft()

@@ -29,6 +29,7 @@ from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
+from .backend import Backend
 from .backends.hybrid import HybridBackend
 from .backends.rendezvous import HostListener, exchange_infos, host_key, join
 from .backends.shared_memory import SharedMemoryBackend
@@ -234,16 +235,35 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice
     mine = replicas[transport.rank // factor]
     hosts = _hosts_of(transport)
     within = all(any(set(ranks) <= set(host) for host in hosts) for ranks in replicas)
-    owners = transport.backend.part([transport.backend_ranks(world[place::factor]) for place in range(factor)])
+    owners = _part(transport, [world[place::factor] for place in range(factor)])
     inner: Collective
     if factor == 1:
         inner = Pairwise(transport.split(mine))
     else:
-        part = Transport(transport.backend.part([transport.backend_ranks(ranks) for ranks in replicas])).fork()
+        part = Transport(_part(transport, replicas)).fork()
         inner = AllToAll(part) if within else Native(part)
     where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
     return Choice(Replicated(transport, inner, owners), reason, inner.transport)
+
+
+def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
+    """Return the backend of the part of the ranks that this rank is in. Collective."""
+    tag, made, problem = Tag(Kind.EXCHANGE, "making process groups of replicas"), None, ""
+    transport.exchange(b"", tag)  # finds a rank that failed or is elsewhere, which the calls below could not
+    try:
+        made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
+    except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
+        problem = " ".join(str(error).split())
+    except BaseException as error:
+        transport.abort(f"{transport.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
+        raise
+    told = transport.exchange(problem.encode(), tag)
+    for rank, text in enumerate(told):
+        if text:
+            raise CollectiveError(f"rank {rank}, in {tag.label}: {text.decode(errors='replace')}")
+    assert made is not None, "a part that was not made is a problem"
+    return made
 
 
 def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -346,23 +347,27 @@ def test_header_rounds_are_timed_over_both_carriers(tmp_path: Path) -> None:
 # -- all of it ---------------------------------------------------------------------------------------------------------
 
 ENDS, FAILS = ["platform"], ["no_such_module_anywhere"]
-HANGS = ["timeit", "-n", "1", "-r", "1", "import subprocess; subprocess.run(['sleep', '98.7654'])"]
 
 
 def test_a_command_ends_at_its_limit_with_all_that_it_has_started(tmp_path: Path) -> None:
-    ran = run(Command("hangs", HANGS, 1.0), tmp_path, 1.0)
-    assert ran.outcome == "time limit of 1 s"
+    begun = tmp_path / "begun"
+    child = f"import pathlib, os, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(98)"
+    call = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    ran = run(Command("hangs", ["timeit", "-n", "1", "-r", "1", call], 5.0), tmp_path, 5.0)
+    assert ran.outcome == "time limit of 5 s"
     assert ran.failed
     assert ran.seconds < 60
-    started = [path for path in Path("/proc").glob("[0-9]*/cmdline") if b"sleep\x0098.7654\x00" in _bytes(path)]
-    assert not started
+    place, end = Path("/proc") / begun.read_text() / "cmdline", time.monotonic() + 20
+    while _bytes(place):  # empty when it has ended
+        assert time.monotonic() < end, "it still runs"
+        time.sleep(0.05)
 
 
 def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError:
-        return b""  # it has ended
+        return b""  # it is gone
 
 
 def test_after_a_failure_the_next_command_is_run_and_all_are_reported(

@@ -20,7 +20,8 @@ Knows: the algorithm of a replica. Does not know: hosts. The caller chooses whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -191,21 +192,25 @@ class _HybridReduceScatter:
         """Add this replica's contributions to the sum of those before, and send it to the next one."""
         if self._forth is not None:
             self._under_way.wait()
-            forth, self._forth = self._forth, None
-            self._under_way = self._sent(forth)
+            with self._whole():
+                forth, self._forth = self._forth, None
+                self._under_way = forth()
 
     def wait(self) -> None:
         self.pass_on()
         self._under_way.wait()
         if self._back is not None:
-            back, self._back = self._back, None
-            self._under_way = self._sent(back)
+            with self._whole():
+                back, self._back = self._back, None
+                self._under_way = back()
             self._under_way.wait()
 
-    def _sent(self, send: Callable[[], Work]) -> Work:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Abort the transport if the block does not run as a whole: what was sent is unknown then."""
         try:
-            return send()
-        except BaseException as error:  # what was sent is unknown
+            yield
+        except BaseException as error:
             rank_label = self._transport.rank_label
             self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
             raise

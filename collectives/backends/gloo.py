@@ -11,7 +11,6 @@ import weakref
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
@@ -79,7 +78,7 @@ class _UnderWay:
 
     def __init__(self) -> None:
         self._not_awaited = 0  # by a stream
-        self._last: torch.Event | None = None  # behind the last that a stream waits for
+        self._last: dict[torch.device, torch.Event] = {}  # behind the last that a stream of the device waits for
 
     def launched(self) -> None:
         self._not_awaited += 1
@@ -87,13 +86,13 @@ class _UnderWay:
     def awaited(self, device: torch.device) -> None:
         """Note that the current stream of a device waits for one."""
         self._not_awaited -= 1
-        if self._last is None:
-            self._last = torch.Event(device)
-        self._last.record()
+        if device not in self._last:
+            self._last[device] = torch.Event(device)
+        self._last[device].record(torch.accelerator.current_stream(device))
 
     def __bool__(self) -> bool:
         """Whether any may not have ended."""
-        return self._not_awaited > 0 or (self._last is not None and not self._last.query())
+        return self._not_awaited > 0 or not all(event.query() for event in self._last.values())
 
 
 class GlooBackend(Backend):
@@ -114,6 +113,7 @@ class GlooBackend(Backend):
         self._under_way = set[_TorchPending]()
         self._on_streams = _UnderWay()
         self._parts: list[GlooBackend] = []
+        self._whole: tuple[GlooBackend, Sequence[Sequence[int]]] | None = None  # of which this is a part, and all parts
         weakref.finalize(group, self._under_way.clear).atexit = False
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
@@ -136,11 +136,18 @@ class GlooBackend(Backend):
 
     @property
     def has_parts(self) -> bool:
+        if self._whole is not None:
+            return True
         everyone = range(self.world_size)
         return [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
 
     def part(self, parts: Sequence[Sequence[int]]) -> GlooBackend:
-        mine = GlooBackend(_part_of(self.group, tuple(map(tuple, parts)), self.rank, self.timeout), self.timeout)
+        if self._whole is not None:  # the ranks of the other parts make theirs at the same time
+            whole, siblings = self._whole
+            return whole.part([[sibling[place] for place in part] for sibling in siblings for part in parts])
+        group = _PARTS.of(self.group, tuple(map(tuple, parts)), self.rank, self.timeout)
+        mine = GlooBackend(group, self.timeout)
+        mine._whole = self, parts
         self._parts.append(mine)
         return mine
 
@@ -169,7 +176,7 @@ class GlooBackend(Backend):
             for kind, name in _backends(self.group).items():
                 if name == "nccl":
                     _of_device(self.group, kind).abort()
-            aborted = True
+            self._on_streams, aborted = _UnderWay(), True
         return aborted
 
     def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
@@ -245,21 +252,29 @@ def _of_device(group: dist.ProcessGroup, kind: str) -> Any:
     return group._get_backend(torch.device(kind))
 
 
-@cache
-def _part_of(
-    group: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], rank: int, timeout: float
-) -> dist.ProcessGroup:
-    """Return the process group of the part with ``rank``. Optimizers of one group share it: each costs connections, and
-    torch frees none before the end of the job. Collective.
-    """
-    mine: dist.ProcessGroup | None = None
-    for ranks in parts:  # torch wants every process of the job to make every group
-        members = [dist.get_global_rank(group, member) for member in ranks]
-        limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
-        made = dist.new_group(members, timeout=limit, backend=backend)
-        mine = made if rank in ranks else mine
-    assert mine is not None, f"rank {rank} is in one of {parts}"
-    return mine
+class _Parts:
+    """The process groups of parts of a group, which the optimizers of the group share: each costs connections."""
+
+    def __init__(self) -> None:
+        self._made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]]
+        self._made = weakref.WeakKeyDictionary()
+
+    def of(
+        self, group: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], rank: int, timeout: float
+    ) -> dist.ProcessGroup:
+        """Return the process group of the part with ``rank``. Collective."""
+        known = self._made.setdefault(group, {})
+        if parts not in known:
+            for ranks in parts:  # torch wants every process of the job to make every group
+                members = [dist.get_global_rank(group, member) for member in ranks]
+                limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
+                made = dist.new_group(members, timeout=limit, backend=backend)
+                if rank in ranks:
+                    known[parts] = made
+        return known[parts]
+
+
+_PARTS = _Parts()
 
 
 def _timeout(group: dist.ProcessGroup) -> float:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from collectives import BucketQueue, Loopback, Pairwise, Replicated, Transport, Work, on_threads
+from collectives import BucketQueue, CollectiveError, Loopback, Pairwise, Replicated, Transport, Work, on_threads
 from collectives.messages import StagedWork
 
-from ..carried import FP32, assert_same_bits, awkward, jitter, plain_sum, reduction
+from ..carried import FP32, assert_same_bits, awkward, each, jitter, plain_sum, reduction
 
 BUCKETS, NUMEL, REPLICAS = 6, 200, 4
 
@@ -164,3 +167,76 @@ def test_memory_for_sums_that_come_is_that_of_the_buckets_that_were_not_passed_o
     found = on_threads(REPLICAS, program)
     assert found[0] == 0
     assert max(found) <= 2 * 4 * (NUMEL + 64)
+
+
+# -- interrupts --------------------------------------------------------------------------------------------------------
+
+
+class Interrupting:
+    """Raises `KeyboardInterrupt` at one of the instructions with which a thread passes sums on and awaits totals."""
+
+    files, functions = ("hybrid_sharding.py", "queue.py"), ("pass_on", "wait", "_land", "_complete")
+
+    def __init__(self, place: int) -> None:
+        self.place, self.reached = place, False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename.endswith(self.files) and frame.f_code.co_name in self.functions:
+            frame.f_trace_opcodes = True
+            if event == "opcode":
+                self.place -= 1
+                if self.place == 0:
+                    self.reached = True
+                    raise KeyboardInterrupt
+            return self
+        return None
+
+
+def interrupted(victim: int, place: int) -> tuple[bool, list[list[Tensor] | CollectiveError]]:
+    """Interrupt a rank at an instruction, and let it go on. Return whether it got there, and what each rank has."""
+    interrupting = Interrupting(place)
+
+    def program(transport: Transport) -> list[Tensor]:
+        collective = replicas_of_one(transport)
+        sums = [torch.empty(NUMEL, dtype=FP32) for _ in range(3)]
+
+        def launch(bucket: int) -> Work:
+            tag = reduction(f"bucket {bucket}", 1, bucket)
+            source = contribution(transport.rank, bucket)
+            return collective.reduce_scatter(source, [0, NUMEL], sums[bucket], start=None, tag=tag)
+
+        queue = BucketQueue(launch, 3, 2)
+        queue.begin(range(3))
+        for bucket in range(3):
+            queue.ready(bucket)
+        if transport.rank == victim:
+            sys.settrace(interrupting)
+        try:
+            queue.drain()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            queue.drain()
+        finally:
+            sys.settrace(None)
+        transport.exchange(b"", reduction("the end", 2))
+        return sums
+
+    found = each(Loopback[Any](3, timeout=2.0), program)
+    return interrupting.reached, found
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.full
+def test_after_an_interrupt_at_any_instruction_all_replicas_have_the_sums_or_all_have_an_error(victim: int) -> None:
+    expected = [plain_sum(None, [contribution(rank, bucket) for rank in range(3)], FP32) for bucket in range(3)]
+    place, reached = 0, True
+    while reached:
+        place += 1
+        reached, found = interrupted(victim, place)
+        failed = [isinstance(each_, CollectiveError) for each_ in found]
+        assert all(failed) or not any(failed), f"instruction {place}: {found}"
+        for sums in found if not any(failed) else ():
+            assert not isinstance(sums, CollectiveError)
+            for ours, theirs in zip(sums, expected, strict=True):
+                assert_same_bits(ours, theirs)
+    assert place > 100

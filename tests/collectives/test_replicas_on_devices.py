@@ -136,6 +136,7 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed_with_ot
         *(Program(4, stage, sharding_factor=1, steps=STEPS) for stage in (1, 2)),
         Program(6, 3, "sgd momentum", sharding_factor=3, steps=STEPS),
         Program(4, 3, reshard=2, steps=STEPS),
+        Program(8, 3, sharding_factor=4, reshard=2, steps=STEPS[:2]),
     ],
     ids=lambda p: f"{p.world_size}of{p.sharding_factor}-stage{p.stage}",
 )
@@ -278,6 +279,55 @@ def test_in_a_group_of_some_ranks_of_the_job_they_go_through_the_host_which_is_s
     assert first[2].endswith("give the optimizer the group of all ranks, or leave sharding_factor= away")
 
 
+def of_parts(group: dist.ProcessGroup, rank: int) -> list[list[float]]:
+    """Return what is broadcast in a part of a part of a group."""
+    whole = GlooBackend(group, 5.0)
+    part = whole.part([[0, 1, 2, 3]]).part([[0, 2], [1, 3]])
+    alone = whole.part([[0, 1], [2, 3]]).part([[0], [1]])
+    found = []
+    for backend in (part, alone):
+        tensor = torch.full((2,), float(rank))
+        backend.broadcast(tensor, backend.world_size - 1).wait(5.0)
+        found.append(tensor.tolist())
+    assert alone.world_size == 1
+    return found
+
+
+def test_parts_have_parts(gloo: GlooPool) -> None:
+    """As replicas with `reshard_after_forward=k`, which make theirs at the same time."""
+    assert gloo.run(of_parts, ranks=range(SIZE)) == [
+        [[2.0, 2.0], [0.0, 0.0]],
+        [[3.0, 3.0], [1.0, 1.0]],
+        [[2.0, 2.0], [2.0, 2.0]],
+        [[3.0, 3.0], [3.0, 3.0]],
+    ]
+
+
+def without_memory(group: dist.ProcessGroup, rank: int, error: Exception) -> str:
+    make = GlooBackend.part
+
+    def part(self: GlooBackend, parts: Any) -> GlooBackend:
+        if rank == 1:
+            raise error
+        return make(self, parts)
+
+    begin = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GlooBackend, "part", part)
+        patch.setattr(gloo_backend._Parts, "of", lambda self, group, *_: group)  # torch's would wait for rank 1
+        with pytest.raises((CollectiveError, type(error))) as caught:
+            by_nccl(connect(group).fork(), 2)
+    assert time.monotonic() - begin < SOON
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("the store is gone")])
+def test_a_rank_that_cannot_make_a_process_group_is_named_by_all(gloo: GlooPool, error: Exception) -> None:
+    for rank, message in enumerate(gloo.run(without_memory, error, ranks=range(SIZE))):
+        assert str(error) in message
+        assert "rank 1" in message or rank == 1
+
+
 # -- a rank that is lost -----------------------------------------------------------------------------------------------
 
 
@@ -300,12 +350,14 @@ def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
         def __init__(self, device: torch.device) -> None:
             assert device.type == "cuda"
 
-        def record(self) -> None: ...
+        def record(self, stream: str) -> None:
+            assert stream == "of cuda:0"
 
         def query(self) -> bool:
             return ended
 
     monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
     recorder = Recorder()
     backend = object.__new__(GlooBackend)
     backend.group = mock.Mock()

@@ -445,7 +445,7 @@ SCALING = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.unscale",
-                "        if self._found.repeats(found):\n            return\n",
+                "        if self._found.repeats(found, may_be_new=self._schedule.is_open):\n            return\n",
                 "",
             ),
         ),

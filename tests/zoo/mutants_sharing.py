@@ -144,6 +144,20 @@ REPLICAS = (
         (f"{ORDER}::test_a_bucket_is_passed_on_before_another_is_launched_and_completed_when_it_is_far_behind",),
     ),
     Mutant(
+        "an-interrupt-loses-the-total",
+        ("L3",),
+        "A rank that is interrupted when it has sent a sum forgets to receive the total: replicas differ in silence.",
+        (
+            Edit(
+                "collectives.algorithms.hybrid_sharding._HybridReduceScatter.pass_on",
+                "            with self._whole():\n                forth, self._forth = self._forth, None\n"
+                "                self._under_way = forth()\n",
+                "            forth, self._forth = self._forth, None\n            self._under_way = forth()\n",
+            ),
+        ),
+        (f"{ORDER}::test_after_an_interrupt_at_any_instruction_all_replicas_have_the_sums_or_all_have_an_error[1]",),
+    ),
+    Mutant(
         "contributions-stay-until-the-total-is-here",
         ("L7",),
         "A bucket on its way between replicas keeps its contribution: scratch memory grows with the replicas.",

@@ -293,8 +293,10 @@ class GradientHooks:
         self._ahead = True
         for bucket in buckets:
             for slot, parameter in zip(bucket.spec.slots, bucket.parameters, strict=True):
-                if slot.parameter not in self._before and parameter.requires_grad:
-                    self._watch_ahead(parameter, slot.parameter)
+                if slot.parameter not in self._before:
+                    trainable = parameter.requires_grad
+                    self._watch_ahead(parameter.requires_grad_(), slot.parameter)
+                    parameter.requires_grad_(trainable)
 
     def remove(self) -> None:
         """Remove all hooks."""

@@ -66,9 +66,12 @@ class FoundInf:
         self._told: dict[torch.device, Tensor] = {}  # in the last `unscale_`
         self._overflow = False
 
-    def repeats(self, found: Tensor) -> bool:
-        """Return whether this `unscale_` has unscaled the gradients already. ``found``, one element, is told then."""
-        if self._told and found.device not in self._told:
+    def repeats(self, found: Tensor, *, may_be_new: bool) -> bool:
+        """Return whether this `unscale_` has unscaled the gradients already. ``found``, one element, is told then.
+
+        ``may_be_new``: the gradients may be others than those of the last `unscale_`.
+        """
+        if self._told and not may_be_new and found.device not in self._told:
             self._tell(found)
         return self._told.get(found.device) is found
 

@@ -320,7 +320,7 @@ class Reducer:
 
         A `GradScaler` calls this once for each dtype and device of gradients; the first call does the work of all.
         """
-        if self._found.repeats(found):
+        if self._found.repeats(found, may_be_new=self._schedule.is_open):
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
