@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu_bits`: the bits of a device, of which the library's promise depends.
+"""`python -m benchmarks.gpu_bits`: the bits of a device, on which the library's promise depends.
 
 Knows: the command's flags, the tables. Does not know: how anything is compared.
 """
