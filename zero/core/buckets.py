@@ -89,13 +89,11 @@ def _bucket(
         Slot(first + position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
     )
     spec = members[0][1]
-    numel = offsets[-1] or spec.dtypes.slot_alignment(
-        spec.device
-    )  # a bucket whose slots are empty gets padding, so that they have one owner, too
+    align = spec.dtypes.slot_alignment(spec.device)
+    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
     if not spec.whole:
-        return BucketSpec(
-            index, spec.dtypes, spec.device, slots, numel, EvenCuts(numel, world_size, spec.dtypes.alignment)
-        )
+        even = EvenCuts(numel, world_size, spec.dtypes.alignment)
+        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even)
     begins: dict[int, int] = {}  # by owner, ascending
     for (position, _), offset in zip(members, offsets, strict=False):
         begins.setdefault(owners[position], offset)
