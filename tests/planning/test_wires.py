@@ -136,11 +136,11 @@ def test_one_rank_sends_nothing() -> None:
 def test_the_algorithm_is_that_of_the_table_of_collectives() -> None:
     def chosen(text: str, factor: int, **options: float) -> str:
         wires = Wires(presets().cluster(text, **options))
-        return wires.algorithm(RankGroup.neighbours(wires.cluster, factor), wires.cluster.ranks // factor)
+        return wires.algorithm(RankGroup.neighbours(wires.cluster, factor))
 
     assert chosen("h100:8", 8) == "all_to_all"
     assert chosen("h100:8x2", 16) == "native"
-    assert chosen("h100:8x2", 8) == "pairwise"
+    assert chosen("h100:8x2", 8) == "all_to_all"
     assert chosen("cpu:4", 4) == "shared"
     assert chosen("cpu:4x2", 8, nic=10) == "hierarchical"
     assert chosen("cpu:1x4", 4, nic=10) == "pairwise"

@@ -164,7 +164,7 @@ def program_of(
     factor = setting.factor or cluster.ranks
     near = check_reshard(setting.reshard, factor, stage)
     group, replicas = RankGroup.neighbours(cluster, factor), cluster.ranks // factor
-    algorithm = wires.algorithm(group, replicas)
+    algorithm = wires.algorithm(group)
     reduced = setting.reduced
     if reduced is None:
         reduced = 1 if stage.keeps_full_grads else setting.micro_batches
@@ -233,7 +233,7 @@ def _gathered_units(
         return tuple(UnitStep(passes) for passes in slowed)
     ranks = wires.cluster.ranks
     around = RankGroup.neighbours(wires.cluster, near)
-    nearby = algorithm if near == group.ranks else wires.algorithm(around, ranks // near)
+    nearby = algorithm if near == group.ranks else wires.algorithm(around)
     gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
     costs: dict[tuple[int, int], tuple[WireCost, WireCost]] = {}
     for bucket in buckets:

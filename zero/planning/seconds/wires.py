@@ -162,12 +162,12 @@ class Wires:
             count * inner.crossed + 2 * far * sum_bytes,
         )
 
-    def algorithm(self, group: RankGroup, replicas: int = 1) -> str:
+    def algorithm(self, group: RankGroup) -> str:
         """Return the algorithm that "auto" chooses for the ranks that share a copy (`collectives.topology`)."""
         if group.ranks == 1:
             return "pairwise"
         if self.on_gpu:
-            return "pairwise" if replicas > 1 else "all_to_all" if group.hosts == 1 else "native"
+            return "all_to_all" if group.hosts == 1 else "native"
         if group.hosts == 1:
             return "shared"
         return "pairwise" if group.hosts == group.ranks else "hierarchical"
