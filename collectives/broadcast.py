@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from .algorithms.running import Running
+from .algorithms.running import begun, nothing
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
@@ -42,8 +43,7 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
     everyone = transport.backend_ranks(range(transport.world_size)) == list(range(backend.world_size))
     for buffer in buffers:
         if buffer.numel() and everyone and backend.has_collectives and backend.stays_on(buffer.device):
-            pending = backend.broadcast(as_bytes(buffer), 0)
-            Running(transport, tag, pending, lambda: None).wait()
+            begun(transport, tag, partial(backend.broadcast, as_bytes(buffer), 0), nothing).wait()
             last, first = transport.rank + 1 == transport.world_size, transport.rank == 0
             transport.count_payload(buffer.nbytes * (not last), buffer.nbytes * (not first))
             continue

@@ -20,9 +20,9 @@ Knows: the algorithm of a replica. Does not know: hosts. The caller chooses whic
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -31,7 +31,9 @@ from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport
 from .base import Collective
-from .running import Running
+from .running import as_a_whole, begun, nothing
+
+PASSING = "passing a sum on"
 
 
 class _Hops(Protocol):
@@ -88,7 +90,7 @@ class _OnDevice:
     def arriving(self, start: Tensor, tag: Tag) -> Work:
         assert self.before is not None, "the first replica adds to nobody's sum"
         announced = self.onward.irecv(start[:0], self.before, _digested(tag, start), one_way=True)
-        return _Announced(announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
+        return _Announced(self._transport, announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
 
     def forth(self, out: Tensor, tag: Tag) -> Work:
         if self.after is None:
@@ -109,8 +111,7 @@ class _OnDevice:
         if not tensor.numel():
             return Chain(())
         self._transport.count_payload(sent * tensor.nbytes, received * tensor.nbytes)
-        pending = call(as_bytes(tensor), self._owners.rank + other)
-        return Running(self._transport, tag, pending, lambda: None)
+        return begun(self._transport, tag, partial(call, as_bytes(tensor), self._owners.rank + other), nothing)
 
 
 def _digested(tag: Tag, tensor: Tensor) -> Tag:
@@ -120,14 +121,15 @@ def _digested(tag: Tag, tensor: Tensor) -> Tag:
 class _Announced:
     """A transfer that begins when it was announced."""
 
-    def __init__(self, announced: Work, begin: Callable[[], Work]) -> None:
-        self._announced, self._begin = announced, begin
+    def __init__(self, transport: Transport, announced: Work, begin: Callable[[], Work]) -> None:
+        self._transport, self._announced, self._begin = transport, announced, begin
         self._work: Work | None = None
 
     def wait(self) -> None:
         if self._work is None:
             self._announced.wait()
-            self._work = self._begin()
+            with as_a_whole(self._transport, PASSING):
+                self._work = self._begin()
         self._work.wait()
 
 
@@ -192,7 +194,7 @@ class _HybridReduceScatter:
         """Add this replica's contributions to the sum of those before, and send it to the next one."""
         if self._forth is not None:
             self._under_way.wait()
-            with self._whole():
+            with as_a_whole(self._transport, PASSING):
                 forth, self._forth = self._forth, None
                 self._under_way = forth()
 
@@ -200,17 +202,7 @@ class _HybridReduceScatter:
         self.pass_on()
         self._under_way.wait()
         if self._back is not None:
-            with self._whole():
+            with as_a_whole(self._transport, PASSING):
                 back, self._back = self._back, None
                 self._under_way = back()
             self._under_way.wait()
-
-    @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Abort the transport if the block does not run as a whole: what was sent is unknown then."""
-        try:
-            yield
-        except BaseException as error:
-            rank_label = self._transport.rank_label
-            self._transport.abort(f"{rank_label}, while passing a sum on: {type(error).__name__}: {error}")
-            raise

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from ..backend import Backend, Pending
-from ..messages import Chain, CollectiveError, PeerError, Tag, Work, as_bytes
+from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
 from .ordered_sum import ordered_sum
-from .running import Running, lost
+from .running import Running, begun
 
 
 @dataclass(frozen=True)
@@ -83,14 +83,7 @@ class ProcessGroupAlgorithm(ABC):
         t = self.transport
         agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
         t.announce(replace(tag, digest=agreed)).wait()
-        try:
-            pending = call(t.backend) if bounds[-1] else None
-        except PeerError as error:
-            raise lost(t, tag, error) from error
-        except BaseException as error:  # the others have begun
-            t.abort(f"{t.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
-            raise
-        return Running(t, tag, pending, finish)
+        return begun(t, tag, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the

@@ -5,7 +5,8 @@ Knows: the backend's transfers. Does not know: which algorithm they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..backend import Pending
 from ..messages import PeerError, Tag
@@ -35,6 +36,32 @@ class Running:
         except BaseException as error:  # half a sum is no sum
             t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
             raise
+
+
+def begun(transport: Transport, tag: Tag, call: Callable[[], Pending | None], finish: Callable[[], None]) -> Running:
+    """Begin a collective of the backend that the other ranks have begun, or will. ``finish`` runs when it is done."""
+    try:
+        pending = call()
+    except PeerError as error:
+        raise lost(transport, tag, error) from error
+    except BaseException as error:
+        transport.abort(f"{transport.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
+        raise
+    return Running(transport, tag, pending, finish)
+
+
+@contextmanager
+def as_a_whole(transport: Transport, doing: str) -> Iterator[None]:
+    """Abort the transport if the block does not run as a whole: what was sent is unknown then."""
+    try:
+        yield
+    except BaseException as error:
+        transport.abort(f"{transport.rank_label}, while {doing}: {type(error).__name__}: {error}")
+        raise
+
+
+def nothing() -> None:
+    """The end of a collective whose bytes are all that is wanted."""
 
 
 def lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:

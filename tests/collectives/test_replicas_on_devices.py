@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import BucketQueue, Choice, CollectiveError, Replicated, Transport, Work
+from collectives import BucketQueue, Choice, CollectiveError, PeerError, Replicated, Transport, Work
+from collectives.algorithms.hybrid_sharding import _OnDevice
 from collectives.backends import gloo as gloo_backend
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.topology import _replicas_by_nccl, replicate
@@ -124,6 +125,31 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed_with_ot
             assert message.startswith("MismatchError")
             assert "bucket 7" in message
         assert "bucket 3" in message
+
+
+@pytest.mark.parametrize("error", [PeerError("unplugged"), KeyError("a bug")])
+@pytest.mark.parametrize("call", ["take_from", "pass_to", "broadcast"])
+def test_a_transfer_that_cannot_begin_is_an_error_on_every_rank(call: str, error: Exception) -> None:
+    """On the second of three replicas of one rank."""
+
+    def program(transport: Transport) -> str:
+        collective = by_nccl(transport, 1).collective
+        assert isinstance(collective, Replicated)
+        assert isinstance(collective.hops, _OnDevice)
+        if transport.rank == 1:
+            mock.patch.object(collective.hops._owners, call, side_effect=error).start()
+        work = collective.reduce_scatter(torch.ones(8), [0, 8], torch.empty(8), start=None, tag=reduction())
+        try:
+            work.wait()
+            transport.exchange(b"", reduction("later"))
+        except (CollectiveError, KeyError) as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "nothing"
+
+    for rank, message in enumerate(LateLoopback[str](3, timeout=3).run(program)):
+        assert message != "nothing", rank
+        if rank == 1:
+            assert str(error) in message
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -125,8 +125,8 @@ MUTANTS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding._Announced.wait",
-                "            self._work = self._begin()\n        self._work.wait()\n",
-                "            self._work = self._begin()\n            return\n        self._work.wait()\n",
+                "                self._work = self._begin()\n        self._work.wait()\n",
+                "                self._work = self._begin()\n            return\n        self._work.wait()\n",
             ),
         ),
         (f"{SUM}[False-travel0-total0-4-bounds2]",),

@@ -150,8 +150,8 @@ REPLICAS = (
         (
             Edit(
                 "collectives.algorithms.hybrid_sharding._HybridReduceScatter.pass_on",
-                "            with self._whole():\n                forth, self._forth = self._forth, None\n"
-                "                self._under_way = forth()\n",
+                "            with as_a_whole(self._transport, PASSING):\n"
+                "                forth, self._forth = self._forth, None\n                self._under_way = forth()\n",
                 "            forth, self._forth = self._forth, None\n            self._under_way = forth()\n",
             ),
         ),
