@@ -268,6 +268,7 @@ def test_buckets_on_their_way_between_replicas_take_no_scratch_memory(stage: int
 
     for description in on_threads(8, program):
         assert len(description.buckets) >= 5
+        assert "sharding factor 2 (sums of up to 6 buckets under way between 4 replicas)" in str(description)
         assert 0 < description.bytes["scratch_peak"] <= description.formula_bytes["scratch_peak"]
 
 

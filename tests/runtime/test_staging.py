@@ -32,6 +32,7 @@ from ..narrowed import PRECISIONS
 from ..plain import assert_same_model
 from ..programs import Program, locked_build
 
+CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 _HERE = threading.local()  # for each rank, which is a thread
 
@@ -100,7 +101,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> None:
         assert line is None or not line.waiting, "memory is given up that a copy is still to write"
 
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload())
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload(CPU))
     monkeypatch.setattr(staging, "_line_on", lambda device: Line())
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Main())
     monkeypatch.setattr(Tensor, "copy_", copied)
@@ -225,7 +226,7 @@ class Interrupted(torch.optim.AdamW):
 def test_what_an_interrupted_step_left_is_no_state_of_the_next(
     tmp_path: Path, on_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offload_backend: OffloadBackend = DiskOffload(tmp_path) if on_disk else HostOffload()
+    offload_backend: OffloadBackend = DiskOffload(tmp_path) if on_disk else HostOffload(CPU)
     monkeypatch.setattr(setup, "backend_for", lambda offload, device: offload_backend)
     model, plain = locked_build(0), locked_build(0)
     optimizer = build(model, Interrupted, stage=0)
@@ -250,25 +251,27 @@ def test_what_an_interrupted_step_left_is_no_state_of_the_next(
 
 
 class Runtime:
-    """CUDA's runtime, as far as it pins memory. ``error``: what it returns."""
+    """CUDA's runtime, as far as it pins memory. ``error``: what it returns; ``done``: what happened, in order."""
 
-    def __init__(self, error: int) -> None:
-        self.error, self.pinned = error, dict[int, int]()
+    def __init__(self, error: int, done: list[str]) -> None:
+        self.error, self.done, self.pinned = error, done, dict[int, int]()
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
         if not self.error:
             self.pinned[address] = nbytes
+            self.done.append("register")
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
         del self.pinned[address]
+        self.done.append("unregister")
         return 0
 
 
 def test_reserved_states_lie_in_one_block_which_is_as_long_as_they_are() -> None:
     """Torch's allocator of pinned memory would round each up to a power of two."""
     wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
-    host = HostOffload()
+    host = HostOffload(CPU)
     host.reserve(wanted)
     tensors = [host.empty(*each) for each in wanted]
     assert [(tensor.numel(), tensor.dtype) for tensor in tensors] == wanted
@@ -283,27 +286,40 @@ def test_reserved_states_lie_in_one_block_which_is_as_long_as_they_are() -> None
     assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
 
 
-@pytest.mark.parametrize("error", [0, 2])
-def test_a_block_is_pinned_as_it_is_or_by_torch_and_released_with_its_owner(
-    error: int, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what happened on the device, in order."""
+    events: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append(f"synchronize {device}"))
+    return events
+
+
+def test_a_block_is_pinned_as_it_is_until_its_owner_is_gone_and_the_device_has_copied(
+    monkeypatch: pytest.MonkeyPatch, done: list[str]
 ) -> None:
-    runtime, asked = Runtime(error), list[int]()
-    zeros = torch.zeros
-
-    def noted(numel: int, *, pin_memory: bool = False, **named: Any) -> Tensor:
-        if pin_memory:
-            asked.append(numel)
-        return zeros(numel, **named)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    runtime = Runtime(0, done)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    monkeypatch.setattr(torch, "zeros", noted)
-    host = HostOffload()
+    host = HostOffload(torch.device("cuda", 1))
     host.reserve([(1000, torch.float32)])
     tensor = host.empty(1000, torch.float32)
-    assert runtime.pinned == ({} if error else {tensor.data_ptr(): 4032})
-    assert asked == ([4032] if error else [])
+    assert runtime.pinned == {tensor.data_ptr(): 4032}
     del host
     gc.collect()
     assert not runtime.pinned
+    assert done == ["register", "synchronize cuda:1", "unregister"]
     assert not tensor.count_nonzero(), "it is still memory"
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_and_what_was_reserved_before_stays(
+    monkeypatch: pytest.MonkeyPatch, done: list[str]
+) -> None:
+    runtime = Runtime(0, done)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    host = HostOffload(torch.device("cuda", 0))
+    host.reserve([(16, torch.float32)])
+    runtime.error = 2
+    with pytest.raises(
+        ValueError, match=r"offload: 4,032 bytes of the host's memory cannot be pinned \(CUDA error 2\)"
+    ):
+        host.reserve([(1000, torch.float32)])
+    assert host.empty(16, torch.float32).data_ptr() in runtime.pinned

@@ -230,7 +230,7 @@ class Apart(HostOffload):
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep states in memory from which they must be copied."""
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart())
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
 
 
 @pytest.mark.usefixtures("elsewhere")

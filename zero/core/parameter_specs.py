@@ -151,8 +151,8 @@ def device_of(groups: Sequence[Mapping[str, Any]]) -> torch.device:
     CPU; construction fails later."""
     entries = (entry for group in groups for entry in group["params"])
     parts = (part for entry in entries for part in (entry if isinstance(entry, tuple) else (entry,)))
-    devices = dict.fromkeys(part.device for part in parts if isinstance(part, Tensor))
-    return next(iter(sorted(devices, key=lambda device: device.type in ("cpu", "meta"))), torch.device("cpu"))
+    devices = (part.device for part in parts if isinstance(part, Tensor))
+    return min(devices, key=lambda device: device.type in ("cpu", "meta"), default=torch.device("cpu"))
 
 
 def check_one_device(specs: Iterable[ParameterSpec], reason: str) -> None:

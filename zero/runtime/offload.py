@@ -48,7 +48,7 @@ def backend_for(offload: Offload, device: torch.device) -> OffloadBackend | None
     if not offload.on_host:
         return DiskOffload(offload.states)
     if device.type != "cpu":
-        return HostOffload()
+        return HostOffload(device)
     warnings.warn('offload: states="cpu", but the parameters are on the CPU: nothing to do', stacklevel=2)
     return None
 
@@ -85,29 +85,35 @@ class HostOffload(OffloadBackend):
     """Pinned memory of the host, from which a GPU copies asynchronously, in one block for all reserved tensors.
 
     Torch's allocator of pinned memory rounds each tensor up to a power of two. So a block is ordinary memory that is
-    pinned as it is (`cudaHostRegister`), until this object is gone.
+    pinned as it is (`cudaHostRegister`), until this object is gone and the device has copied what it had to.
     """
 
     is_copied_ahead = True
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        """``device``: which copies from here and back."""
+        self._device = device
         self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._taken = 0
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Make a block. Raises `ValueError` if it cannot be pinned."""
         nbytes = sum(_aligned(numel, dtype) for numel, dtype in wanted)
         if nbytes:
-            self._block, self._taken = torch.zeros(nbytes, dtype=torch.uint8, device="cpu"), 0
-            if torch.cuda.is_available():
-                self._pin()
+            block = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+            if self._device.type == "cuda":
+                self._pin(block)
+            self._block, self._taken = block, 0
 
-    def _pin(self) -> None:
-        address, cuda = self._block.data_ptr(), cast(Any, torch.cuda)  # torch's function has no annotation
-        runtime = cuda.cudart()
-        if int(runtime.cudaHostRegister(address, self._block.nbytes, 0)):
-            self._block = torch.zeros(self._block.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        else:
-            weakref.finalize(self, _unpin, runtime, self._block).atexit = False
+    def _pin(self, block: Tensor) -> None:
+        runtime = cast(Any, torch.cuda).cudart()  # torch's function has no annotation
+        error = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+        if error:
+            raise ValueError(
+                f"offload: {block.nbytes:,} bytes of the host's memory cannot be pinned (CUDA error {error}): leave "
+                "more memory free, raise the limit of locked memory, or leave offload away"
+            )
+        weakref.finalize(self, _unpin, runtime, self._device, block).atexit = False
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = _aligned(numel, dtype)
@@ -122,7 +128,8 @@ def _aligned(numel: int, dtype: torch.dtype) -> int:
     return -(-numel * dtype.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _unpin(runtime: Any, block: Tensor) -> None:
+def _unpin(runtime: Any, device: torch.device, block: Tensor) -> None:
+    torch.cuda.synchronize(device)  # host synchronisation: copies into the block may be under way, once an optimizer
     runtime.cudaHostUnregister(block.data_ptr())
 
 

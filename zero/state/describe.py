@@ -14,7 +14,7 @@ from collectives import Choice
 
 from ..core.formulas import formula_bytes, formula_traffic, spread_of_owners
 from ..core.parameter_specs import parts_of
-from ..core.stage import Stage
+from ..core.stage import Stage, sums_under_way
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
@@ -61,7 +61,10 @@ class Description:
     summed over the ranks. A rank that has fewer takes part without a contribution."""
 
     def __str__(self) -> str:
-        shared = "" if self.sharding_factor == self.world_size else f"sharding factor {self.sharding_factor}, "
+        shared, replicas = "", self.world_size // self.sharding_factor
+        if replicas > 1:
+            sums = f"sums of up to {sums_under_way(replicas)} buckets under way between {replicas} replicas"
+            shared = f"sharding factor {self.sharding_factor} ({sums}), "
         lines = [
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {shared}collective {self.collective} "
             f"({self.why})",
