@@ -327,6 +327,14 @@ def test_no_function_changes_a_global_of_its_module() -> None:
     assert not any(found.values()), {module: places for module, places in found.items() if places}
 
 
+def test_the_library_leaves_the_warning_filters_alone() -> None:
+    """They are of all threads: while one thread has other filters, another's warning is lost."""
+    library = {module: tree for module, tree in TREES.items() if not module.startswith("zero.commands")}
+    names = ("catch_warnings", "simplefilter", "filterwarnings", "resetwarnings")
+    found = {module: [name for name in names if name in ast.unparse(tree)] for module, tree in library.items()}
+    assert not any(found.values()), {module: names for module, names in found.items() if names}
+
+
 def test_every_module_says_what_it_knows() -> None:
     silent = [module for module, tree in TREES.items() if not ast.get_docstring(tree)]
     assert not silent, f"no docstring at the head of {silent}"

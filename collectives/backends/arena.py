@@ -11,11 +11,11 @@ Knows: regions of pages. Does not know: how a descriptor reaches a peer, or when
 from __future__ import annotations
 
 import bisect
+import ctypes
 import errno
 import itertools
 import mmap
 import os
-import warnings
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -189,14 +189,26 @@ class Window:
 
     def __init__(self, fd: int) -> None:
         """``fd``: of its file, which may be closed afterwards. Raises `OSError` if no address space is left."""
-        self._memory = memoryview(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns once that such memory must not be written
-            self.view(0, 1, torch.uint8)
+        mapping = mmap.mmap(fd, os.fstat(fd).st_size)
+        _forbid_writes(mapping)
+        self._memory = memoryview(mapping)
 
     def view(self, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Return ``nbytes`` of the peer's own memory, 1-D. A write there is a segmentation fault."""
         return torch.frombuffer(self._memory, dtype=dtype, count=nbytes // dtype.itemsize, offset=offset)
+
+
+def _forbid_writes(mapping: mmap.mmap) -> None:
+    """Make writes a segmentation fault.
+
+    The mapping still counts as writable to Python. Of one that does not, torch would warn, and to silence a warning
+    changes the filters of all threads.
+    """
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(mapping)), mmap.PROT_READ):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def _exhausted(nbytes: int) -> MemoryError:

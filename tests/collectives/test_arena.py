@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,22 @@ def test_a_window_cannot_be_written() -> None:
     address = hex(window.view(0, 1, torch.uint8).data_ptr())[2:]
     line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(address))
     assert line.split()[1] == "r--s"
+
+
+def test_a_window_needs_no_silenced_warning() -> None:
+    """To silence one changes the filters of all threads; another's warning would be lost."""
+    memory = Arena(4 * PAGE)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before = warnings.filters[:]
+            seen = Window(memory.fd).view(0, 1, torch.uint8)
+            assert warnings.filters == before
+    finally:
+        torch.set_warn_always(always)
+    assert seen.tolist() == [0]
 
 
 def test_a_child_frees_nothing_of_its_parent() -> None:
