@@ -35,10 +35,10 @@ from .gpu_device import checked_device, in_words_apart
 from .report import Report
 from .steps import checked
 
-TESTS = "tests/contract/test_cuda.py"
 PYTEST = (
     "pytest",
-    TESTS,
+    "tests/contract/test_cuda.py",
+    "tests/gpu",
     "-o",
     "addopts=",
     "-q",

@@ -39,13 +39,15 @@ class ProgramError(Exception):
         self.errors = errors
 
 
-def _serve(rank: int, port: int, pipe: Connection) -> None:
+def _serve(rank: int, port: int, pipe: Connection, backend: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE), OMP_NUM_THREADS="1"
     )
+    if "nccl" in backend:  # which refuses two ranks of one host on one GPU: they pass for ranks of several hosts
+        os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
     faulthandler.enable()  # a process that torch ends says where
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_TIMEOUT))
+    dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT))
     groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in GROUPS}
     pipe.send("ready")
     while True:
@@ -64,7 +66,8 @@ def _serve(rank: int, port: int, pipe: Connection) -> None:
 class GlooPool:
     """Runs programs on long-lived processes. With the start method "spawn" they share no memory, and start slowly."""
 
-    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver") -> None:
+    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver", backend: str = "gloo") -> None:
+        self._backend = backend
         self._context: Any = multiprocessing.get_context(start_method)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -119,7 +122,7 @@ class GlooPool:
             port = probe.getsockname()[1]
         for rank in range(SIZE):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, port, theirs), daemon=True)
+            process = self._context.Process(target=_serve, args=(rank, port, theirs, self._backend), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

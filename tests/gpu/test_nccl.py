@@ -1,0 +1,205 @@
+"""NCCL between several ranks on one GPU: the bits of the plain loop, process groups of replicas, a rank that is lost.
+
+NCCL refuses two ranks of one host on one GPU. So the processes of the pool tell it that each has a host of its own, and
+their bytes travel through sockets. The library sees one host. Where there is no GPU the tests run on the CPU over gloo,
+which only shows that their code works.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives import CollectiveError, Kind, Tag
+from collectives.algorithms.process_group import Native
+from collectives.backends.gloo import connect
+from zero import ZeroOptimizer
+
+from ..contract.test_cuda import (
+    DEVICES,
+    STAGES,
+    Ranks,
+    deterministic,
+    deterministic_products,
+    on,
+    whole_program,
+)
+from ..models import build, odd_batches, odd_loss
+from ..narrowed import PRECISIONS
+from ..plain import assert_same_model, assert_same_states, plain_step, share
+from ..pool import SIZE, GlooPool
+from ..programs import Program, Round, Step, compare
+
+pytestmark = [pytest.mark.contract, pytest.mark.full]
+
+SOON = 30.0  # seconds in which a survivor can go on; less than the group's time limit
+STEPS = (
+    Step((Round(), Round()), clips=((0.1, 2.0),)),
+    Step((Round(sync=False), Round())),
+    Step((Round(), Round(sync=False)), clear="zeros"),
+)
+PROGRAMS = {
+    **{f"W2 stage {stage}": Program(2, stage, "adamw fused", steps=STEPS) for stage in range(4)},
+    "W3 stage 1": Program(3, 1, steps=STEPS),
+    "W3 stage 3": Program(3, 3, "adamw foreach", steps=STEPS),
+    "W2 stage 3, one bucket a unit": Program(2, 3, "sgd momentum", 25.0, steps=STEPS),
+    "W2 stage 2, bf16": Program(2, 2, "adamw fused", dtype=torch.bfloat16, steps=STEPS),
+    "W2 stage 3, mixed": Program(2, 3, "adamw fused", precision=PRECISIONS["bf16"], steps=STEPS),
+    "W4 in replicas of 2, stage 1": Program(SIZE, 1, sharding_factor=2, steps=STEPS),
+    "W4 in replicas of 1, stage 2": Program(SIZE, 2, "adamw fused", sharding_factor=1, steps=STEPS[:1]),
+    "W4 in replicas of 2, stage 3": Program(SIZE, 3, sharding_factor=2, steps=STEPS),
+    "W4 stage 3, kept by 2": Program(SIZE, 3, reshard=2, steps=STEPS[:2]),
+    "W2 stage 3, pairwise": Program(2, 3, collective="pairwise", steps=STEPS[:1]),
+}
+
+
+@pytest.fixture(params=DEVICES, scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Return ranks on a device; on a GPU, in groups of gloo and NCCL."""
+    if request.param == "cpu":
+        yield Ranks("cpu", request.getfixturevalue("gloo"))
+        return
+    pool = GlooPool("spawn", "cpu:gloo,cuda:nccl")
+    with deterministic_products():
+        yield Ranks(request.param, pool)
+    pool.stop()
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: Ranks, name: str) -> None:
+    program = replace(PROGRAMS[name], device=ranks.device)
+    results = ranks.run(whole_program, program, world_size=program.world_size)
+    with deterministic():
+        plain = compare(program, results)
+    assert_same_states(results[0][3], plain.optimizer.state_dict())
+
+
+class Wide(nn.Module):
+    """Layers as wide as those for which cuBLASLt has a choice, with biases and odd sizes."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        sizes = (520, 1031, 264, 1544, 97)
+        pairs = itertools.pairwise(sizes)
+        self.layers = nn.ModuleList(nn.Linear(fan_in, fan_out, dtype=dtype) for fan_in, fan_out in pairs)
+        self.norm = nn.LayerNorm(sizes[0], dtype=dtype)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        hidden = self.norm(batch)
+        for layer in self.layers:
+            hidden = nn.functional.gelu(layer(hidden))
+        return hidden.float().square().mean()
+
+
+def wide(device: str, dtype: torch.dtype) -> tuple[Wide, list[Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        model = Wide(dtype)
+        rows = 16 if device == "cpu" else 192
+        batches = [torch.randn(rows, 520, dtype=dtype) for _ in range(6)]
+    return model.to(device), [batch.to(device) for batch in batches]
+
+
+def wide_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch)
+    return loss
+
+
+def train_wide(group: dist.ProcessGroup, rank: int, device: str, stage: int, dtype: torch.dtype) -> nn.Module:
+    with deterministic():
+        model, batches = wide(device, dtype)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-2, fused=True)
+        for batch in share(batches, rank, 2):
+            wide_loss(model, batch).backward()
+            optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    return model.cpu()
+
+
+@STAGES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_so_do_layers_for_which_cublaslt_has_a_choice(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
+    models = ranks.run(train_wide, ranks.device, stage, dtype, world_size=2)
+    with deterministic():
+        plain, batches = wide(ranks.device, dtype)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
+        for first in range(0, len(batches), 2):
+            plain_step(plain, optimizer, wide_loss, batches[first : first + 2], 2, max_norm=1.0)
+            plain.zero_grad()
+    for model in models:
+        assert_same_model(model, plain)
+
+
+# -- what is chosen ----------------------------------------------------------------------------------------------------
+
+
+def chosen(group: dist.ProcessGroup, rank: int, device: str) -> tuple[str, str]:
+    """Return what the optimizer chose, in its words, and a sum that NCCL adds itself."""
+    optimizer = ZeroOptimizer(nn.Linear(8, 8).to(device), torch.optim.SGD, stage=2, process_group=group, lr=0.1)
+    told = str(optimizer.describe())
+    optimizer.close()
+    transport = connect(group).fork()
+    native, own = Native(transport), torch.empty(2, device=device)
+    source = torch.arange(6, device=device).float() + rank
+    tag = Tag(Kind.REDUCE_SCATTER, "a sum", 1)
+    native.reduce_scatter(source, [0, 2, 4, 6], own, start=None, tag=tag).wait()
+    return told, str(own.tolist())
+
+
+def test_nccl_is_chosen_for_tensors_on_a_gpu(ranks: Ranks) -> None:
+    for rank, (told, summed) in enumerate(ranks.run(chosen, ranks.device, world_size=3)):
+        assert ("with NCCL" in told) == (ranks.device != "cpu")
+        assert summed == str([6.0 * rank + 3, 6.0 * rank + 6])
+
+
+# -- a rank that is lost -----------------------------------------------------------------------------------------------
+
+
+def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, folder: Path) -> None:
+    """Rank 1 announces a collective and ends; rank 0 is in it. It writes what it saw."""
+    model, batches = build().to(device), on(device, odd_batches(4, extra=False))
+    optimizer = ZeroOptimizer(
+        model, torch.optim.AdamW, stage=stage, process_group=group, collective="all_to_all", bucket_cap_mb=0.0005
+    )
+    odd_loss(model, batches[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if rank == 1:
+        mock.patch.object(dist, "all_to_all_single", side_effect=lambda *_, **__: os._exit(1)).start()
+    begin = time.monotonic()
+    try:
+        odd_loss(model, batches[1]).backward()
+        optimizer.step()
+    except CollectiveError as error:
+        if device != "cpu":
+            torch.cuda.synchronize()
+        (folder / f"rank {rank}").write_text(f"{time.monotonic() - begin}\n{error}")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_ends_in_a_collective_is_named_and_the_gpu_is_free_again(
+    ranks: Ranks, stage: int, tmp_path: Path
+) -> None:
+    """Its peer's kernel would wait for it forever."""
+    with pytest.raises(RuntimeError, match="rank 1 died"):
+        ranks.run(lost, ranks.device, stage, tmp_path, world_size=2)
+    seconds, message = (tmp_path / "rank 0").read_text().split("\n", 1)
+    assert float(seconds) < SOON
+    assert "rank 1" in message
+    if ranks.device != "cpu":
+        assert "new process group" in message
