@@ -7,7 +7,9 @@
 Kernels for an accelerator take another loop for a whole tensor where its number of elements is no multiple of 4. So a
 merged run takes the loop of its ragged end also for elements that the plain loop steps by the other one.
 
-If torch's own step reads beyond the end of a tensor, that is told, and nothing is compared.
+Equal bits are needed of a class that the library lets step pieces. It tries a class at construction, and gives each
+parameter one owner if pieces make a difference. If torch's own step reads beyond the end of a tensor, that is told, and
+nothing is compared.
 
 Knows: classes of torch.optim, cuts. Does not know: buckets, ranks.
 """
@@ -15,17 +17,20 @@ Knows: classes of torch.optim, cuts. Does not know: buckets, ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from zero import ZeroOptimizer
 
 from .bits_job import SHORT, Compared, Tally, awkward, first_difference, guarded
 
 GROUP = "optimizers"
-Make = Callable[..., torch.optim.Optimizer]
+Make = type[torch.optim.Optimizer]
 CLASSES: dict[str, tuple[Make, dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01}),
     "Adam": (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.1}),
@@ -70,8 +75,17 @@ def _of_class(
         for layout, bounds in (("cut", case.cut), ("merged", case.merged)):
             found = first_difference(["parameters", "states"], case.step(make, options, bounds()), expected)
             tallies[layout].add(found and f"{case.numel} elements: {found}")
+    needed = _steps_pieces(make, options, device, dtype)
     for layout, tally in tallies.items():
-        yield tally.row(GROUP, f"{name}, {how}, {layout}", SHORT[dtype], True)
+        yield tally.row(GROUP, f"{name}, {how}, {layout}", SHORT[dtype], needed)
+
+
+def _steps_pieces(make: Make, options: dict[str, Any], device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether the library lets this class step pieces. Its trial at construction may find that it must not."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ZeroOptimizer(nn.Linear(8, 9, device=device, dtype=dtype), make, stage=1, **options).close()
+    return not any("not element-wise" in str(warning.message) for warning in said)
 
 
 def _amid_nan(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ Knows: the command's flags, and the order of runs. Does not know: how anything i
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,6 +91,7 @@ def main(
     system: Annotated[list[str] | None, typer.Option(help="One of the systems; may be repeated.")] = None,
     dtype: Annotated[list[str] | None, typer.Option(help="bf16 or fp32; may be repeated.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ...; cpu only with --quick.")] = "cuda",
+    rounds: Annotated[int | None, typer.Option(min=1, help="Of all systems; 5, or 1 with --quick.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A tiny model, one round: to see that it works.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for gpu.json and gpu.png.")] = Path("zero-bench"),
     markdown: Annotated[bool, typer.Option("--markdown", help="Print tables as Markdown.")] = False,
@@ -103,6 +104,7 @@ def main(
     else:
         device = str(where := checked_device(device))
         size = QUICK if quick else WHOLE
+        size = replace(size, rounds=size.rounds if rounds is None else rounds)
         systems, dtypes = _checked(system, dict(ON_A_DEVICE), "system"), _checked(dtype, dict(DTYPES), "dtype")
         try:
             runs = measure(systems, dtypes, device, _shape(device, size, quick), size, console)

@@ -56,7 +56,7 @@ def commands(device: str, quick: bool) -> list[Command]:
     how = ["--device", device, *(["--quick"] if quick else []), "--markdown", "--out", FOLDER]
     chosen = ["-m", "not full and not slow"] if quick else ["-k", ON_GPU]
     few, one = (["--tokens", "16"], ["--dtype", "bf16"]) if quick else ([], [])
-    sanitized = ["-k", f"{ON_GPU} and (ahead or offload)"]
+    sanitized = ["-k", f"{ON_GPU} and (ahead or parts_of_a_step)"]
     return [
         Command("tests", [*PYTEST, *chosen], 420, DETERMINISTIC),
         Command("bits", ["benchmarks.gpu_bits", *how], 300),

@@ -11,6 +11,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -43,6 +44,7 @@ from ..programs import Program, Round, Step, compare
 pytestmark = [pytest.mark.contract, pytest.mark.full]
 
 SOON = 30.0  # seconds in which a survivor can go on; less than the group's time limit
+AFTERWARDS = 3.0  # seconds in which NCCL's watchdog could end the process
 STEPS = (
     Step((Round(), Round()), clips=((0.1, 2.0),)),
     Step((Round(sync=False), Round())),
@@ -167,11 +169,38 @@ def test_nccl_is_chosen_for_tensors_on_a_gpu(ranks: Ranks) -> None:
         assert summed == str([6.0 * rank + 3, 6.0 * rank + 6])
 
 
+def landed(group: dist.ProcessGroup, rank: int, stage: int) -> set[str]:
+    """Return the types of the devices on which a model from the meta device lands."""
+    model = nn.Sequential(nn.Linear(8, 8, device="meta"), nn.Linear(8, 8, device="meta"))
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=group, lr=0.1)
+    with optimizer.gathered():
+        found = {parameter.device.type for parameter in model.parameters()}
+    optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_model_without_memory_lands_where_nccl_is(ranks: Ranks, stage: int) -> None:
+    for found in ranks.run(landed, stage, world_size=2):
+        assert found == {torch.device(ranks.device).type}
+
+
 # -- a rank that is lost -----------------------------------------------------------------------------------------------
 
 
-def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, folder: Path) -> None:
-    """Rank 1 announces a collective and ends; rank 0 is in it. It writes what it saw."""
+def ends() -> None:
+    os._exit(1)
+
+
+def raises() -> None:
+    raise KeyError("a bug")
+
+
+FAULTS = {"ends": ends, "raises": raises}
+
+
+def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, fault: str, folder: Path) -> str:
+    """Rank 1 announces a collective and does not begin it, while rank 0 is in it. Return what a rank saw."""
     model, batches = build().to(device), on(device, odd_batches(4, extra=False))
     optimizer = ZeroOptimizer(
         model, torch.optim.AdamW, stage=stage, process_group=group, collective="all_to_all", bucket_cap_mb=0.0005
@@ -180,26 +209,37 @@ def lost(group: dist.ProcessGroup, rank: int, device: str, stage: int, folder: P
     optimizer.step()
     optimizer.zero_grad()
     if rank == 1:
-        mock.patch.object(dist, "all_to_all_single", side_effect=lambda *_, **__: os._exit(1)).start()
+        mock.patch.object(dist, "all_to_all_single", side_effect=lambda *_, **__: FAULTS[fault]()).start()
     begin = time.monotonic()
     try:
         odd_loss(model, batches[1]).backward()
         optimizer.step()
-    except CollectiveError as error:
+    except (CollectiveError, KeyError) as error:
         if device != "cpu":
             torch.cuda.synchronize()
-        (folder / f"rank {rank}").write_text(f"{time.monotonic() - begin}\n{error}")
+        seconds = time.monotonic() - begin
+        time.sleep(AFTERWARDS)
+        with pytest.raises(CollectiveError) as closed:
+            optimizer.step()
+        told = f"{seconds}\n{error}\n{closed.value}"
+        (folder / f"rank {rank}").write_text(told)
+        return told
+    finally:
+        mock.patch.stopall()
+    return "nothing"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_ends_in_a_collective_is_named_and_the_gpu_is_free_again(
-    ranks: Ranks, stage: int, tmp_path: Path
+def test_a_rank_that_fails_in_a_collective_is_named_and_the_gpu_is_free_again(
+    ranks: Ranks, stage: int, fault: str, tmp_path: Path
 ) -> None:
     """Its peer's kernel would wait for it forever."""
-    with pytest.raises(RuntimeError, match="rank 1 died"):
-        ranks.run(lost, ranks.device, stage, tmp_path, world_size=2)
-    seconds, message = (tmp_path / "rank 0").read_text().split("\n", 1)
+    context = pytest.raises(RuntimeError, match="rank 1 died") if fault == "ends" else nullcontext()
+    with context:
+        ranks.run(lost, ranks.device, stage, fault, tmp_path, world_size=2)
+    ranks.pool.stop()  # its group is lost
+    seconds, message, closed = (tmp_path / "rank 0").read_text().split("\n")
     assert float(seconds) < SOON
     assert "rank 1" in message
-    if ranks.device != "cpu":
-        assert "new process group" in message
+    assert ("over a new process group" in closed) == (ranks.device != "cpu")

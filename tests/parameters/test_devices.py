@@ -236,11 +236,14 @@ def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None
             optimizer = zero(model, transport, stage)
             if act in ("step", "clip", "zero_grad"):
                 backward(model, optimizer)
+            waits: list[tuple[str, str]] = []
             _HERE.captures = True
             try:
-                message = error_of(ACTS[act], model, optimizer)
+                with on(Stream("captured", waits)):
+                    message = error_of(ACTS[act], model, optimizer)
             finally:
                 _HERE.captures = False
+            assert waits == [], "CUDA ends a capture that waits for a stream outside it"
             optimizer.zero_grad()
             train(model, optimizer)
             optimizer.close()

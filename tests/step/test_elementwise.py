@@ -241,6 +241,24 @@ def test_a_rate_so_low_that_nothing_shows_hides_nothing(dtype: torch.dtype) -> N
         refused(DecayMatricesOnly, net().to(dtype), lr=rate, weight_decay=0.01)
 
 
+class FusesDecayInSomeLengths(torch.optim.SGD):
+    """Rounds once what another length has rounded twice, as a compiler does in one of two loops of a kernel."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            decay, rate = group["weight_decay"], group["lr"]
+            for p in group["params"]:
+                with torch.no_grad():
+                    once = (p.grad.double() + p.double() * decay).float()
+                    p.sub_(p.grad + p * decay if p.numel() % 4 else once, alpha=rate)
+
+
+@pytest.mark.parametrize("decay", [0.1, 1e-7])
+def test_a_decay_so_low_that_it_hardly_shows_hides_nothing(decay: float) -> None:
+    refused(FusesDecayInSomeLengths, lr=0.5, weight_decay=decay)
+    ZeroOptimizer(net(), FusesDecayInSomeLengths, process_group=solo(), lr=0.5, partition="element").close()
+
+
 class HalvesMatricesAtLowRates(Coupled):
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if group["lr"] < 0.1 and p.ndim > 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 import zero
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
+from zero.core.layout import Dtypes, ParameterSpec
+from zero.step.inner import InnerOptimizer
+from zero.step.partition import check_default_loops
 
 from ..narrowed import PRECISIONS
 from ..plain import assert_same_model, assert_same_states, plain_step
@@ -593,3 +598,43 @@ def test_what_a_class_does_with_large_parameters_alone_is_tried() -> None:
     ZeroOptimizer(nn.Linear(63, 65, False), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1).close()
     with pytest.raises(ValueError, match="MeansOfLarge cannot be sharded: beside others a parameter of shape"):
         ZeroOptimizer(nn.Linear(500, 300), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1)
+
+
+# -- torch's default loop ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("devices", "options", "refused"),
+    [
+        (("cpu", "cuda:0"), {}, True),
+        (("cpu", "cuda:0"), {"foreach": False}, False),
+        (("cpu", "cuda:0"), {"foreach": True}, False),
+        (("cpu", "cuda:0"), {"fused": True}, False),
+        (("cpu", "cuda:0"), {"fused": False}, True),
+        (("cuda:0", "cuda:1"), {}, False),
+        (("cpu",), {}, False),
+    ],
+)
+def test_a_group_on_the_cpu_and_a_gpu_needs_a_loop_with_a_name(
+    devices: tuple[str, ...], options: dict[str, Any], refused: bool
+) -> None:
+    """Torch chooses by all parameters of a group; a rank steps those of one device."""
+    inner = InnerOptimizer(torch.optim.AdamW, {})
+    dtypes = Dtypes.all(torch.float32)
+    specs = [
+        ParameterSpec((f"p{number}",), (2,), (1,), dtypes, device, True, 1, number)
+        for number, device in enumerate(devices)
+    ]
+    check_default_loops(inner, [{}, options], [replace(spec, group=0) for spec in specs[:1]])
+    with (
+        pytest.raises(ValueError, match="AdamW with parameters on cpu and cuda:0 in param group 1")
+        if refused
+        else (contextlib.nullcontext())
+    ):
+        check_default_loops(inner, [{}, options], specs)
+
+
+def test_a_class_without_such_a_choice_has_one_loop() -> None:
+    inner = InnerOptimizer(Shampoo, {})
+    spec = ParameterSpec(("p",), (2,), (1,), Dtypes.all(torch.float32), "cpu", True, 0, 0)
+    check_default_loops(inner, [{}], [spec, replace(spec, device="cuda:0")])

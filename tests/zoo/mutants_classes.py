@@ -59,7 +59,7 @@ MUTANTS = (
         "rounding-hides-what-a-class-does",
         ("L12",),
         "A rate that begins at zero, for a scheduler to raise, makes every class pass.",
-        (Edit("zero.step.trial", "RAISED_RATE = 0.25  #", "RAISED_RATE = 0.0  #"),),
+        (Edit("zero.step.trial", "RAISED_RATE = 0.3\n", "RAISED_RATE = 0.0\n"),),
         (f"{TEST}test_a_rate_so_low_that_nothing_shows_hides_nothing[dtype0]",),
     ),
     Mutant(

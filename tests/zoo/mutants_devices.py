@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 LAYOUT = "core/test_layout.py"
+ELEMENTWISE = "step/test_elementwise.py"
 THREADS = "gradients/test_two_threads.py"
 REPLICAS = "collectives/test_replicas_on_devices.py"
 SUM = f"{REPLICAS}::test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its_way"
@@ -52,6 +53,35 @@ MUTANTS = (
         "A class is tried on lengths for which a device's kernels have one loop, and stepped on others.",
         (Edit("zero.step.trial", "RAGGED_ON_DEVICE = 97", "RAGGED_ON_DEVICE = 96"),),
         ("parameters/test_device_slots.py::test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four",),
+    ),
+    Mutant(
+        "a-low-decay-is-tried-as-it-is",
+        ("L12",),
+        "Fused Adam on CUDA rounds its decay once in one loop and twice in another; with a low one it hardly shows.",
+        (Edit("zero.step.trial._raised_rates", '("lr", "weight_decay")', '("lr",)'),),
+        (f"{ELEMENTWISE}::test_a_decay_so_low_that_it_hardly_shows_hides_nothing[1e-07]",),
+    ),
+    Mutant(
+        "rates-whose-products-are-exact-are-tried",
+        ("L12",),
+        "A product with a power of two is exact: however a kernel rounds it, nothing shows.",
+        (Edit("zero.step.trial", "RAISED_RATE = 0.3\n", "RAISED_RATE = 0.25\n"),),
+        (f"{ELEMENTWISE}::test_a_decay_so_low_that_it_hardly_shows_hides_nothing[1e-07]",),
+    ),
+    Mutant(
+        "the-default-loop-is-that-of-one-device",
+        ("L12",),
+        "Parameters on a GPU are stepped by the kernels for lists, and by the plain loop one by one, as some are on "
+        "the CPU.",
+        (Edit("zero.step.partition.check_default_loops", "> 1:", "> 2:"),),
+        ("step/test_partition.py::test_a_group_on_the_cpu_and_a_gpu_needs_a_loop_with_a_name[devices0-options0-True]",),
+    ),
+    Mutant(
+        "a-refused-capture-is-spoiled",
+        ("L3",),
+        "A forward that was refused inside a capture waits for a stream outside it: CUDA ends the user's graph.",
+        (Edit("zero.runtime.streams.Streams.end_on_current", "if not self._is_recorded():", "if True:"),),
+        ("parameters/test_devices.py::test_a_capture_is_refused_and_training_goes_on[3-forward]",),
     ),
     Mutant(
         "gradients-of-two-devices-arrive-at-once",

@@ -36,19 +36,27 @@ class Streams:
 
         Raises `RuntimeError` while a CUDA graph is being captured.
         """
-        if any(map(_is_recorded, self._last)):
+        if self._is_recorded():
             raise RuntimeError(
                 "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
             )
-        self.end_on_current()
+        self._follow()
 
     def end_on_current(self) -> None:
         """Let the current streams wait in the same way at the end of a forward or a block, which must be able to end.
 
         It may have used memory on the current stream after its last call of `wait_for_previous`. The next stream must
-        wait for that before it uses the memory again.
+        wait for that before it uses the memory again. Inside a capture, where it was refused, nothing is done: a wait
+        for a stream that is not captured would spoil the user's graph.
         """
+        if not self._is_recorded():
+            self._follow()
+
+    def _is_recorded(self) -> bool:
+        return any(map(_is_recorded, self._last))
+
+    def _follow(self) -> None:
         for device, last in self._last.items():
             current = _current(device)
             if last is not None and last != current:

@@ -42,8 +42,8 @@ def check_elementwise(
 
     The class steps throw-away parameters with the options of the ``groups`` of ``parameters``; equal options are tried
     once. The throw-away parameters have every number of dimensions that ``parameters`` have, and those in `DIMENSIONS`
-    that the class accepts. Learning rates below `RAISED_RATE` are first tried unchanged for `FEW_STEPS`, then raised to
-    it for all `STEPS`, if the class accepts that. The states of random generators do not change.
+    that the class accepts. Low rates (`rate_is_low`) are first tried unchanged for `FEW_STEPS`, then raised for all
+    `STEPS`, if the class accepts that. The states of random generators do not change.
 
     Returns the names of the states that are as large as the parameter.
     """
@@ -84,7 +84,7 @@ def _try(
 def _compare_raised(
     inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
 ) -> frozenset[str] | None:
-    """Compare with low learning rates raised. Return None if the class refuses such a rate."""
+    """Compare with low rates raised. Return None if the class refuses such rates."""
     try:
         return _compare(*with_raised_rates(inner, options), settings, dimensions, STEPS)
     except ClassFailedError:

@@ -62,6 +62,7 @@ def choose_partitions(
     for number, inner in inners.used():
         mine = {group: name for group, name in asked.items() if inners.number(group) == number}
         members = [spec for spec in parameters if spec.group in mine]
+        check_default_loops(inner, groups, members)
         names[number], by_parameter, why = choose_partition(inner, groups, members, mine)
         found |= {group: (number, group in by_parameter) for group in mine}
         if why:
@@ -149,7 +150,7 @@ def check_by_parameter(
     """Raise `ValueError` unless the class steps each parameter alone to the bits to which it steps several together.
 
     The class steps throw-away parameters with the options of the ``groups`` of ``parameters``, and of their shapes,
-    with long sides shortened, and one that is larger. Low learning rates are raised, if the class accepts that. The
+    with long sides shortened, and one that is larger. Low rates are raised, if the class accepts that. The
     states of random generators do not change.
 
     Returns the names of the states that are as large as their parameter.
@@ -173,6 +174,24 @@ def check_by_parameter(
         except ClassFailedError as error:
             _find_refused(inner, options, settings, parameters)
             raise _needs_all(inner, f"a step over throw-away parameters failed ({error})") from error
+
+
+def check_default_loops(inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
+    """Raise `ValueError` if torch would choose a loop for the parameters of one device that it does not for a group.
+
+    Without ``foreach`` or ``fused`` it takes its kernels for lists if no parameter of the group is on the CPU. A rank
+    steps the parameters of one device at a time.
+    """
+    for number in sorted({spec.group for spec in parameters}):
+        options = {**inner.defaults, **groups[number]}
+        devices = sorted({spec.device for spec in parameters if spec.group == number})
+        chosen = "foreach" not in options or options["foreach"] is not None or options.get("fused")
+        if not chosen and len({device == "cpu" for device in devices}) > 1:
+            raise ValueError(
+                f"{inner.name} with parameters on {' and '.join(devices)} in param group {number}: its default loop "
+                "depends on the devices of all of them, and a rank steps those of one device at a time. Name the loop: "
+                "foreach=False is the default for such a group; or foreach=True, or fused=True"
+            )
 
 
 def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> frozenset[str]:

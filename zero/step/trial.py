@@ -35,7 +35,9 @@ RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
 # MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
 RAGGED_ON_DEVICE = 97
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
-RAISED_RATE = 0.25  # with a lower rate, which a scheduler may raise later, rounding could hide an update
+# With lower rates, which a scheduler may raise later, rounding could hide an update. It is no power of two: products
+# with one are exact, so a kernel that rounds a product in one of its loops and not in the other would not show.
+RAISED_RATE = 0.3
 
 
 @dataclass(frozen=True)
@@ -279,31 +281,33 @@ def distinct(
 
 
 def rate_is_low(options: Options) -> bool:
-    """Return whether the option ``lr`` is below `RAISED_RATE`."""
-    return bool(_raised_rate(options))
+    """Return whether ``lr``, or a ``weight_decay`` that is not 0, is below `RAISED_RATE`."""
+    return bool(_raised_rates(options))
 
 
 def with_raised_rates(inner: InnerOptimizer, options: Sequence[Options]) -> tuple[InnerOptimizer, list[Options]]:
-    """Return the class and the options with low learning rates raised to `RAISED_RATE`.
+    """Return the class and the options with low learning rates and decays raised to `RAISED_RATE`.
 
     They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
     `ClassFailedError` if the class refuses such a rate.
     """
     try:
-        raised = inner.another(**_raised_rate(inner.defaults))
+        raised = inner.another(**_raised_rates(inner.defaults))
     except TypeError:  # the class has no argument for it
         raised = inner
     except Exception as error:
         raise ClassFailedError(str(error)) from error
-    return raised, [{**given, **_raised_rate(given)} for given in options]
+    return raised, [{**given, **_raised_rates(given)} for given in options]
 
 
-def _raised_rate(options: Options) -> Options:
-    """Return `RAISED_RATE` as the option ``lr`` if the rate is lower; else no option."""
-    rate = options.get("lr")
-    if not isinstance(rate, (int, float, Tensor)) or rate >= RAISED_RATE:
-        return {}
-    return {"lr": torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE}
+def _raised_rates(options: Options) -> Options:
+    """Return those of the options ``lr`` and ``weight_decay`` that are low, raised. No decay stays none."""
+    found = {}
+    for name in ("lr", "weight_decay"):
+        rate = options.get(name)
+        if isinstance(rate, (int, float, Tensor)) and rate < RAISED_RATE and (name == "lr" or rate != 0):
+            found[name] = torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE
+    return found
 
 
 def text_of(value: Any, other: Callable[[Any], object]) -> str:
