@@ -36,7 +36,20 @@ from matplotlib.figure import Figure  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks import crossing, gpu, interleaved, memory, offload, replicas, scaling, scaling_tables, steps, two_hosts  # noqa: E402
+from benchmarks import (  # noqa: E402
+    crossing,
+    gpu,
+    gpu_bits,
+    gpu_host,
+    interleaved,
+    memory,
+    offload,
+    replicas,
+    scaling,
+    scaling_tables,
+    steps,
+    two_hosts,
+)
 from benchmarks.fits import fit  # noqa: E402
 from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
@@ -97,6 +110,10 @@ def test_words_that_do_not_fit_are_found() -> None:
 
 STORED: dict[str, tuple[ModuleType, Sequence[str]]] = {
     "crossing": (crossing, ()),
+    "gpu": (gpu, ()),
+    "gpu-bits": (gpu_bits, ()),
+    "gpu-headers": (gpu_host, ()),
+    "gpu-host": (gpu_host, ()),
     "memory": (memory, ()),
     "offload": (offload, ()),
     "scaling": (scaling, ()),

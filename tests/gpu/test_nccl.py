@@ -25,6 +25,9 @@ from collectives import CollectiveError, Kind, Tag
 from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
+from zero.commands.train.model import Shape
+from zero.commands.train.model import build as build_gpt
+from zero.commands.train.model import loss_fn as cross_entropy
 
 from ..contract.test_cuda import (
     DEVICES,
@@ -142,6 +145,44 @@ def test_so_do_layers_for_which_cublaslt_has_a_choice(ranks: Ranks, stage: int, 
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
         for first in range(0, len(batches), 2):
             plain_step(plain, optimizer, wide_loss, batches[first : first + 2], 2, max_norm=1.0)
+            plain.zero_grad()
+    for model in models:
+        assert_same_model(model, plain)
+
+
+def train_attention(group: dist.ProcessGroup, rank: int, device: str, stage: int) -> nn.Module:
+    with deterministic():
+        model, batches = attention(device)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=group, lr=1e-3, fused=True)
+        for batch in share(batches, rank, 2):
+            attention_loss(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+    return model.cpu()
+
+
+def attention(device: str) -> tuple[nn.Module, list[Tensor]]:
+    shape, sequence = (Shape(2, 2, 64, 256), 32) if device == "cpu" else (Shape(4, 4, 512, 4096), 512)
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randint(shape.vocabulary, (2, sequence + 1), generator=generator) for _ in range(8)]
+    model = build_gpt(shape, sequence, seed=0).to(device, torch.bfloat16)
+    return model, [batch.to(device) for batch in batches]
+
+
+def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    return cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+
+
+@STAGES
+def test_so_does_attention(ranks: Ranks, stage: int) -> None:
+    """Its backward on a GPU adds in any order, unless torch is told to be deterministic."""
+    models = ranks.run(train_attention, ranks.device, stage, world_size=2)
+    with deterministic():
+        plain, batches = attention(ranks.device)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+        for first in range(0, len(batches), 2):
+            plain_step(plain, optimizer, attention_loss, batches[first : first + 2], 2)
             plain.zero_grad()
     for model in models:
         assert_same_model(model, plain)

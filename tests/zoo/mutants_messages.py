@@ -18,7 +18,7 @@ MUTANTS = (
         "A step on another stream than its backward's reads gradients that are still on their way.",
         (
             Edit(
-                "zero.runtime.streams.Streams.end_on_current",
+                "zero.runtime.streams.Streams._follow",
                 "                current.wait_stream(last)\n",
                 "                pass\n",
             ),
@@ -31,7 +31,7 @@ MUTANTS = (
         "What other streams were told since is not waited for.",
         (
             Edit(
-                "zero.runtime.streams.Streams.end_on_current",
+                "zero.runtime.streams.Streams._follow",
                 "            self._last[device] = current\n",
                 "            self._last[device] = last or current\n",
             ),

@@ -115,7 +115,7 @@ MUTANTS = (
         "The wait has the wrong direction: what was enqueued before is held up, and what comes now is not.",
         (
             Edit(
-                "zero.runtime.streams.Streams.end_on_current",
+                "zero.runtime.streams.Streams._follow",
                 "                current.wait_stream(last)\n",
                 "                last.wait_stream(current)\n",
             ),
