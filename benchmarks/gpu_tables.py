@@ -130,9 +130,8 @@ def draw(path: Path, results: DeviceResults, footer: str) -> None:
         hosts = [median(run.host for run in results.runs(dtype, name)) * 1e3 for name in names]
         axes.plot(hosts, names, "|", color="black", markersize=14, label="the host's calls have returned")
         axes.invert_yaxis()
-        for row, (value, host) in enumerate(zip(steps, hosts, strict=True)):
-            axes.text(max(value, host), row, f"  {value:.1f}", va="center", fontsize=8)
-        axes.margins(x=0.12)
+        for row, value in enumerate(steps):
+            axes.text(0, row, f"  {value:.1f}", va="center", fontsize=8, color="white")
         title(axes, dtype)
         axes.set_xlabel("ms a step")
         axes.spines[["top", "right"]].set_visible(False)

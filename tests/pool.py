@@ -43,7 +43,7 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE), OMP_NUM_THREADS="1"
     )
-    if "nccl" in backend:  # which refuses two ranks of one host on one GPU: they pass for ranks of several hosts
+    if "nccl" in backend:  # which refuses two ranks of one host on one GPU: it takes each for a host
         os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
     faulthandler.enable()  # a process that torch ends says where
     torch.set_num_threads(1)

@@ -128,7 +128,7 @@ class AllToAll(ProcessGroupAlgorithm):
     reduce-scatter. Between hosts the latter sends less: it adds the contributions of a host before it sends.
 
     The tensor's device decides what carries the bytes, in one process group: in "cpu:gloo,cuda:nccl", NCCL carries CUDA
-    tensors, and gloo the headers. This was run over gloo, never on NCCL.
+    tensors, and gloo the headers.
     """
 
     name = "all_to_all"

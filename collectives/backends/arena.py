@@ -188,7 +188,7 @@ class Window:
     """The arena of a peer, to be read."""
 
     def __init__(self, fd: int) -> None:
-        """``fd``: of its file, which may be closed afterwards. Raises `OSError` if no address space is left."""
+        """``fd``: of its file, which may be closed afterwards. Raises `OSError` if the kernel refuses it."""
         mapping = mmap.mmap(fd, os.fstat(fd).st_size)
         _forbid_writes(mapping)
         self._memory = memoryview(mapping)
@@ -199,10 +199,10 @@ class Window:
 
 
 def _forbid_writes(mapping: mmap.mmap) -> None:
-    """Make writes a segmentation fault.
+    """Make the mapping read-only by `mprotect`, so that a write is a segmentation fault.
 
-    The mapping still counts as writable to Python. Of one that does not, torch would warn, and to silence a warning
-    changes the filters of all threads.
+    If Python itself opened it read-only, `torch.frombuffer` would warn, and to silence a warning changes the filters of
+    all threads.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,6 +1,6 @@
 """NCCL between several ranks on one GPU: the bits of the plain loop, process groups of replicas, a rank that is lost.
 
-NCCL refuses two ranks of one host on one GPU. So the processes of the pool tell it that each has a host of its own, and
+NCCL refuses two ranks of one host on one GPU. The pool's processes name hosts of their own to it (`NCCL_HOSTID`), so
 their bytes travel through sockets. The library sees one host. Where there is no GPU the tests run on the CPU over gloo,
 which only shows that their code works.
 """
@@ -136,6 +136,7 @@ def train_wide(group: dist.ProcessGroup, rank: int, device: str, stage: int, dty
     return model.cpu()
 
 
+@pytest.mark.long
 @STAGES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_so_do_layers_for_which_cublaslt_has_a_choice(ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
@@ -174,6 +175,7 @@ def attention_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
+@pytest.mark.long
 @STAGES
 def test_so_does_attention(ranks: Ranks, stage: int) -> None:
     """Its backward on a GPU adds in any order, unless torch is told to be deterministic."""

@@ -1,4 +1,4 @@
-"""What users do on one GPU beside plain steps: other streams, two devices, checkpoints, Muon, graphs, meta models.
+"""What users do on one GPU beside plain steps: streams, two devices, checkpoints, Muon, autocast, compiled models.
 
 Where there is no GPU the tests run on the CPU, which only shows that their code works.
 """

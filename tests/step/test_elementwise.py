@@ -259,6 +259,49 @@ def test_a_decay_so_low_that_it_hardly_shows_hides_nothing(decay: float) -> None
     ZeroOptimizer(net(), FusesDecayInSomeLengths, process_group=solo(), lr=0.5, partition="element").close()
 
 
+class NoHighDecays(DecayMatricesOnly):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"] >= 0.2:
+            raise ValueError("too high a decay")
+        super().couple(p, group)
+
+
+class DecayByAnotherName(DecayMatricesOnly):
+    def __init__(self, params: Any, lr: float = 1e-3, wd: float = 0.0) -> None:
+        super().__init__(params, lr=lr, weight_decay=wd)
+
+
+class HalvesMatricesAtLowDecays(Coupled):
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        if group["weight_decay"] < 0.1 and p.ndim > 1:
+            p.mul_(0.5)
+
+
+def test_a_raised_decay_hides_nothing_either() -> None:
+    """It may be refused, or have no argument; and the decay of the groups is tried for all steps as it is."""
+    refused(NoHighDecays, lr=1e-9, weight_decay=0.01)
+    refused(DecayByAnotherName, lr=1e-9, wd=0.01)
+    refused(HalvesMatricesAtLowDecays, lr=0.5, weight_decay=0.01, begin=5)
+    refused(DecayMatricesOnly, lr=1e4, weight_decay=1e-6, begin=5)
+
+
+@pytest.mark.parametrize("decay", [-0.1, torch.tensor(0.01), torch.tensor([0.01, 0.01])])
+def test_a_decay_may_be_any_number_or_tensor(decay: Any) -> None:
+    found = DecaysByTensor([torch.zeros(1)], decay).param_groups[0]["weight_decay"]
+    assert found is decay
+    ZeroOptimizer(net(), DecaysByTensor, process_group=solo(), partition="element", weight_decay=decay).close()
+
+
+class DecaysByTensor(torch.optim.Optimizer):
+    def __init__(self, params: Any, weight_decay: Any) -> None:
+        super().__init__(params, {"weight_decay": weight_decay})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad).mul_(1 - torch.as_tensor(group["weight_decay"]).sum())
+
+
 class HalvesMatricesAtLowRates(Coupled):
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if group["lr"] < 0.1 and p.ndim > 1:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -20,8 +18,9 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
-from zero.step.inner import InnerOptimizer
-from zero.step.partition import check_default_loops
+from zero.step import partition
+from zero.step.classes import InnerOptimizers
+from zero.step.partition import check_classes, choose_partitions
 
 from ..narrowed import PRECISIONS
 from ..plain import assert_same_model, assert_same_states, plain_step
@@ -603,38 +602,54 @@ def test_what_a_class_does_with_large_parameters_alone_is_tried() -> None:
 # -- torch's default loop ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("devices", "options", "refused"),
-    [
-        (("cpu", "cuda:0"), {}, True),
-        (("cpu", "cuda:0"), {"foreach": False}, False),
-        (("cpu", "cuda:0"), {"foreach": True}, False),
-        (("cpu", "cuda:0"), {"fused": True}, False),
-        (("cpu", "cuda:0"), {"fused": False}, True),
-        (("cuda:0", "cuda:1"), {}, False),
-        (("cpu",), {}, False),
-    ],
-)
-def test_a_group_on_the_cpu_and_a_gpu_needs_a_loop_with_a_name(
-    devices: tuple[str, ...], options: dict[str, Any], refused: bool
-) -> None:
-    """Torch chooses by all parameters of a group; a rank steps those of one device."""
-    inner = InnerOptimizer(torch.optim.AdamW, {})
+def refusal(cls: type[torch.optim.Optimizer], devices: tuple[str, ...], monkeypatch: Any, **options: Any) -> str:
+    """Return the error about parameters on these devices, in the second of two groups, of a class that fails."""
+
+    def fails(*_: Any) -> Any:
+        raise ValueError("other bits")
+
+    inners = InnerOptimizers(cls, {})
+    groups = [inners.complete(given) for given in ({}, options)]
     dtypes = Dtypes.all(torch.float32)
     specs = [
         ParameterSpec((f"p{number}",), (2,), (1,), dtypes, device, True, 1, number)
         for number, device in enumerate(devices)
     ]
-    check_default_loops(inner, [{}, options], [replace(spec, group=0) for spec in specs[:1]])
-    with (
-        pytest.raises(ValueError, match="AdamW with parameters on cpu and cuda:0 in param group 1")
-        if refused
-        else (contextlib.nullcontext())
-    ):
-        check_default_loops(inner, [{}, options], specs)
+    monkeypatch.setattr(partition, "choose_partition", fails)
+    with pytest.raises(ValueError, match=r"^other bits") as chosen:
+        choose_partitions(inners, groups, specs, {1: None})
+    monkeypatch.setattr(partition, "check_elementwise", fails)
+    with pytest.raises(ValueError, match=r"^other bits") as checked:
+        check_classes(inners, groups, specs)
+    assert str(chosen.value) == str(checked.value)
+    return str(chosen.value)
 
 
-def test_a_class_without_such_a_choice_has_one_loop() -> None:
-    inner = InnerOptimizer(Shampoo, {})
-    spec = ParameterSpec(("p",), (2,), (1,), Dtypes.all(torch.float32), "cpu", True, 0, 0)
-    check_default_loops(inner, [{}], [spec, replace(spec, device="cuda:0")])
+@pytest.mark.parametrize(("cls", "more"), [(torch.optim.AdamW, ", or fused=True"), (torch.optim.RMSprop, "")])
+def test_a_group_on_the_cpu_and_a_gpu_that_is_refused_is_told_to_name_a_loop(
+    cls: type[torch.optim.Optimizer], more: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's default depends on all parameters of a group; a rank steps those of one device."""
+    assert refusal(cls, ("cpu", "cuda:0"), monkeypatch) == (
+        "other bits. Param group 1 is on cpu and cuda:0, where torch's default loop depends on all its parameters "
+        f"together: name a loop, foreach=False (the default there) or foreach=True{more}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("cls", "devices", "options"),
+    [
+        (torch.optim.AdamW, ("cpu", "cuda:0"), {"foreach": False}),
+        (torch.optim.AdamW, ("cpu", "cuda:0"), {"fused": False}),
+        (torch.optim.AdamW, ("cuda:0", "cuda:1"), {}),
+        (torch.optim.AdamW, ("cpu",), {}),
+        (Shampoo, ("cpu", "cuda:0"), {}),
+    ],
+)
+def test_another_that_is_refused_is_not(
+    cls: type[torch.optim.Optimizer],
+    devices: tuple[str, ...],
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert refusal(cls, devices, monkeypatch, **options) == "other bits"

@@ -69,8 +69,9 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.elementwise.check_elementwise",
-                "        _, dimensions = _try(inner, options, settings, names, FEW_STEPS)\n",
-                "        dimensions = sorted(DIMENSIONS | names.keys())\n",
+                "        found, dimensions = _try(inner, options, settings, names, FEW_STEPS if few else STEPS)\n",
+                "        every = frozenset(), sorted(DIMENSIONS | names.keys())\n"
+                "        found, dimensions = every if few else _try(inner, options, settings, names, STEPS)\n",
             ),
         ),
         (f"{TEST}test_the_rate_of_the_groups_is_tried_as_it_is",),

@@ -58,8 +58,21 @@ MUTANTS = (
         "a-low-decay-is-tried-as-it-is",
         ("L12",),
         "Fused Adam on CUDA rounds its decay once in one loop and twice in another; with a low one it hardly shows.",
-        (Edit("zero.step.trial._raised_rates", '("lr", "weight_decay")', '("lr",)'),),
+        (
+            Edit(
+                "zero.step.elementwise.check_elementwise",
+                "        if any(map(decay_is_low, options)):\n",
+                "        if False:\n",
+            ),
+        ),
         (f"{ELEMENTWISE}::test_a_decay_so_low_that_it_hardly_shows_hides_nothing[1e-07]",),
+    ),
+    Mutant(
+        "raised-decays-are-tried-alone",
+        ("L12",),
+        "A class that refuses the raised decay is never tried with a raised rate.",
+        (Edit("zero.step.elementwise.check_elementwise", '("lr",), STEPS)', '("lr", "weight_decay"), STEPS)'),),
+        (f"{ELEMENTWISE}::test_a_raised_decay_hides_nothing_either",),
     ),
     Mutant(
         "rates-whose-products-are-exact-are-tried",
@@ -69,18 +82,20 @@ MUTANTS = (
         (f"{ELEMENTWISE}::test_a_decay_so_low_that_it_hardly_shows_hides_nothing[1e-07]",),
     ),
     Mutant(
-        "the-default-loop-is-that-of-one-device",
+        "a-default-loop-that-cannot-be-sharded-is-a-mystery",
         ("L12",),
-        "Parameters on a GPU are stepped by the kernels for lists, and by the plain loop one by one, as some are on "
-        "the CPU.",
-        (Edit("zero.step.partition.check_default_loops", "> 1:", "> 2:"),),
-        ("step/test_partition.py::test_a_group_on_the_cpu_and_a_gpu_needs_a_loop_with_a_name[devices0-options0-True]",),
+        "A class is refused since some of a group's parameters are on the CPU, and the error does not say so.",
+        (Edit("zero.step.partition._explaining_loops", "len(devices) > 1", "len(devices) > 2"),),
+        (
+            "step/test_partition.py::test_a_group_on_the_cpu_and_a_gpu_that_is_refused_is_told_to_name_a_loop"
+            "[AdamW-, or fused=True]",
+        ),
     ),
     Mutant(
-        "a-refused-capture-is-spoiled",
+        "a-refused-capture-is-invalidated",
         ("L3",),
         "A forward that was refused inside a capture waits for a stream outside it: CUDA ends the user's graph.",
-        (Edit("zero.runtime.streams.Streams.end_on_current", "if not self._is_recorded():", "if True:"),),
+        (Edit("zero.runtime.streams.Streams.end_on_current", "if not self._captures():", "if True:"),),
         ("parameters/test_devices.py::test_a_capture_is_refused_and_training_goes_on[3-forward]",),
     ),
     Mutant(

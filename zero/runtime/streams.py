@@ -36,7 +36,7 @@ class Streams:
 
         Raises `RuntimeError` while a CUDA graph is being captured.
         """
-        if self._is_recorded():
+        if self._captures():
             raise RuntimeError(
                 "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
@@ -47,13 +47,13 @@ class Streams:
         """Let the current streams wait in the same way at the end of a forward or a block, which must be able to end.
 
         It may have used memory on the current stream after its last call of `wait_for_previous`. The next stream must
-        wait for that before it uses the memory again. Inside a capture, where it was refused, nothing is done: a wait
-        for a stream that is not captured would spoil the user's graph.
+        wait for that before it uses the memory again. During a capture this does nothing: the forward was refused, and
+        a wait for a stream outside the capture would invalidate the user's graph.
         """
-        if not self._is_recorded():
+        if not self._captures():
             self._follow()
 
-    def _is_recorded(self) -> bool:
+    def _captures(self) -> bool:
         return any(map(_is_recorded, self._last))
 
     def _follow(self) -> None:

@@ -22,6 +22,7 @@ from .trial import (
     Half,
     Setting,
     Whole,
+    decay_is_low,
     distinct,
     equal_values,
     placed,
@@ -42,8 +43,10 @@ def check_elementwise(
 
     The class steps throw-away parameters with the options of the ``groups`` of ``parameters``; equal options are tried
     once. The throw-away parameters have every number of dimensions that ``parameters`` have, and those in `DIMENSIONS`
-    that the class accepts. Low rates (`rate_is_low`) are first tried unchanged for `FEW_STEPS`, then raised for all
-    `STEPS`, if the class accepts that. The states of random generators do not change.
+    that the class accepts. Learning rates below `RAISED_RATE` are first tried unchanged for `FEW_STEPS`, then raised to
+    it for all `STEPS`, if the class accepts that. Then `FEW_STEPS` follow in which low weight decays are raised, too:
+    fused Adam on CUDA rounds the decay in one of its loops otherwise than in the other. The states of random generators
+    do not change.
 
     Returns the names of the states that are as large as the parameter.
     """
@@ -52,11 +55,14 @@ def check_elementwise(
     names = {len(spec.shape): spec.name for spec in reversed(parameters)}
     options, settings = distinct(inner.defaults, groups, parameters)
     with random_state_kept(settings):
-        if not any(map(rate_is_low, options)):
-            return _try(inner, options, settings, names, STEPS)[0]
-        _, dimensions = _try(inner, options, settings, names, FEW_STEPS)
-        raised = _compare_raised(inner, options, settings, dimensions)
-        return _try(inner, options, settings, names, STEPS)[0] if raised is None else raised
+        few = any(map(rate_is_low, options))
+        found, dimensions = _try(inner, options, settings, names, FEW_STEPS if few else STEPS)
+        if few:
+            raised = _compare_raised(inner, options, settings, dimensions, ("lr",), STEPS)
+            found = _try(inner, options, settings, names, STEPS)[0] if raised is None else raised
+        if any(map(decay_is_low, options)):
+            _compare_raised(inner, options, settings, dimensions, ("lr", "weight_decay"), FEW_STEPS)
+        return found
 
 
 def _try(
@@ -82,11 +88,16 @@ def _try(
 
 
 def _compare_raised(
-    inner: InnerOptimizer, options: Sequence[Options], settings: Sequence[Setting], dimensions: Sequence[int]
+    inner: InnerOptimizer,
+    options: Sequence[Options],
+    settings: Sequence[Setting],
+    dimensions: Sequence[int],
+    names: Sequence[str],
+    steps: int,
 ) -> frozenset[str] | None:
-    """Compare with low rates raised. Return None if the class refuses such rates."""
+    """Compare with low rates of these names raised. Return None if the class refuses such rates."""
     try:
-        return _compare(*with_raised_rates(inner, options), settings, dimensions, STEPS)
+        return _compare(*with_raised_rates(inner, options, names), settings, dimensions, steps)
     except ClassFailedError:
         return None
 

@@ -10,7 +10,8 @@ tried: several throw-away parameters are stepped together, and each by itself, a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -62,8 +63,8 @@ def choose_partitions(
     for number, inner in inners.used():
         mine = {group: name for group, name in asked.items() if inners.number(group) == number}
         members = [spec for spec in parameters if spec.group in mine]
-        check_default_loops(inner, groups, members)
-        names[number], by_parameter, why = choose_partition(inner, groups, members, mine)
+        with _explaining_loops(inner, groups, members):
+            names[number], by_parameter, why = choose_partition(inner, groups, members, mine)
         found |= {group: (number, group in by_parameter) for group in mine}
         if why:
             said.append(
@@ -136,11 +137,12 @@ def check_classes(
     found: dict[int, frozenset[str]] = {}
     for number in sorted({spec.optimizer_class for spec in parameters}):
         inner, mine = inners[number], [spec for spec in parameters if spec.optimizer_class == number]
-        found[number] = (
-            inner.elementwise
-            | check_elementwise(inner, groups, [spec for spec in mine if not spec.whole])
-            | check_by_parameter(inner, groups, [spec for spec in mine if spec.whole])
-        )
+        with _explaining_loops(inner, groups, mine):
+            found[number] = (
+                inner.elementwise
+                | check_elementwise(inner, groups, [spec for spec in mine if not spec.whole])
+                | check_by_parameter(inner, groups, [spec for spec in mine if spec.whole])
+            )
     return found
 
 
@@ -150,7 +152,7 @@ def check_by_parameter(
     """Raise `ValueError` unless the class steps each parameter alone to the bits to which it steps several together.
 
     The class steps throw-away parameters with the options of the ``groups`` of ``parameters``, and of their shapes,
-    with long sides shortened, and one that is larger. Low rates are raised, if the class accepts that. The
+    with long sides shortened, and one that is larger. Low learning rates are raised, if the class accepts that. The
     states of random generators do not change.
 
     Returns the names of the states that are as large as their parameter.
@@ -176,22 +178,30 @@ def check_by_parameter(
             raise _needs_all(inner, f"a step over throw-away parameters failed ({error})") from error
 
 
-def check_default_loops(inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
-    """Raise `ValueError` if torch would choose a loop for the parameters of one device that it does not for a group.
+@contextmanager
+def _explaining_loops(
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> Iterator[None]:
+    """Add to a `ValueError` how a loop is named, if a group with torch's default loop is on the CPU and another device.
 
-    Without ``foreach`` or ``fused`` it takes its kernels for lists if no parameter of the group is on the CPU. A rank
-    steps the parameters of one device at a time.
+    The default for all of its parameters is then the plain loop. For those of the other device alone, which a rank
+    steps by themselves, it is the kernels for lists of tensors.
     """
-    for number in sorted({spec.group for spec in parameters}):
-        options = {**inner.defaults, **groups[number]}
-        devices = sorted({spec.device for spec in parameters if spec.group == number})
-        chosen = "foreach" not in options or options["foreach"] is not None or options.get("fused")
-        if not chosen and len({device == "cpu" for device in devices}) > 1:
-            raise ValueError(
-                f"{inner.name} with parameters on {' and '.join(devices)} in param group {number}: its default loop "
-                "depends on the devices of all of them, and a rank steps those of one device at a time. Name the loop: "
-                "foreach=False is the default for such a group; or foreach=True, or fused=True"
-            )
+    try:
+        yield
+    except ValueError as error:
+        for number in sorted({spec.group for spec in parameters}):
+            options = {**inner.defaults, **groups[number]}
+            devices = sorted({spec.device for spec in parameters if spec.group == number})
+            by_default = options.get("foreach", False) is None and options.get("fused") is None
+            if by_default and devices[0] == "cpu" and len(devices) > 1:
+                more = ", or fused=True" if "fused" in options else ""
+                raise ValueError(
+                    f"{error}. Param group {number} is on {' and '.join(devices)}, where torch's default loop depends "
+                    "on all its parameters together: name a loop, foreach=False (the default there) or "
+                    f"foreach=True{more}"
+                ) from error
+        raise
 
 
 def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> frozenset[str]:

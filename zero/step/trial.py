@@ -35,8 +35,8 @@ RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
 # MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
 RAGGED_ON_DEVICE = 97
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
-# With lower rates, which a scheduler may raise later, rounding could hide an update. It is no power of two: products
-# with one are exact, so a kernel that rounds a product in one of its loops and not in the other would not show.
+# With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
+# decay, how the decay is rounded. It is no power of two: products with one are exact, whatever a kernel rounds.
 RAISED_RATE = 0.3
 
 
@@ -281,33 +281,46 @@ def distinct(
 
 
 def rate_is_low(options: Options) -> bool:
-    """Return whether ``lr``, or a ``weight_decay`` that is not 0, is below `RAISED_RATE`."""
-    return bool(_raised_rates(options))
+    """Return whether the option ``lr`` is below `RAISED_RATE`."""
+    return _is_low(options, "lr")
 
 
-def with_raised_rates(inner: InnerOptimizer, options: Sequence[Options]) -> tuple[InnerOptimizer, list[Options]]:
-    """Return the class and the options with low learning rates and decays raised to `RAISED_RATE`.
+def decay_is_low(options: Options) -> bool:
+    """Return whether the option ``weight_decay`` is above 0 and below `RAISED_RATE`."""
+    return _is_low(options, "weight_decay")
+
+
+def with_raised_rates(
+    inner: InnerOptimizer, options: Sequence[Options], names: Sequence[str] = ("lr",)
+) -> tuple[InnerOptimizer, list[Options]]:
+    """Return the class and the options, where those of ``names`` that are low are raised to `RAISED_RATE`.
 
     They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
     `ClassFailedError` if the class refuses such a rate.
     """
     try:
-        raised = inner.another(**_raised_rates(inner.defaults))
+        raised = inner.another(**_raised(inner.defaults, names))
     except TypeError:  # the class has no argument for it
         raised = inner
     except Exception as error:
         raise ClassFailedError(str(error)) from error
-    return raised, [{**given, **_raised_rates(given)} for given in options]
+    return raised, [{**given, **_raised(given, names)} for given in options]
 
 
-def _raised_rates(options: Options) -> Options:
-    """Return those of the options ``lr`` and ``weight_decay`` that are low, raised. No decay stays none."""
-    found = {}
-    for name in ("lr", "weight_decay"):
-        rate = options.get(name)
-        if isinstance(rate, (int, float, Tensor)) and rate < RAISED_RATE and (name == "lr" or rate != 0):
-            found[name] = torch.full_like(rate, RAISED_RATE) if isinstance(rate, Tensor) else RAISED_RATE
-    return found
+def _raised(options: Options, names: Sequence[str]) -> Options:
+    """Return those of ``names`` that are low, raised."""
+    return {
+        name: torch.full_like(options[name], RAISED_RATE) if isinstance(options[name], Tensor) else RAISED_RATE
+        for name in names
+        if _is_low(options, name)
+    }
+
+
+def _is_low(options: Options, name: str) -> bool:
+    rate = options.get(name)
+    if not isinstance(rate, (int, float, Tensor)) or (isinstance(rate, Tensor) and rate.numel() != 1):
+        return False
+    return bool(rate < RAISED_RATE) and (name == "lr" or bool(rate > 0))
 
 
 def text_of(value: Any, other: Callable[[Any], object]) -> str:
