@@ -6,7 +6,7 @@ Where there is no GPU the tests run on the CPU, which only shows that their code
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,27 @@ def test_the_parts_of_a_step_may_have_streams_of_their_own(
         assert_same_bits(ours, theirs)
 
 
+def train_beside(
+    ours: tuple[nn.Module, ZeroOptimizer],
+    plain: tuple[nn.Module, torch.optim.Optimizer],
+    batches: Iterable[Tensor],
+    loss_of: Callable[[nn.Module, Tensor], Tensor],
+) -> None:
+    """Train a model and the plain loop's beside it, and assert that they have the same bits."""
+    for batch in batches:
+        for model, optimizer in (ours, plain):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    ours[1].close()
+    assert_same_model(ours[0], plain[0])
+
+
+def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
+    output: Tensor = model(batch)
+    return output.square().mean()
+
+
 class TwoDevices(nn.Module):
     """An embedding on the CPU, and layers where they are put: autograd has a thread for each."""
 
@@ -85,13 +106,7 @@ def test_parameters_may_be_on_two_devices(device: str, stage: int, cap: float, l
     plain, _ = two_devices(device)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, bucket_cap_mb=cap, lr=1e-2, **loop)
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, **loop)
-    for batch in batches:
-        for trained, stepped in ((model, optimizer), (plain, reference)):
-            trained(batch).backward()
-            stepped.step()
-            stepped.zero_grad()
-    optimizer.close()
-    assert_same_model(model, plain)
+    train_beside((model, optimizer), (plain, reference), batches, lambda trained, batch: trained(batch))
 
 
 @pytest.mark.parametrize("decay", [0.1, 1e-4])
@@ -107,13 +122,7 @@ def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, s
     options = {"lr": 1e-2, "weight_decay": decay, "fused": True}
     optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, **options)
     reference = torch.optim.Adam(plain.parameters(), **options)
-    for batch in batches:
-        for trained, stepped in ((model, optimizer), (plain, reference)):
-            trained(batch).square().mean().backward()
-            stepped.step()
-            stepped.zero_grad()
-    optimizer.close()
-    assert_same_model(model, plain)
+    train_beside((model, optimizer), (plain, reference), batches, mean_square)
 
 
 @STAGES
@@ -183,15 +192,12 @@ def test_autocast_casts_what_is_there_now(device: str, stage: int, dtype: torch.
     model, plain, batches = layers(device)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, **ADAMW)
     reference = torch.optim.AdamW(plain.parameters(), **ADAMW)
-    for batch in batches:
-        for trained, stepped in ((model, optimizer), (plain, reference)):
-            with torch.autocast(torch.device(device).type, dtype):
-                loss = (trained(batch) + trained(batch / 2)).float().square().mean()
-            loss.backward()
-            stepped.step()
-            stepped.zero_grad()
-    optimizer.close()
-    assert_same_model(model, plain)
+
+    def loss_of(trained: nn.Module, batch: Tensor) -> Tensor:
+        with torch.autocast(torch.device(device).type, dtype):
+            return (trained(batch) + trained(batch / 2)).float().square().mean()
+
+    train_beside((model, optimizer), (plain, reference), batches, loss_of)
 
 
 @pytest.mark.full
@@ -202,13 +208,7 @@ def test_a_compiled_model_gives_the_bits_of_the_plain_one_compiled(device: str, 
     reference = torch.optim.AdamW(plain.parameters(), **ADAMW)
     for layer in (*model, *plain):  # units are compiled one by one
         layer.compile()
-    for batch in batches:
-        for trained, stepped in ((model, optimizer), (plain, reference)):
-            trained(batch).square().mean().backward()
-            stepped.step()
-            stepped.zero_grad()
-    optimizer.close()
-    assert_same_model(model, plain)
+    train_beside((model, optimizer), (plain, reference), batches, mean_square)
 
 
 @STAGES
