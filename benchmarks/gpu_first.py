@@ -58,12 +58,12 @@ def commands(device: str, quick: bool) -> list[Command]:
     few, one = (["--tokens", "16"], ["--dtype", "bf16"]) if quick else ([], [])
     sanitized = ["-k", f"{ON_GPU} and (ahead or parts_of_a_step)"]
     return [
-        Command("tests", [*PYTEST, *chosen], 540, DETERMINISTIC),
+        Command("tests", [*PYTEST, *chosen], 420, DETERMINISTIC),
         Command("bits", ["benchmarks.gpu_bits", *how], 300),
         Command("steps", ["benchmarks.gpu", *one, *how], 540),
         Command("host", ["benchmarks.gpu_host", *few, *how], 540),
         Command("headers", ["benchmarks.gpu_host", "--headers", "2,4" if quick else "2,4,8", *how], 120),
-        Command("sanitizer", [*PYTEST, *sanitized], 540, {**DETERMINISTIC, "TORCH_CUDA_SANITIZER": "1"}, True),
+        Command("sanitizer", [*PYTEST, *sanitized], 480, {**DETERMINISTIC, "TORCH_CUDA_SANITIZER": "1"}, True),
     ]
 
 

@@ -44,7 +44,7 @@ from ..plain import assert_same_model, assert_same_states, plain_step, share
 from ..pool import SIZE, GlooPool
 from ..programs import Program, Round, Step, compare
 
-pytestmark = [pytest.mark.contract, pytest.mark.full]
+pytestmark = pytest.mark.full
 
 SOON = 30.0  # seconds in which a survivor can go on; less than the group's time limit
 AFTERWARDS = 3.0  # seconds in which NCCL's watchdog could end the process

@@ -87,7 +87,7 @@ MUTANTS = (
         "A class is refused since some of a group's parameters are on the CPU, and the error does not say so.",
         (Edit("zero.step.partition._explaining_loops", "len(devices) > 1", "len(devices) > 2"),),
         (
-            "step/test_partition.py::test_a_group_on_the_cpu_and_a_gpu_that_is_refused_is_told_to_name_a_loop"
+            "step/test_default_loops.py::test_a_group_on_the_cpu_and_a_gpu_that_is_refused_is_told_to_name_a_loop"
             "[AdamW-, or fused=True]",
         ),
     ),
