@@ -472,7 +472,7 @@ CHANGES: dict[str, Callable[[ParameterSpec], ParameterSpec]] = {
     "group": lambda s: dataclasses.replace(s, group=s.group + 1),
     "unit": lambda s: dataclasses.replace(s, unit=s.unit + 1),
     "trainable": lambda s: dataclasses.replace(s, trainable=not s.trainable),
-    "kind of device": lambda s: dataclasses.replace(s, device="cuda:0"),
+    "kind of device": lambda s: dataclasses.replace(s, device="mps:0"),
 }
 
 
