@@ -9,7 +9,6 @@ Knows: streams, a model of two towers. Does not know: with what it is compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -99,15 +98,15 @@ PATTERNS = {
 }
 
 
-def train(device: str, rank: int, world_size: int, pattern: str, **options: Any) -> tuple[nn.Module, list[Tensor]]:
-    """Train on one rank, two micro-batches a step. Return the model, and the norms before clipping."""
+def train(device: str, pattern: str, **options: Any) -> tuple[nn.Module, list[Tensor]]:
+    """Train on one rank alone, two micro-batches a step. Return the model, and the norms before clipping."""
     model, batches = towers(device)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, **options, **ADAMW)
     streams, names, norms = Streams(device), PATTERNS[pattern], []
-    for number, micro_batches in enumerate(_steps(batches, world_size)):
+    for number, first in enumerate(range(0, len(batches), 2)):
         for turn in range(2):
             with streams.on(names.forwards[turn], behind=names.step if number else ""):
-                loss = model(micro_batches[turn * world_size + rank], streams)
+                loss = model(batches[first + turn], streams)
             with streams.on(names.backwards[turn]):
                 loss.backward()
         with streams.on(names.clip):
@@ -121,22 +120,15 @@ def train(device: str, rank: int, world_size: int, pattern: str, **options: Any)
     return model.cpu(), [norm.cpu() for norm in norms]
 
 
-def train_plainly(device: str, world_size: int) -> tuple[nn.Module, list[Tensor]]:
+def train_plainly(device: str) -> tuple[nn.Module, list[Tensor]]:
     """Train by the plain loop, on one stream."""
     model, batches = towers(device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     streams, norms = Streams("cpu"), []
-    for micro_batches in _steps(batches, world_size):
-        for batch in micro_batches:
+    for first in range(0, len(batches), 2):
+        for batch in batches[first : first + 2]:
             model(batch, streams).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            parameter.grad.div_(world_size)
         norms.append(clip_grad_norm_(model.parameters(), MAX_NORM))
         optimizer.step()
         optimizer.zero_grad()
     return model.cpu(), [norm.cpu() for norm in norms]
-
-
-def _steps(batches: Sequence[Tensor], world_size: int) -> list[Sequence[Tensor]]:
-    return [batches[first : first + 2 * world_size] for first in range(0, len(batches), 2 * world_size)]

@@ -45,8 +45,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 def test_the_parts_of_a_step_may_have_streams_of_their_own(
     device: str, pattern: str, stage: int, cap: float, offload: Offload | None
 ) -> None:
-    model, norms = train(device, 0, 1, pattern, stage=stage, bucket_cap_mb=cap, offload=offload)
-    plain, expected = train_plainly(device, 1)
+    model, norms = train(device, pattern, stage=stage, bucket_cap_mb=cap, offload=offload)
+    plain, expected = train_plainly(device)
     assert_same_model(model, plain)
     for ours, theirs in zip(norms, expected, strict=True):
         assert_same_bits(ours, theirs)
