@@ -259,6 +259,17 @@ def test_a_decay_so_low_that_it_hardly_shows_hides_nothing(decay: float) -> None
     ZeroOptimizer(net(), FusesDecayInSomeLengths, process_group=solo(), lr=0.5, partition="element").close()
 
 
+class FusesDecayAtLowRates(FusesDecayInSomeLengths):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(group["lr"] > 0.2 for group in self.param_groups):
+            raise ValueError("too high a rate")
+        super().step()
+
+
+def test_it_is_raised_alone_if_the_class_refuses_a_higher_rate() -> None:
+    refused(FusesDecayAtLowRates, lr=0.1, weight_decay=1e-7)
+
+
 class NoHighDecays(DecayMatricesOnly):
     def couple(self, p: Tensor, group: dict[str, Any]) -> None:
         if group["weight_decay"] >= 0.2:

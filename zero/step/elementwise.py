@@ -61,7 +61,9 @@ def check_elementwise(
             raised = _compare_raised(inner, options, settings, dimensions, ("lr",), STEPS)
             found = _try(inner, options, settings, names, STEPS)[0] if raised is None else raised
         if any(map(decay_is_low, options)):
-            _compare_raised(inner, options, settings, dimensions, ("lr", "weight_decay"), FEW_STEPS)
+            for raised_names in (("lr", "weight_decay"), ("weight_decay",)):  # the class may refuse a higher rate alone
+                if _compare_raised(inner, options, settings, dimensions, raised_names, FEW_STEPS) is not None:
+                    break
         return found
 
 
