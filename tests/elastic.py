@@ -76,6 +76,8 @@ class ElasticJob:
         self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self._end = time.monotonic() + LIMIT
         self._module, self._id = module, uuid.uuid4()
+        self._temporary = folder / "temporary"
+        self._temporary.mkdir()
 
     def start_anew(self, count: int) -> None:
         """Start the job again after all agents have ended: they closed the meeting of their ``--rdzv-id``."""
@@ -91,10 +93,12 @@ class ElasticJob:
             *self._module,
         ]
 
+    def folders(self) -> list[str]:
+        """Return the folders of all agents: each makes one before it joins."""
+        return os.listdir(self._temporary)
+
     def add(self, count: int) -> None:
-        temporary = self._folder / "temporary"  # an agent leaves a folder there
-        temporary.mkdir(exist_ok=True)
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(temporary)}
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "TMPDIR": str(self._temporary)}
         with self._log.open("a") as log:
             self.agents += [
                 Agent(subprocess.Popen(self._command, cwd=self._directory, env=environment, stdout=log, stderr=log))

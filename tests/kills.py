@@ -166,6 +166,8 @@ def enter(rank: int, world_size: int, port: int, limit: float) -> dist.Store:
     """Initialize the default group on this rank, and return a store that all ranks share."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
+    store.set(f"rank {rank} has imported all", "")
+    store.wait([f"rank {other} has imported all" for other in range(world_size)])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
     return store
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,40 +16,39 @@ from typing import Any
 import torch
 
 from .loops import GUIDE, code_of
+from .ports import reserved_port
 
 WORLD_SIZE = 2
 
 
 def launch(function: str, folder: Path, limit: float = 100) -> Any:
     """Run ``function`` in two processes; return rank 0's result."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(WORLD_SIZE),
-        "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",  # forbid downloads
-    }
-    command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
-    processes = [
-        subprocess.Popen(
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=GUIDE.parent.parent,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(WORLD_SIZE)
-    ]
-    try:
-        said = [process.communicate(timeout=limit)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with reserved_port() as port:
+        environment = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": str(WORLD_SIZE),
+            "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",  # forbid downloads
+        }
+        command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
+        processes = [
+            subprocess.Popen(
+                command,
+                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=GUIDE.parent.parent,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(WORLD_SIZE)
+        ]
+        try:
+            said = [process.communicate(timeout=limit)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     for rank, (process, text) in enumerate(zip(processes, said, strict=True)):
         assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{text}"
     return torch.load(folder / "result.pt", weights_only=False)

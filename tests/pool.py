@@ -12,7 +12,6 @@ import faulthandler
 import importlib
 import multiprocessing
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +22,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+
+from .ports import reserved_port
 
 SIZE = 4
 GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
@@ -117,20 +118,23 @@ class GlooPool:
 
     def _start(self) -> None:
         self._context.set_forkserver_preload(IMPORTS)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        for rank in range(SIZE):
-            ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, port, theirs, self._backend), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
-        for pipe in self._pipes:
-            if not pipe.poll(120):
-                raise TimeoutError("the pool of processes did not start")
-            pipe.recv()
+        with reserved_port() as port:
+            for rank in range(SIZE):
+                ours, theirs = self._context.Pipe()
+                process = self._context.Process(target=_serve, args=(rank, port, theirs, self._backend), daemon=True)
+                process.start()
+                theirs.close()
+                self._pipes.append(ours)
+                self._processes.append(process)
+            for pipe in self._pipes:
+                if not pipe.poll(120):
+                    self.stop()
+                    raise TimeoutError("the pool of processes did not start")
+                try:
+                    pipe.recv()
+                except EOFError:
+                    self.stop()  # the next program starts them anew
+                    raise RuntimeError("a process of the pool died at its start") from None
 
 
 def stop_forkserver() -> None:

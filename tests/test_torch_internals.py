@@ -34,7 +34,7 @@ NAMES = [
 
 def errors(mode: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "tests.hidden", mode, *map(str, NAMES)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)
     return found

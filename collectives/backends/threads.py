@@ -162,7 +162,12 @@ class Loopback(Generic[T]):
         for thread in threads:
             thread.join()
         if errors:
-            raise errors[0][1]
+            first = errors[0][1]
+            errors.clear()
+            try:
+                raise first
+            finally:
+                del first  # no frame of its traceback holds it, so that nothing waits for a garbage collection
         return [results[rank] for rank in chosen]
 
 

@@ -309,7 +309,7 @@ def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
         saving.wait()
 
     with suppress(DiedError, CollectiveError):
-        on_threads(2, program, timeout=10)
+        on_threads(2, program, timeout=PATIENCE)
     return dead.is_set()
 
 

@@ -22,6 +22,7 @@ from zero.checkpoint import files
 from zero.checkpoint.directory import complete_steps
 
 from ..pool import GlooPool
+from ..warned import own
 from .disk import ERRORS, Call, Disk
 from .saves import PATIENCE, Training, entries
 
@@ -219,7 +220,7 @@ def test_a_blocking_save_that_fails_on_one_rank_ends_at_once_on_all_with_its_cau
             checkpoints.save(1, blocking=True)
         checkpoints.close()
 
-    on_threads(2, program, timeout=5)  # for which a rank would wait that is not told
+    on_threads(2, program, timeout=PATIENCE)  # for which a rank would wait that is not told
     assert entries(tmp_path / "run") == [".lock"]
 
 
@@ -240,7 +241,7 @@ def test_a_failure_in_a_folder_whose_name_is_no_text_is_known_to_all_ranks(
         with pytest.raises(RuntimeError, match=r"rank 1 could not save .*/caf\\udce9/step-00000002: OSError"):
             checkpoints.close()
 
-    on_threads(2, program, timeout=5)  # for which a rank would wait that is not told
+    on_threads(2, program, timeout=PATIENCE)  # for which a rank would wait that is not told
     assert entries(run) == [".lock", "step-00000001"]
 
 
@@ -259,9 +260,9 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     training.backward(1)
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
         training.optimizer.step()
-    assert [found.filename for found in warned] == [__file__]
+    assert [found.filename for found in own(warned)] == [__file__]
     assert "the next save tries again: remove the cause, since 3 failures in a row are an error" in str(
-        warned[0].message
+        own(warned)[0].message
     )
     training.optimizer.zero_grad()
     training.step(2)
@@ -383,7 +384,7 @@ def full_on_one_rank(group: Any, rank: int, folder: str) -> tuple[str, str, str]
         training.step(1)
     with pytest.raises(RuntimeError) as caught:
         checkpoints.close()
-    return str(warned[0].message), str(caught.value), training.optimizer.check_replicas()
+    return str(own(warned)[0].message), str(caught.value), training.optimizer.check_replicas()
 
 
 def refuse(number: int, data: bytes, offset: int) -> None:

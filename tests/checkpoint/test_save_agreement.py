@@ -94,7 +94,7 @@ def test_ranks_that_save_to_other_paths_are_told(tmp_path: Path) -> None:
 
     for rank in (0, 1):
         (tmp_path / f"run-{rank}").mkdir()
-    on_threads(2, program, timeout=5)  # for which each would wait for the other's part
+    on_threads(2, program, timeout=PATIENCE)  # for which each would wait for the other's part
     assert entries(tmp_path / "run-0") == []
 
 
@@ -254,6 +254,9 @@ def test_200_saves_leave_memory_descriptors_threads_and_the_folder_flat(tmp_path
                 training.step(step)
                 if step in (49, 199):
                     saving.result(PATIENCE)
+                    for thread in threading.enumerate():
+                        if thread.name.startswith("zero-checkpoint"):
+                            thread.join(PATIENCE)  # it ends after its result is there
                     training.optimizer.exchange(b"")
                     if transport.rank == 0:
                         gc.collect()

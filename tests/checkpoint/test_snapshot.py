@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import pytest
@@ -266,7 +267,7 @@ class Stepping:
     """Holds each thread before its first chunk until the step of its rank asks for the first bucket."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fails: int | None = None) -> None:
-        self._asked: dict[int, threading.Event] = {}
+        self._asked: WeakKeyDictionary[Snapshot, threading.Event] = WeakKeyDictionary()
         before_update, take = Snapshot.before_update, Snapshot.take
 
         def asked(this: Snapshot, bucket: int) -> None:
@@ -284,7 +285,7 @@ class Stepping:
         monkeypatch.setattr(Snapshot, "take", taken)
 
     def _event(self, this: Snapshot) -> threading.Event:
-        return self._asked.setdefault(id(this), threading.Event())
+        return self._asked.setdefault(this, threading.Event())
 
 
 @pytest.mark.parametrize("staging_mb", [0, 0.001])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, open_checkpoint, save
 
+from ..ports import reserved_port
 from .runs import Topology, run, step_folder
 from .without_us_fsdp2 import network, train
 
@@ -45,26 +45,24 @@ def test_fsdp2_trains_on_with_our_bits(tmp_path: Path) -> None:
         return optimizer.check_replicas()
 
     expected, _ = on_threads(2, program)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    world = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "tests.checkpoint.without_us_fsdp2", str(tmp_path / "saved"), "3", "2"]
-    ranks = [
-        subprocess.Popen(
-            command, cwd=ROOT, env=world | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        told = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with reserved_port() as port:
+        world = os.environ | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "tests.checkpoint.without_us_fsdp2", str(tmp_path / "saved"), "3", "2"]
+        ranks = [
+            subprocess.Popen(
+                command, cwd=ROOT, env=world | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+            for rank in ("0", "1")
+        ]
+        try:
+            told = [rank.communicate(timeout=120) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], told
     assert told[0][0].strip() == expected

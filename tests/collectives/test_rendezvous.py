@@ -27,6 +27,7 @@ from collectives.topology import choose, hierarchical, shared
 
 from ..descriptors import opened
 from ..sockets import on_sockets, on_wires
+from ..warned import own
 
 SOON = 10.0
 FORBIDDEN = OSError(errno.EPERM, "forbidden")
@@ -135,9 +136,7 @@ def test_ranks_that_cannot_share_memory_talk_and_rank_0_says_why(
     problem(monkeypatch)
     with pytest.warns(UserWarning, match=f"the ranks talk over wire, not through shared memory: {words}") as warned:
         assert on_wires(3, outcome(automatic), timeout=60.0) == ["pairwise"] * 3
-    # A garbage collection may warn here of objects of other tests; such warnings are not those of the selection.
-    unseen = (ResourceWarning, pytest.PytestUnraisableExceptionWarning)
-    said = [str(warning.message) for warning in warned if not issubclass(warning.category, unseen)]
+    said = [str(warning.message) for warning in own(warned)]
     assert len(said) == 1, said
     assert time.monotonic() - begin < SOON
 

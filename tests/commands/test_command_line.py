@@ -77,6 +77,12 @@ def test_where_there_is_no_library_source_the_error_says_what_to_name(
         data.load_corpus(None, 16)
 
 
+def test_the_proportional_set_size_is_that_of_the_system_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rollup = "55d0-7ffc ---p 00000000 00:00 0  [rollup]\nRss:  9 kB\nPss:  7 kB\nPss_Dirty:  3 kB\nPss_Anon:  2 kB\n"
+    monkeypatch.setattr(Path, "read_text", lambda _: rollup)
+    assert memory_stats.proportional_set_size() == 7 * 1024
+
+
 def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> str:
         raise FileNotFoundError

@@ -501,15 +501,16 @@ def test_a_rank_gets_the_configuration_as_json() -> None:
 @pytest.mark.full
 def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1000))
-    before = memory_stats.live_storages()
+    before = memory_stats.live_storages().items()
     (parameter * 2).sum().backward()
-    found = memory_stats.live_storages()
-    assert sum(found.values()) - sum(before.values()) == 4000
+    found = memory_stats.live_storages().items()  # fewer of earlier tests, if a garbage collection found them
+    assert parameter.grad is not None
+    assert found - before == {(parameter.grad.data_ptr(), 4000)}
     view_of_it = parameter.detach()[10:]
-    assert memory_stats.live_storages() == found
+    assert not memory_stats.live_storages().items() - found
     del view_of_it
     parameter.grad = None
-    assert memory_stats.live_storages() == before
+    assert not memory_stats.live_storages().items() - before
 
 
 def test_a_storage_of_two_kinds_counts_once() -> None:
@@ -518,14 +519,13 @@ def test_a_storage_of_two_kinds_counts_once() -> None:
     assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
 
 
-def test_the_proportional_set_size_follows_what_is_allocated() -> None:
-    before = memory_stats.proportional_set_size()
-    if before is None:
+def test_what_is_allocated_is_in_the_proportional_set_size() -> None:
+    """Its growth is not compared: another process that starts beside this one takes over a part of common pages."""
+    held = torch.ones(2**26)
+    found = memory_stats.proportional_set_size()
+    if found is None:
         pytest.skip("this system does not tell the proportional set size")
-    held = torch.ones(64 * 2**20 // 4)  # too large for memory that was freed and kept by the C library
-    after = memory_stats.proportional_set_size()
-    assert after is not None
-    assert after - before > 0.9 * held.numel() * 4
+    assert found > held.numel() * 4
 
 
 def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> None:

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import zero
-from collectives import Kind, Tag, on_threads
+from collectives import Kind, Loopback, Tag
 from zero import Verification, verify
 from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
@@ -404,20 +404,24 @@ def test_a_place_that_takes_too_long_is_told_with_the_line_where_it_hangs(told: 
 
 @pytest.mark.full
 def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[[float], str | None]) -> None:
-    def program(transport: Any) -> str | None:
-        if transport.rank == 1:
-            answer = told(1)
-            transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
-            return answer
+    waits, comes_late = Loopback[None](2, timeout=20).transports
+    tag = Tag(Kind.EXCHANGE, "late")
+
+    def step() -> None:
         watchdog = verify_ranks.Watchdog(0.1)
         watchdog.at("step 3")
         try:
-            transport.exchange(b"", Tag(Kind.EXCHANGE, "late"))
+            waits.exchange(b"", tag)
         finally:
             watchdog.stop()
-        return None
 
-    assert on_threads(2, program, timeout=20) == [None, None]
+    thread = threading.Thread(target=step)  # which nothing of the library has called
+    thread.start()
+    line = told(1)
+    comes_late.exchange(b"", tag)
+    thread.join(20)
+    assert line is None
+    assert not thread.is_alive()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------

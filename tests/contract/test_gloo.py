@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import time
 from typing import Any
 
 import pytest
@@ -307,7 +306,7 @@ def different_models(group: dist.ProcessGroup, rank: int) -> None:
 
 def test_ranks_with_different_models_learn_the_first_difference(gloo: GlooPool) -> None:
     with pytest.raises(ProgramError) as caught:
-        gloo.run(different_models, ranks=range(3), limit=10)
+        gloo.run(different_models, ranks=range(3))
     assert set(caught.value.errors) == {0, 1, 2}
     for name, message in caught.value.errors.values():
         assert name == "ValueError"
@@ -330,11 +329,10 @@ def different_calls(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def test_ranks_in_different_calls_learn_of_both_at_once(gloo: GlooPool) -> None:
-    begin = time.monotonic()
     for message in gloo.run(different_calls):
         assert "step()" in message
         assert "consolidate_state_dict(to=0)" in message
-    assert time.monotonic() - begin < 10
+        assert "no answer" not in message
 
 
 def one_rank_unfreezes(group: dist.ProcessGroup, rank: int) -> str:
@@ -370,12 +368,11 @@ def a_rank_fails(group: dist.ProcessGroup, rank: int) -> str:
 
 
 def test_an_error_inside_one_ranks_step_reaches_every_rank(gloo: GlooPool) -> None:
-    begin = time.monotonic()
     messages = gloo.run(a_rank_fails)
+    assert "no answer" not in messages[0]
     assert "rank 1 failed" in messages[0]
     assert "in step()" in messages[0]
     assert messages[1] != "nothing"
-    assert time.monotonic() - begin < 10
 
 
 def fork_sees(group: dist.ProcessGroup, rank: int, stage: int) -> tuple[bool, bool]:

@@ -105,7 +105,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
     stage: int, algorithm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checks the shapes that are sent, and the bytes that are counted."""
-    monkeypatch.setattr("collectives.algorithms.ordered_sum.BLOCK", LIMIT)
+    monkeypatch.setattr("collectives.algorithms.ordered_sum.DEVICE_BLOCK", LIMIT)
     monkeypatch.setattr("collectives.transport.CHUNK", LIMIT)
     layout = large_layout(3)
     (bucket,) = layout.buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from types import FrameType
@@ -54,7 +55,12 @@ def counted(stage: int, number: int) -> tuple[Counter[str], Counter[str]]:
             optimizer.close()
         return _by_function(in_step), _by_function(in_close)
 
-    return on_threads(2, program, timeout=60)[0]
+    gc.collect()
+    gc.disable()  # or calls to finalizers of earlier tests' objects would count
+    try:
+        return on_threads(2, program, timeout=60)[0]
+    finally:
+        gc.enable()
 
 
 def _by_function(counter: CallCounter) -> Counter[str]:

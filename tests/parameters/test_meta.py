@@ -504,19 +504,21 @@ class Torn(Lazy):
 def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int, kind: type[Lazy]) -> None:
     values = plain(3).state_dict()
 
-    def program(transport: Transport) -> tuple[str, float]:
+    limit = 30.0
+
+    def program(transport: Transport) -> str:
         with _BUILDING:
             model = on_meta()
         given = (kind if transport.rank == 1 else Lazy)(values)
         begin = time.monotonic()
         with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
             ZeroOptimizer(model, stage=stage, process_group=transport, init_state_dict=given)
-        return str(caught.value), time.monotonic() - begin
+        assert time.monotonic() - begin < limit, "a message brought it, no time limit"
+        return str(caught.value)
 
-    for said, seconds in on_threads(3, program, timeout=30):
+    for said in on_threads(3, program, timeout=limit):
         assert "no such" in said
         assert kind is Unreadable or "module 'last'" in said
-        assert seconds < 10
 
 
 def test_a_module_that_failed_may_be_tried_again() -> None:

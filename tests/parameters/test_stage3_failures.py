@@ -17,7 +17,7 @@ from collectives.backends.threads import Loopback
 from zero import ZeroOptimizer
 
 from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
+from ..pool import GROUP_TIMEOUT, GlooPool
 from ..wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
 
@@ -90,7 +90,7 @@ PARTED: list[tuple[Call, Call, str, str]] = [
 
 
 def parted(group: Any, rank: int, case: int, collective: str = "auto") -> tuple[str, str, list[str], float]:
-    """Return a rank's error when another rank does something else, the error of its next call, and the time."""
+    """Return a rank's error when another rank does something else, that of its next call, wrong values, and seconds."""
     model = Net()
     optimizer = zero(model, group, collective=collective)
     train(model, optimizer)
@@ -107,13 +107,14 @@ def assert_parted(results: list[tuple[str, str, list[str], float]], case: int) -
         assert "all ranks of a group must make the same calls in the same order" in found
         assert "this communicator is closed since an earlier failure" in then or "is released" in then
         assert wrong == []
-        assert seconds < 4
+        assert seconds < GROUP_TIMEOUT, "a message brought it, no time limit"
 
 
 @pytest.mark.parametrize("case", range(len(PARTED)), ids=lambda n: "-".join(call.__name__ for call in PARTED[n][:2]))
 @pytest.mark.by_default("forward-step", "forward-clip", "backward-no_backward")
 def test_ranks_in_different_places_learn_of_both_at_once(case: int) -> None:
-    assert_parted(on_threads(2, lambda transport: parted(transport, transport.rank, case), timeout=5), case)
+    found = on_threads(2, lambda transport: parted(transport, transport.rank, case), timeout=GROUP_TIMEOUT)
+    assert_parted(found, case)
 
 
 @pytest.mark.parametrize("case", [0, 3, 4, 8], ids=lambda n: "-".join(call.__name__ for call in PARTED[n][:2]))
@@ -159,8 +160,8 @@ def test_a_unit_that_only_one_rank_enters_ends_with_the_time_limit_and_is_named(
         optimizer = zero(model, transport)
         return error_of(evaluate, model, optimizer) if transport.rank == 0 else "nothing"
 
-    message, other = on_threads(2, program, timeout=1)
-    assert f"rank 0, in {REST}: no answer from rank 1 after 1." in message
+    message, other = on_threads(2, program, timeout=5)
+    assert f"rank 0, in {REST}: no answer from rank 1 after " in message
     assert other == "nothing"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import mmap
 import os
 import re
@@ -320,6 +321,7 @@ def test_what_is_to_arrive_is_read_before_it_is_touched_and_leaves_as_a_whole(tm
     spool.reserve([(4 * MIB, torch.float32)] * 2)
     first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
     spool.evict([first, second])
+    gc.collect()  # files of earlier tests
     before = mapped()
     spool.prefetch([first])
     deadline = time.monotonic() + 10
@@ -476,7 +478,8 @@ def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
     for _ in range(3):
         with pytest.raises(ValueError, match="is not a parameter of the module"):
             optimizer.add_param_group({"params": [*model[1].parameters(), nn.Parameter(torch.ones(2))]})
-    assert (size(), opened()) == (before, descriptors)
+    assert size() == before
+    assert opened() <= descriptors
     for part in model[1:]:
         optimizer.add_param_group({"params": list(part.parameters())})
     assert size() == 12 * 3 * mmap.PAGESIZE, "a slice and two states of each parameter, each on a page of its own"

@@ -22,6 +22,7 @@ from ..narrowed import PRECISIONS
 from ..plain import assert_same_model, assert_same_states, plain_step
 from ..programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
 from ..shampoo import Shampoo
+from ..warned import own
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("one_trial_of_equal_parameters")]
@@ -182,7 +183,7 @@ def test_a_class_is_partitioned_by_parameter_where_it_is_not_element_wise_with_o
             UserWarning, match=rf'{cls.__name__} is not element-wise .*\(partition="parameter"\)'
         ) as said:
             optimizer = ZeroOptimizer(matrices(), cls, process_group=solo(), **options)
-        assert [warning.filename for warning in said] == [__file__]
+        assert [warning.filename for warning in own(said)] == [__file__]
         assert all(spec.whole for spec in optimizer.engine.parts.storage.layout.parameters)
         optimizer.close()
     with warnings.catch_warnings():

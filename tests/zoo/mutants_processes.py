@@ -118,6 +118,19 @@ MUTANTS = (
         ("parameters/test_threads.py::test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still",),
     ),
     Mutant(
+        "a-later-thread-passes-for-an-interrupted-one",
+        ("L3",),
+        "A forward whose thread an interrupt has ended goes on for ever, if a later thread with its number is in one.",
+        (
+            Edit(
+                "zero.parameters.thread_frames._runs",
+                "if not own and thread not in threading.enumerate():",
+                "if False:",
+            ),
+        ),
+        ("parameters/test_threads.py::test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_it",),
+    ),
+    Mutant(
         "a-forward-begins-while-another-thread-releases",
         ("L2",),
         "A thread's forward shows units while another thread, whose forward ends, is releasing them.",

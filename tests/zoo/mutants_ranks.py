@@ -292,7 +292,7 @@ RANKS = (
                 "for to in ()]",
             ),
         ),
-        (f"{TREE}::test_ranks_that_come_one_after_another_are_all_waited_for[{{0: 0.8, 1: 1.6}}]",),
+        (f"{TREE}::test_ranks_that_come_one_after_another_are_all_waited_for[{{0: 1.2, 1: 2.6}}]",),
     ),
     Mutant(
         "all-ranks-lose-patience-at-once",

@@ -26,29 +26,32 @@ def in_backward() -> bool:
 
 def in_a_thread_of_autograd() -> bool:
     """Return True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
-    return in_backward() and not calls_backward(threading.get_ident())
+    return in_backward() and not calls_backward(threading.current_thread())
 
 
-def calls_backward(thread: int) -> bool:
+def calls_backward(thread: threading.Thread) -> bool:
     """Return whether a thread has called a backward that has not returned."""
     return _runs(thread, engine_run_backward.__code__)
 
 
-def in_forward(thread: int) -> bool:
+def in_forward(thread: threading.Thread) -> bool:
     """Return whether a thread is inside a module's forward. A compiled call of the second function hides the first."""
     return _runs(thread, call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__)
 
 
-def _runs(thread: int, *codes: CodeType) -> bool:
+def _runs(thread: threading.Thread, *codes: CodeType) -> bool:
     """Return whether a thread is inside one of these functions.
 
     Another thread runs while its frames are read. If a generator yields, its frame has no caller any more, and the walk
     ends there instead of at the bottom of the thread. It is repeated then; after `_MAX_WALKS` walks the result is True.
+    A thread that Python started and that has ended is inside nothing, though a later one may have its number.
     """
-    own = thread == threading.get_ident()
+    own = thread is threading.current_thread()
     for _ in range(_MAX_WALKS):
         last: FrameType | None = None
-        current = sys._getframe() if own else sys._current_frames().get(thread)
+        current = sys._getframe() if own else sys._current_frames().get(thread.ident or 0)
+        if not own and thread not in threading.enumerate():  # if it is there now, the frames read above are its own
+            return False
         while current is not None:
             if current.f_code in codes:
                 return True

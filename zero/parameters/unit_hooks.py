@@ -53,13 +53,13 @@ class UnitHooks:
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
         # forwards under way: their threads, and whether they pushed the saved-tensor hooks
-        self._running: list[tuple[ModuleHooks, int, bool]] = []
+        self._running: list[tuple[ModuleHooks, threading.Thread, bool]] = []
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
         self._beginning = threading.RLock()
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was prefetched
         self._task = NO_TASK
-        self._task_thread = 0
+        self._task_thread: threading.Thread | None = None
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
         # resident units that stay longer
@@ -133,7 +133,7 @@ class UnitHooks:
 
     def _check_no_other_forward(self) -> None:
         """Raise `RuntimeError` if another thread is inside a forward."""
-        if any(thread != threading.get_ident() for _, thread, _ in self._running[-1:]):
+        if any(thread is not threading.current_thread() for _, thread, _ in self._running[-1:]):
             if in_a_thread_of_autograd():
                 return
             self._end_interrupted()
@@ -142,29 +142,29 @@ class UnitHooks:
 
     def _check_no_other_backward(self) -> None:
         """Raise `RuntimeError` if another thread is inside the backward that began last."""
-        if self._task_thread != threading.get_ident() and calls_backward(self._task_thread):
-            self._refuse(self._task_thread, "a backward")
+        thread = self._task_thread
+        if thread not in (None, threading.current_thread()) and calls_backward(thread):
+            self._refuse(thread, "a backward")
 
-    def _refuse(self, thread: int, what: str) -> None:
-        name = next((repr(other.name) for other in threading.enumerate() if other.ident == thread), str(thread))
+    def _refuse(self, thread: threading.Thread, what: str) -> None:
         raise RuntimeError(
-            f"{self.manager.shards.rank_label}: another thread, {name}, is inside {what}: at stage 3 parameters come "
-            "and go with the forwards and backwards of one thread at a time; run one after the other, or give the "
-            "threads a copy of the model that was made inside 'with optimizer.gathered():'"
+            f"{self.manager.shards.rank_label}: another thread, {thread.name!r}, is inside {what}: at stage 3 "
+            "parameters come and go with the forwards and backwards of one thread at a time; run one after the other, "
+            "or give the threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def entered(self, hooks: ModuleHooks) -> None:
         """A module's forward begins."""
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         hooks.refused.add(thread)
         self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
         pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
         hooks.refused.discard(thread)
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
-        if last and last[0][1] == thread:
+        if last and last[0][1] is thread:
             self._running.append((hooks, thread, pushed))
             if not last[0][0].is_root:
                 self._note_enclosing(hooks)
@@ -178,7 +178,7 @@ class UnitHooks:
         for unit in hooks.needs:
             self._demand(unit)
 
-    def _begin_outermost(self, hooks: ModuleHooks, thread: int, pushed: bool) -> None:
+    def _begin_outermost(self, hooks: ModuleHooks, thread: threading.Thread, pushed: bool) -> None:
         try:
             with self._beginning:
                 self._check_no_other_forward()
@@ -203,7 +203,7 @@ class UnitHooks:
 
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         if thread in hooks.refused:
             hooks.refused.discard(thread)
             return
@@ -237,7 +237,7 @@ class UnitHooks:
             for unit in hooks.needs:
                 self.manager.units[unit].forward_refs -= 1
         finally:
-            if pushed and thread == threading.get_ident():
+            if pushed and thread is threading.current_thread():
                 self._saver.pop()
         if self.manager.shards.broken:
             self.manager.abandon()
@@ -251,18 +251,18 @@ class UnitHooks:
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
         pushed = self.manager.some_travel and self._saver.push()
-        hooks.pushed.append((threading.get_ident(), len(self._running), pushed))
+        hooks.pushed.append((threading.current_thread(), len(self._running), pushed))
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
         """Undo `push_saver_again` in the forward that runs, if it was called: a hook before it may have raised."""
-        thread = threading.get_ident()
+        thread = threading.current_thread()
         if thread not in hooks.refused:
             self._pop_saver_again(hooks, thread)
 
-    def _pop_saver_again(self, hooks: ModuleHooks, thread: int) -> None:
-        while hooks.pushed and hooks.pushed[-1][0] == thread and hooks.pushed[-1][1] >= len(self._running):
+    def _pop_saver_again(self, hooks: ModuleHooks, thread: threading.Thread) -> None:
+        while hooks.pushed and hooks.pushed[-1][0] is thread and hooks.pushed[-1][1] >= len(self._running):
             _, _, pushed = hooks.pushed.pop()
-            if pushed and thread == threading.get_ident():
+            if pushed and thread is threading.current_thread():
                 self._saver.pop()
 
     def _has_run(self, unit: int, backward: bool) -> None:
@@ -365,7 +365,7 @@ class UnitHooks:
                 self._check_no_other_backward()
                 self._over()
             if task != NO_TASK:
-                self._task, self._task_thread, self._starting = task, threading.get_ident(), True
+                self._task, self._task_thread, self._starting = task, threading.current_thread(), True
         if task != NO_TASK:
             self._order.begin_backward()
             queue_callback(self._over)
@@ -373,6 +373,7 @@ class UnitHooks:
                 self.manager.install(unit)  # another backward may have ended since its forward
 
     def _over(self) -> None:
+        self._task_thread = None
         self._task = NO_TASK
         self._reshard_all()
         self.manager.free_post_forward_shards()
