@@ -77,7 +77,7 @@ class ElasticJob:
         self._end = time.monotonic() + LIMIT
         self._module, self._id = module, uuid.uuid4()
         self._temporary = folder / "temporary"
-        self._temporary.mkdir()
+        self._temporary.mkdir(exist_ok=True)
 
     def start_anew(self, count: int) -> None:
         """Start the job again after all agents have ended: they closed the meeting of their ``--rdzv-id``."""

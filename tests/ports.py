@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Give a port that the system gives to no other process inside the block, and on which a store may
-    listen: both sockets say that they share the address."""
+    """Give a port that the system gives to no other process inside the block, and on which a store may listen: both
+    sockets say that they share the address."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("", 0))
