@@ -42,6 +42,7 @@ def _run(*arguments: object) -> Result:
     return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)  # DCP's processes import torch, and a busy machine takes its time
 def test_saves_and_loads_are_timed_beside_peers_and_shown_again(tmp_path: Path) -> None:
     done = _run("--quick", "--folder", tmp_path, "--markdown", "--out", tmp_path / "out")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -15,10 +16,12 @@ from collectives import PeerError
 
 from .pool import ProgramError
 from .zoo import table
+from .zoo.__main__ import drawn
 from .zoo.catalogue import MUTANTS
 from .zoo.entries import ENTRIES, REPOSITORIES, link
 from .zoo.judge import How, judge
 from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
+from .zoo.runner import Outcome
 
 SUBJECTS = [
     *(f"S{number}" for number in range(1, 98)),
@@ -175,6 +178,23 @@ def test_the_readme_s_tables_are_about_these_mutants_and_entries() -> None:
         assert row.startswith(f"| {' '.join(mutant.entries)} | `{mutant.name}` | {mutant.wrong} | `")
         assert any(f"| `{test.replace('|', chr(92) + '|')}" in row for test in mutant.tests), mutant.name
     assert table.between(text, table.ENTRIES_BEGIN, table.ENTRIES_END) == table.entry_rows()
+
+
+def test_a_run_of_some_mutants_is_compared_with_their_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, *rows = table.between(table.README.read_text(), table.MUTANTS_BEGIN, table.MUTANTS_END)
+    cells = [row.strip("|").replace("\\|", "\0").split("|") for row in rows]
+    caught = {row[1].strip(" `"): row[3].strip(" `").replace("\0", "|") for row in cells}
+    tiers = {caught[row[1].strip(" `")]: row[4].strip() for row in cells}
+    monkeypatch.setattr(table, "of_every_test", lambda: tiers)
+    parts = [drawn(MUTANTS, 4, text) for text in "abcdefgh"]
+    assert {mutant.name for part in parts for mutant in part} == set(caught)
+    outcomes = [Outcome(mutant, caught[mutant.name]) for mutant in parts[0]]
+    assert len(MUTANTS) / 4 - 1 <= len(outcomes) <= len(MUTANTS) / 4 + 1
+    assert table.difference(outcomes) == ""
+    other = next(test for test in tiers if test != outcomes[3].test)
+    outcomes[3] = replace(outcomes[3], test=other)
+    assert f"+| {' '.join(outcomes[3].mutant.entries)} | `{outcomes[3].mutant.name}`" in table.difference(outcomes)
+    assert table.difference(outcomes[:3] + outcomes[4:]) == ""
 
 
 # -- the judge --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def tensors_of_block(folder: Path, path: str, block: int) -> list[str]:
     "every",
     [
         101,
-        pytest.param(13, marks=pytest.mark.slow),
+        pytest.param(13, marks=[pytest.mark.slow, pytest.mark.long]),
         pytest.param(1, marks=[pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(3600)]),
     ],
 )

@@ -225,7 +225,7 @@ def interrupted(victim: int, place: int) -> tuple[bool, list[list[Tensor] | Coll
     return interrupting.reached, found
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.long), 1, 2])
 @pytest.mark.full
 def test_after_an_interrupt_at_any_instruction_all_replicas_have_the_sums_or_all_have_an_error(victim: int) -> None:
     expected = [plain_sum(None, [contribution(rank, bucket) for rank in range(3)], FP32) for bucket in range(3)]

@@ -40,6 +40,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, expected: TrainedRun
@@ -72,6 +73,7 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_is_continued(
     tmp_path: Path, expected: TrainedRun
@@ -169,6 +171,7 @@ def check_nothing_left(folder: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expected: TrainedRun) -> None:
     saved = tmp_path / "checkpoints"
@@ -197,7 +200,7 @@ def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expec
 
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize(("ranks", "left"), [(2, 1), (1, 0)])
+@pytest.mark.parametrize(("ranks", "left"), [(2, 1), pytest.param(1, 0, marks=pytest.mark.long)])
 def test_too_few_ranks_are_an_error_that_says_how_many_are_left(ranks: int, left: int, tmp_path: Path) -> None:
     """The worker of the agent that is killed ends with it, also if it is the only one."""
     job = elastic(tmp_path, f"{ranks}:{ranks}")

@@ -46,8 +46,9 @@ def long_run(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(6 * LIMIT)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2, 3, 4))])
+@pytest.mark.parametrize("seed", range(5))
 def test_runs_that_are_killed_at_random_moments_end_with_the_same_bits(
     seed: int, tmp_path: Path, long_run: TrainedRun
 ) -> None:

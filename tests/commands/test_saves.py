@@ -89,6 +89,7 @@ def test_a_resumed_run_is_the_undisturbed_one(
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.usefixtures("bare")
 @pytest.mark.timeout(4 * LIMIT)
 def test_a_run_goes_on_at_other_numbers_of_ranks_under_any_launcher(text: Path, tmp_path: Path) -> None:

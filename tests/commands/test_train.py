@@ -136,7 +136,7 @@ def test_every_way_to_start_two_ranks_gives_the_parameters_and_losses_of_one(
 @pytest.mark.slow
 @pytest.mark.usefixtures("bare")
 @pytest.mark.timeout(3 * LIMIT)
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.long)])
 def test_two_ranks_have_the_hash_of_the_plain_loop_in_sixteen_bits_too(
     text: Path, tmp_path: Path, precision: str
 ) -> None:
@@ -194,9 +194,14 @@ def test_muon_and_adamw_have_the_hash_of_the_plain_loop_at_every_stage_and_numbe
 @pytest.mark.parametrize(
     ("ranks", "more", "plain"),
     [
-        (3, ("--stage=0",), {}),
-        (5, ("--stage=2", "--precision=fp16", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
         (3, ("--stage=3", "--collective=pairwise", "--reshard-after-forward=false"), {}),
+        pytest.param(3, ("--stage=0",), {}, marks=pytest.mark.long),
+        pytest.param(
+            5,
+            ("--stage=2", "--precision=fp16", "--clip=0.5"),
+            {"precision": "fp16", "clip": 0.5},
+            marks=pytest.mark.long,
+        ),
         pytest.param(3, ("--stage=3", "--precision=bf16"), {"precision": "bf16"}, marks=pytest.mark.long),
         pytest.param(5, ("--stage=0", "--precision=fp16"), {"precision": "fp16"}, marks=pytest.mark.long),
         pytest.param(

@@ -111,6 +111,7 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
     assert str(found).endswith("4 of 8 runs differ from the plain loop")
 
 
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
 def test_elastic_runs_lose_ranks_and_go_on_at_other_numbers_of_them() -> None:

@@ -152,7 +152,9 @@ def verified_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@PRECISIONS
+@pytest.mark.parametrize(
+    "precision", [pytest.param(None, id="fp32"), pytest.param(BF16, id="bf16", marks=pytest.mark.long)]
+)
 def test_verify_takes_a_quantised_base(precision: MixedPrecision | None) -> None:
     found = verify(
         build_model=qlora if precision is None else qlora_in_bf16,

@@ -210,10 +210,16 @@ class UNet(nn.Module):
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "unet": UNet}
-EVERY_MODEL = pytest.mark.parametrize("name", ["residual", pytest.param("unet", marks=pytest.mark.slow)])
 NEEDS_A_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-INDUCTOR = pytest.param("inductor", marks=[pytest.mark.slow, NEEDS_A_COMPILER])
-BACKENDS = pytest.mark.parametrize("backend", [BACKEND, INDUCTOR])
+MODELS_AND_BACKENDS = pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("residual", BACKEND),
+        pytest.param("residual", "inductor", marks=[pytest.mark.slow, NEEDS_A_COMPILER]),
+        pytest.param("unet", BACKEND, marks=pytest.mark.slow),
+        pytest.param("unet", "inductor", marks=[pytest.mark.slow, pytest.mark.long, NEEDS_A_COMPILER]),
+    ],
+)
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -259,16 +265,14 @@ def each_unit_trains(group: dist.ProcessGroup | None, rank: int, name: str, back
     return [str(each.message) for each in said if "stage 3" in str(each.message)]
 
 
-@BACKENDS
-@EVERY_MODEL
+@MODELS_AND_BACKENDS
 @pytest.mark.full
 def test_units_that_are_compiled_by_themselves_have_the_bits_of_the_plain_loop(name: str, backend: str) -> None:
     assert each_unit_trains(None, 0, name, backend) == []
 
 
 @pytest.mark.slow
-@BACKENDS
-@EVERY_MODEL
+@MODELS_AND_BACKENDS
 def test_they_have_them_on_two_ranks(gloo: GlooPool, name: str, backend: str) -> None:
     assert gloo.run(each_unit_trains, name, backend, ranks=(0, 1), limit=300) == [[], []]
 
@@ -288,16 +292,14 @@ def whole_below_stage_3(group: dist.ProcessGroup | None, rank: int, name: str, b
 
 
 @pytest.mark.slow
-@BACKENDS
-@EVERY_MODEL
+@MODELS_AND_BACKENDS
 def test_whole_models_have_the_bits_of_the_plain_loop_below_stage_3(gloo: GlooPool, name: str, backend: str) -> None:
     whole_below_stage_3(None, 0, name, backend)
     gloo.run(whole_below_stage_3, name, backend, ranks=(0, 1), limit=300)
 
 
 @pytest.mark.slow
-@BACKENDS
-@EVERY_MODEL
+@MODELS_AND_BACKENDS
 def test_a_whole_model_is_at_stage_3_the_plain_one_with_its_graph_broken_at_units(name: str, backend: str) -> None:
     """This is the only difference: the unbroken model has other bits."""
     torch._dynamo.reset()

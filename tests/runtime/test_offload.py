@@ -270,7 +270,10 @@ def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("stage", "precision", "factor"), [(1, "", 1), (1, "", 2), (2, "bf16", 2), (3, "", 2)])
+@pytest.mark.parametrize(
+    ("stage", "precision", "factor"),
+    [pytest.param(1, "", 1, marks=pytest.mark.long), (1, "", 2), (2, "bf16", 2), (3, "", 2)],
+)
 def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
     tmp_path: Path, stage: int, precision: str, factor: int
 ) -> None:

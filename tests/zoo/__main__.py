@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -25,8 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="mutants (default: all, and compare with the table in the README)")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     parser.add_argument("--write", action="store_true", help="write the table into tests/zoo/README.md")
+    parser.add_argument("--one-in", type=int, default=1, metavar="N", help="take each Nth mutant (default: 1, all)")
+    parser.add_argument("--draw", default="", metavar="TEXT", help="draws which is the first of these")
     options = parser.parse_args(arguments)
-    chosen = _chosen(options.names)
+    if options.one_in < 1:
+        parser.error(f"--one-in {options.one_in}: take each 1st, 2nd ... mutant")
+    if options.write and (options.names or options.one_in > 1):
+        parser.error("--write needs a run of all mutants: leave out names and --one-in")
+    chosen = drawn(_chosen(options.names), options.one_in, options.draw)
     spare_matrix_unit()
     begin = time.monotonic()
     runners = _Runners(options.jobs)
@@ -48,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"\n{outcome.mutant.name}: {outcome.problem}")
     if failed:
         return 1
-    if options.write and not options.names:
+    if options.write:
         table.write(outcomes)
     elif not options.names and (difference := table.difference(outcomes)):
         print(
@@ -86,6 +93,11 @@ class _Runners:
     def close(self) -> None:
         for runner in self._all:
             runner.close()
+
+
+def drawn(mutants: Sequence[Mutant], one_in: int, draw: str) -> list[Mutant]:
+    """Return each ``one_in``-th of ``mutants``; the text ``draw`` decides which is the first."""
+    return list(mutants[zlib.crc32(draw.encode()) % one_in :: one_in])
 
 
 def _chosen(names: Sequence[str]) -> list[Mutant]:
