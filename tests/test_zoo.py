@@ -16,7 +16,7 @@ from collectives import PeerError
 
 from .pool import ProgramError
 from .zoo import table
-from .zoo.__main__ import drawn
+from .zoo.__main__ import drawn, main
 from .zoo.catalogue import MUTANTS
 from .zoo.entries import ENTRIES, REPOSITORIES, link
 from .zoo.judge import How, judge
@@ -194,7 +194,28 @@ def test_a_run_of_some_mutants_is_compared_with_their_rows_alone(monkeypatch: py
     other = next(test for test in tiers if test != outcomes[3].test)
     outcomes[3] = replace(outcomes[3], test=other)
     assert f"+| {' '.join(outcomes[3].mutant.entries)} | `{outcomes[3].mutant.name}`" in table.difference(outcomes)
-    assert table.difference(outcomes[:3] + outcomes[4:]) == ""
+    gone = outcomes[5].mutant.name
+    monkeypatch.setattr(table, "MUTANTS", [mutant for mutant in MUTANTS if mutant.name != gone])
+    assert f"`{gone}`" in table.difference(outcomes[:3])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--one-in=0"], "--one-in is 0: it must be from 1 to "),
+        (["--one-in=100000"], "--one-in is 100000: it must be from 1 to "),
+        (["--one-in=4", MUTANTS[0].name], "names and --one-in exclude each other"),
+        (["--draw=a"], "say --one-in too"),
+        (["--one-in=4", "--write"], "--write needs a run of all mutants"),
+        (["--write", MUTANTS[0].name], "--write needs a run of all mutants"),
+    ],
+)
+def test_options_that_contradict_each_other_are_an_error(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert message in capsys.readouterr().err
 
 
 # -- the judge --------------------------------------------------------------------------------------------------------

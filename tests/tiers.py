@@ -1,6 +1,6 @@
 """The tiers of the tests, which select what a run takes: `default`, `full` and `slow`.
 
-    default   every row of the contract and every law once; `python -m pytest`, under four minutes on two cores
+    default   every row of the contract and every law once; `python -m pytest`
     full      the marker `full`: applications, many processes, compilation, and the cases that default leaves out
     slow      the marker `slow`: repeats a promise at another size
 

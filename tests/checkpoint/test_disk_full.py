@@ -128,28 +128,30 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
     return counts
 
 
-def all_failures(calls: dict[int, int]) -> list[Failure]:
-    return [
-        Failure(rank, skip, ERRORS[(skip + number) % len(ERRORS)], for_good)
-        for rank, count in calls.items()
-        for skip in range(count + 5)
-        for number, for_good in enumerate((False, True))
-    ]
+def failures(calls: dict[int, int], turn: int) -> list[Failure]:
+    """Return a failure of each call: for turn 0 the first call fails once, the second one for good, and so on; for
+    turn 1 the other way round."""
+    found = []
+    for rank, count in calls.items():
+        for skip in range(count + 5):
+            for_good = (skip + turn) % 2
+            found.append(Failure(rank, skip, ERRORS[(skip + for_good) % len(ERRORS)], for_good=bool(for_good)))
+    return found
 
 
 def test_a_disk_that_fails_at_some_call_does_no_harm(
     calls: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, _ = run(tmp_path / "run", all_failures(calls)[::19], monkeypatch)
+    failed, _ = run(tmp_path / "run", failures(calls, 0)[::9], monkeypatch)
     assert sum(failed) > len(failed) / 2
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3, 4))])
+@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_disk_that_fails_at_any_call_does_no_harm(
-    part: int, calls: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: int, calls: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    failed, _ = run(tmp_path / "run", all_failures(calls)[part::5], monkeypatch)
+    failed, _ = run(tmp_path / "run", failures(calls, turn), monkeypatch)
     assert sum(failed) > len(failed) / 2
 
 

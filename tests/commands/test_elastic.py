@@ -40,7 +40,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
 
 
 @pytest.mark.full
-@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, expected: TrainedRun
@@ -94,8 +93,9 @@ def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_i
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
     seed: int, tmp_path: Path, expected: TrainedRun
 ) -> None:
@@ -171,7 +171,6 @@ def check_nothing_left(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expected: TrainedRun) -> None:
     saved = tmp_path / "checkpoints"
@@ -200,7 +199,7 @@ def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expec
 
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize(("ranks", "left"), [(2, 1), pytest.param(1, 0, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("ranks", "left"), [(2, 1), (1, 0)])
 def test_too_few_ranks_are_an_error_that_says_how_many_are_left(ranks: int, left: int, tmp_path: Path) -> None:
     """The worker of the agent that is killed ends with it, also if it is the only one."""
     job = elastic(tmp_path, f"{ranks}:{ranks}")

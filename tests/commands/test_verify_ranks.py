@@ -111,17 +111,17 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
     assert str(found).endswith("4 of 8 runs differ from the plain loop")
 
 
-@pytest.mark.long
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
-def test_elastic_runs_lose_ranks_and_go_on_at_other_numbers_of_them() -> None:
-    """Four micro-batches, which the three ranks cannot share evenly either."""
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 2), pytest.param(3, 3, marks=pytest.mark.long)])
+def test_elastic_runs_lose_ranks_and_go_on_at_other_numbers_of_them(ranks: int, steps: int) -> None:
+    """Four micro-batches, which three ranks cannot share evenly."""
     found = verify(
         verified.build_odd,
-        verified.batches,
+        verified.batches()[: 4 * steps],
         loss_fn=odd_loss,
         stages=(3,),
-        world_sizes=(3,),
+        world_sizes=(ranks,),
         micro_batches=4,
         elastic=True,
         quiet=True,
@@ -130,9 +130,9 @@ def test_elastic_runs_lose_ranks_and_go_on_at_other_numbers_of_them() -> None:
     assert found.ok, found
     _, run = found.runs
     assert run.stage == 3
-    assert len(run.sizes) == 1 + 3  # a kill in each of the three steps
+    assert len(run.sizes) == 1 + steps  # a kill in each of them
     assert all(before != after for before, after in itertools.pairwise(run.sizes))
-    assert f"stage 3, elastic, {' -> '.join(map(str, run.sizes))} ranks, 3 kills: same bits" in str(run)
+    assert f"stage 3, elastic, {' -> '.join(map(str, run.sizes))} ranks, {steps} kills: same bits" in str(run)
 
 
 @pytest.mark.timeout(LIMIT)

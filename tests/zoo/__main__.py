@@ -1,4 +1,4 @@
-"""`python -m tests.zoo [names...]`: run the mutants, print what caught each, and compare with the README's table.
+"""`python -m tests.zoo`: run all or some mutants, print what caught each, and compare with the README's table.
 
 Knows: the output of the command, and when it fails. Does not know: how a mutant is run or judged.
 """
@@ -23,14 +23,18 @@ from .runner import Outcome, Runner
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Run the mutants; each must be caught.")
-    parser.add_argument("names", nargs="*", help="mutants (default: all, and compare with the table in the README)")
+    parser.add_argument("names", nargs="*", help="mutants, not compared with the README's table")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     parser.add_argument("--write", action="store_true", help="write the table into tests/zoo/README.md")
     parser.add_argument("--one-in", type=int, default=1, metavar="N", help="take each Nth mutant (default: 1, all)")
-    parser.add_argument("--draw", default="", metavar="TEXT", help="draws which is the first of these")
+    parser.add_argument("--draw", default="", metavar="TEXT", help="any text: it decides where --one-in begins")
     options = parser.parse_args(arguments)
-    if options.one_in < 1:
-        parser.error(f"--one-in {options.one_in}: take each 1st, 2nd ... mutant")
+    if not 1 <= options.one_in <= len(MUTANTS):
+        parser.error(f"--one-in is {options.one_in}: it must be from 1 to {len(MUTANTS)}, the number of mutants")
+    if options.names and options.one_in > 1:
+        parser.error("names and --one-in exclude each other")
+    if options.draw and options.one_in == 1:
+        parser.error("--draw decides where --one-in begins: say --one-in too")
     if options.write and (options.names or options.one_in > 1):
         parser.error("--write needs a run of all mutants: leave out names and --one-in")
     chosen = drawn(_chosen(options.names), options.one_in, options.draw)
@@ -96,7 +100,7 @@ class _Runners:
 
 
 def drawn(mutants: Sequence[Mutant], one_in: int, draw: str) -> list[Mutant]:
-    """Return each ``one_in``-th of ``mutants``; the text ``draw`` decides which is the first."""
+    """Return each ``one_in``-th of ``mutants``; ``draw``, any text, decides which is the first."""
     return list(mutants[zlib.crc32(draw.encode()) % one_in :: one_in])
 
 

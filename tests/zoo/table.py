@@ -76,13 +76,13 @@ def difference(outcomes: Sequence[Outcome]) -> str:
     that the run left out.
     """
     text = README.read_text()
-    left_out = {f"`{mutant.name}`" for mutant in MUTANTS} - {f"`{outcome.mutant.name}`" for outcome in outcomes}
+    left_out = {mutant.name for mutant in MUTANTS} - {outcome.mutant.name for outcome in outcomes}
     ours = [*(_lasting(row) for row in rows(outcomes, of_every_test())), *entry_rows()]
     theirs = [
         *(
             _lasting(row)
             for row in between(text, MUTANTS_BEGIN, MUTANTS_END)
-            if row.split("|")[2].strip() not in left_out
+            if not any(f" | `{name}` | " in row for name in left_out)
         ),
         *between(text, ENTRIES_BEGIN, ENTRIES_END),
     ]
