@@ -96,7 +96,7 @@ def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_s
     assert min(on_threads(world_size, program)) > 8
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.full
 def test_a_step_changes_nothing_of_a_save_whatever_the_disk_has_taken(

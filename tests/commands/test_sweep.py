@@ -311,13 +311,13 @@ def test_a_flag_that_cannot_be_is_told(flags: dict[str, Any], words: str) -> Non
         SweepConfig(**flags)
 
 
-def test_real_ranks_train_one_set_of_bits_beside_torch_s_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(SweepConfig(preset="tiny", stage=[0], steps=1, sequence=16, out=tmp_path)) == 0
+@pytest.mark.parametrize("peers", [False, pytest.param(True, marks=pytest.mark.long)], ids=["alone", "beside torch"])
+def test_real_ranks_train_one_set_of_bits(peers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(SweepConfig(preset="tiny", stage=[0], peers=peers, steps=1, sequence=16, out=tmp_path)) == 0
     assert "settings of zero that trained the same bits: 1, " in capsys.readouterr().out
     points = json.loads((tmp_path / "sweep.json").read_text())["points"]
-    assert [point["name"] for point in points] == ["DDP", "ZeroRedundancyOptimizer", "FSDP2", "FSDP2, kept", "zero 0"]
+    torch_s_own = ["DDP", "ZeroRedundancyOptimizer", "FSDP2", "FSDP2, kept"] if peers else []
+    assert [point["name"] for point in points] == [*torch_s_own, "zero 0"]
     for point in points:
         assert point["step_ms"] > 0
 
