@@ -147,6 +147,7 @@ def test_a_disk_that_fails_at_some_call_does_no_harm(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(400)  # two saves for each call of one
 @pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_a_disk_that_fails_at_any_call_does_no_harm(
     turn: int, calls: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -256,6 +256,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     ("stage", "hosts"), [(3, 8), *(pytest.param(*case, marks=pytest.mark.long) for case in ((0, 8), (2, 2), (3, 2)))]
 )
 @pytest.mark.full
+@pytest.mark.timeout(400)
 def test_64_ranks_on_several_hosts_train_as_the_plain_loop_does(
     stage: int, hosts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

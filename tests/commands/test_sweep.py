@@ -311,6 +311,7 @@ def test_a_flag_that_cannot_be_is_told(flags: dict[str, Any], words: str) -> Non
         SweepConfig(**flags)
 
 
+@pytest.mark.timeout(600)  # each system starts two processes
 @pytest.mark.parametrize("peers", [False, pytest.param(True, marks=pytest.mark.long)], ids=["alone", "beside torch"])
 def test_real_ranks_train_one_set_of_bits(peers: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(SweepConfig(preset="tiny", stage=[0], peers=peers, steps=1, sequence=16, out=tmp_path)) == 0

