@@ -143,7 +143,7 @@ MUTANTS = (
     Mutant(
         "the-thread-asks-the-other-ranks",
         ("S81", "S82", "P42"),
-        "The threads of a save meet over the group with which training goes on: messages of one pass for the other's.",
+        "The threads of a save meet over the group of training, which waits for them meanwhile.",
         (
             Edit(
                 f"{SAVER}.save",
@@ -151,7 +151,8 @@ MUTANTS = (
                 "        from collectives import Kind, Tag\n\n"
                 '        save, tag = saving._save, Tag(Kind.EXCHANGE, "written")\n'
                 "        saving._save = lambda plan: (save(plan), self._transport.exchange(b'', tag))[0]\n"
-                "        saving.start(asynchronous=not request.blocking)  #",
+                "        saving.start(asynchronous=not request.blocking)\n"
+                "        saving.wait()  #",
             ),
         ),
         (SENT,),
