@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from .zoo.__main__ import drawn, main
 from .zoo.catalogue import MUTANTS
 from .zoo.entries import ENTRIES, REPOSITORIES, link
 from .zoo.judge import How, judge
-from .zoo.mutant import ROOT, Edit, Mutant, PatchError, patched, tree
+from .zoo.mutant import ROOT, Edit, Mutant, PatchError, Wrap, patched, tree
 from .zoo.runner import Outcome
 
 SUBJECTS = [
@@ -153,6 +154,24 @@ def test_old_text_is_counted_in_the_named_definition_alone(place: str, times: in
     where = rf"zero\.parameters\.gathered\.saved_tensor_index{place}"
     with pytest.raises(PatchError, match=rf"occurs {times} times in {where}, not once"):
         patched(Mutant("a mutant", (), "", (edit,), ()), tmp_path)
+
+
+def doubled(real: Callable[[], int]) -> Callable[[], int]:
+    return lambda: 2 * real()
+
+
+def test_a_wrapper_replaces_what_other_modules_import(tmp_path: Path) -> None:
+    text = "def one() -> int:\n    return 1\n\n\nclass C:\n    @staticmethod\n    def two() -> int:\n        return 2\n"
+    (tmp_path / "zero").mkdir()
+    (tmp_path / "zero" / "numbers.py").write_text(text)
+    edits = (Wrap("zero.numbers.one", doubled), Wrap("zero.numbers.C.two", doubled))
+    with pytest.raises(PatchError, match=r"zero/numbers\.py does not define three"):
+        patched(Mutant("a mutant", (), "", (Wrap("zero.numbers.three", doubled),), ()), tmp_path)
+    ((file, changed),) = patched(Mutant("a mutant", (), "", edits, ()), tmp_path).items()
+    assert (file, changed[: len(text)]) == ("zero/numbers.py", text)
+    names: dict[str, Any] = {}
+    exec(compile(changed, file, "exec"), names)
+    assert (names["one"](), names["C"].two()) == (2, 4)
 
 
 def test_every_entry_is_covered_or_waits_or_says_why_not_exactly_once() -> None:

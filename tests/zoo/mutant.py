@@ -9,9 +9,10 @@ import ast
 import functools
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COPIED = ("zero", "collectives", "tests", "benchmarks")
@@ -35,6 +36,18 @@ class Edit:
 
 
 @dataclass(frozen=True)
+class Wrap:
+    """A function or a method, by the dotted name of ``place``, replaced by ``wrong(place)``.
+
+    ``wrong`` is defined at the top level of a module of this package. It is called once, when the module of ``place``
+    has been imported, with what ``place`` is bound to (of a property, that is the property itself).
+    """
+
+    place: str
+    wrong: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
 class Mutant:
     """A small bug.
 
@@ -45,7 +58,7 @@ class Mutant:
     name: str
     entries: tuple[str, ...]
     wrong: str
-    edits: tuple[Edit, ...]
+    edits: tuple[Edit | Wrap, ...]
     tests: tuple[str, ...]
 
 
@@ -58,6 +71,9 @@ def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
         spans = _spans(text, file, definition)
         if not spans:
             raise PatchError(f"{mutant.name}: there is no {edit.place}, since {file} does not define {definition}")
+        if isinstance(edit, Wrap):
+            texts[file] = text + _replacement(definition, edit.wrong)
+            continue
         found = sum(text.count(edit.old, *span) for span in spans)
         if found != 1:
             raise PatchError(f"{mutant.name}: its old text occurs {found} times in {edit.place}, not once")
@@ -67,6 +83,13 @@ def patched(mutant: Mutant, root: Path = ROOT) -> dict[str, str]:
         if tree(text, file) == tree((root / file).read_text(), file):
             raise PatchError(f"{mutant.name}: its patch of {file} changes no code")
     return texts
+
+
+def _replacement(definition: str, wrong: Callable[[Any], Any]) -> str:
+    """Return the lines that replace a definition of a module, to stand at its end."""
+    owner, _, name = definition.rpartition(".")
+    real = f"{owner}.__dict__[{name!r}]" if owner else name
+    return f"\nfrom {wrong.__module__} import {wrong.__name__} as _wrong\n\n{definition} = _wrong({real})\n"
 
 
 def _located(place: str, root: Path) -> tuple[str, str]:
