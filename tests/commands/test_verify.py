@@ -465,7 +465,7 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
 def test_a_function_that_gives_no_arguments_is_one_line(
     function: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([function], "verify") == 1
+    assert cli.main([function], "verify") == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert said in captured.err

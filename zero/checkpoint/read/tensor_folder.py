@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.bits import as_bytes, memory_of
 from ...core.statetree import DTYPES, FormatError
-from ..directory import read_manifest
+from ..directory import read_manifest, steps_in
 from ..format.manifest import NAME, Manifest
 from ..format.names import AVERAGES, FOLDERS, MASTERS, averages_in, index_file
 from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index
@@ -36,8 +36,9 @@ class TensorFolder:
         self.path = Path(path)
         try:
             self.manifest: Manifest = read_manifest(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            newest = _newest_in(self.path)
+            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}{newest}") from error
         except (OSError, FormatError) as error:
             raise CheckpointError(f"{self.path / NAME}: {error}") from error
         self._headers: dict[str, Header] = {}
@@ -147,6 +148,14 @@ class TensorFolder:
             placed = parse_index(bytes(reader.read(0, reader.nbytes)))
         if placed != {name: file.rpartition("/")[2] for name, (file, _) in tensors.items()}:
             raise CheckpointError(f"{self.path / path} does not name the files in which the tensors are")
+
+
+def _newest_in(directory: Path) -> str:
+    """Return words that name the newest checkpoint in a folder of checkpoints; none if it is no such folder."""
+    newest: list[Path] = []
+    with suppress(OSError):
+        newest = list(steps_in(directory).values())[-1:]
+    return "".join(f"; it is a folder of checkpoints, and the newest is {path}" for path in newest)
 
 
 def _may_mislead(path: str) -> bool:
