@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -231,6 +234,95 @@ def test_gradients_in_a_dtype_of_their_own_are_refused_and_named(stage: int) -> 
     message = error_of(train, model, zero(model, solo(), stage))
     assert message.startswith("RuntimeError: rank 0: the gradient of '2.bias': ")
     assert "grad_dtype" in message
+
+
+# -- whole models at stage 3 -------------------------------------------------------------------------------------------
+
+SAVE = (
+    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
+    "model.state_dict() is whole and rank 0 saves it"
+)
+LOAD = "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built"
+WHOLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "model.state_dict()": (lambda model: torch.save(model.state_dict(), io.BytesIO()), SAVE),
+    "torch.save()": (lambda model: torch.save(model, io.BytesIO()), SAVE),
+    "pickle": (pickle.dumps, SAVE),
+    "copy.deepcopy()": (copy.deepcopy, "copy inside 'with optimizer.gathered():', which all ranks enter"),
+    "model.load_state_dict()": (lambda model: model.load_state_dict(build().state_dict()), LOAD),
+}
+
+
+@pytest.mark.parametrize("call", WHOLE)
+@pytest.mark.by_default
+def test_what_saves_loads_or_copies_a_model_at_stage_3_is_told_first_how_to_do_that(call: str) -> None:
+    use, remedy = WHOLE[call]
+    model = build()
+    optimizer = zero(model, solo())
+    message = error_of(use, model)
+    assert f"{call} at stage 3: {remedy}. '0.weight' is released: a parameter has values only inside" in message
+    assert message.startswith(f"RuntimeError: {call} at stage 3: ") or call == "model.load_state_dict()"
+    with optimizer.gathered(write=True):
+        use(model)
+
+
+# -- calls inside a backward -------------------------------------------------------------------------------------------
+
+
+@ALL
+def test_a_step_in_a_hook_of_a_parameter_is_told_to_wait_for_the_end_of_the_backward(stage: int) -> None:
+    def program(transport: Transport) -> tuple[list[str], nn.Module]:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        plain_optimizer = torch.optim.SGD([model[2].bias], lr=0.5)
+        calls = (
+            optimizer.step,
+            optimizer.zero_grad,
+            lambda: optimizer.clip_grad_norm_(1.0),
+            lambda: optimizer.full_grad(model[2].bias),
+            plain_optimizer.step,
+        )
+        told = []
+        for call in calls:
+            handle = model[2].bias.register_post_accumulate_grad_hook(lambda _, call=call: call())
+            told.append(error_of(lambda: model(BATCH).sum().backward()))
+            handle.remove()
+            optimizer.zero_grad()
+        train(model, optimizer)
+        optimizer.close()
+        return told, model
+
+    plain = build()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+    for told, model in on_threads(2, program, timeout=5):
+        for name, message in zip(
+            ("step()", "zero_grad()", "clip_grad_norm_()", "full_grad of '2.bias'"), told, strict=False
+        ):
+            text = f"RuntimeError: {name} inside a backward, as in a hook of a parameter: call it when backward() has"
+            assert message.startswith(text)
+            assert ("stages 2 and 3 shard gradients while the backward runs" in message) is (name == "step()")
+        assert "of '2.bias', which is sharded or not reduced yet; something else asks for it inside the" in told[-1]
+        assert "if a hook does, do it when backward() has returned" in told[-1]
+        assert_same_model(model, plain)
+
+
+# -- ranks with different numbers of batches ---------------------------------------------------------------------------
+
+
+@ALL
+def test_ranks_whose_loaders_have_different_lengths_are_told_of_join(stage: int) -> None:
+    def program(transport: Transport) -> str:
+        model = build()
+        optimizer = zero(model, transport, stage)
+
+        def run() -> None:
+            for _ in range(1 + transport.rank):
+                train(model, optimizer)
+            optimizer.consolidate_state_dict()
+
+        return error_of(run)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "if they have different numbers of batches, they train inside optimizer.join()" in message
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -151,8 +151,9 @@ class ShardedGradient(torch.Tensor):
         remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
         if current_graph_task_id() != _NO_TASK:
             remedy = (
-                "something else asks for it inside the backward: if the model is inside DistributedDataParallel, take "
-                "that away, since two systems would add up the gradients"
+                "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
+                "if the model is inside DistributedDataParallel, take that away, since two systems would add up the "
+                "gradients"
             )
         elif "to_copy" in action:
             remedy += ", and cast or move the model before the optimizer is built"

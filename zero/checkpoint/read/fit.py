@@ -50,7 +50,12 @@ class Fit:
         self._inner: dict[str, set[str]] = {}  # names of the tensors inside lists and dicts, by parameter
         self.groups: list[dict[str, Any]] = []
         self.averages: dict[str, Mapping[str, Saved]] = {}
-        self._check_model(contents)
+        self._check_model(
+            contents,
+            "it is that of another model. To begin with its weights: weights = "
+            f"zero.open_checkpoint({str(checkpoint.path)!r}).model_state_dict(); rename, resize or leave out tensors "
+            "there; model.load_state_dict(weights, strict=False), before the optimizer is built",
+        )
         if with_states:
             self._check_averages(contents, checkpoint)
             self._check_states(contents, checkpoint)
@@ -65,23 +70,22 @@ class Fit:
         """Return the saved weights of a parameter in their widest dtype."""
         return self.masters.get(stored.name, self.model[stored.name])
 
-    def _check_model(self, contents: Contents) -> None:
+    def _check_model(self, contents: Contents, remedy: str) -> None:
         ours = {stored.name: stored for stored in contents.model}
         for name, stored in ours.items():
             if name not in self.model:
-                raise ValueError(f"the checkpoint has no {name!r}, which the model has: it is that of another model")
+                raise ValueError(f"the checkpoint has no {name!r}, which the model has: {remedy}")
             entry = self.model[name][1]
             if entry.shape != stored.shape:
                 raise ValueError(
-                    f"{name!r} has shape {entry.shape} in the checkpoint, but {stored.shape} in the model: it is "
-                    "that of another model"
+                    f"{name!r} has shape {entry.shape} in the checkpoint, but {stored.shape} in the model: {remedy}"
                 )
             dtype = DTYPES[entry.dtype]
             if dtype is not stored.dtype and not (dtype.is_floating_point and stored.dtype.is_floating_point):
                 raise ValueError(f"{name!r} is {dtype} in the checkpoint, but {stored.dtype} in the model")
         for name in self.model:
             if name not in ours:
-                raise ValueError(f"the model has no {name!r}, which the checkpoint has: it is that of another model")
+                raise ValueError(f"the model has no {name!r}, which the checkpoint has: {remedy}")
         for name, (_, entry) in self.masters.items():
             if name not in self.model or entry.shape != self.model[name][1].shape:
                 raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
