@@ -259,8 +259,8 @@ def test_what_saves_loads_or_copies_a_model_at_stage_3_is_told_first_how_to_do_t
     model = build()
     optimizer = zero(model, solo())
     message = error_of(use, model)
-    assert f"{call} at stage 3: {remedy}. '0.weight' is released: a parameter has values only inside" in message
-    assert message.startswith(f"RuntimeError: {call} at stage 3: ") or call == "model.load_state_dict()"
+    assert f"{call}: {remedy}. '0.weight' is released: at stage 3 a parameter has values only inside" in message
+    assert message.startswith(f"RuntimeError: {call}: ") or call == "model.load_state_dict()"
     with optimizer.gathered(write=True):
         use(model)
 

@@ -104,7 +104,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
         for code, (call, remedy) in _WHOLE_USES.items():
             if code in callers:
                 raise RuntimeError(
-                    f"{call} at stage 3: {remedy}. {spec.name!r} is released: a parameter has values only inside its "
+                    f"{call}: {remedy}. {spec.name!r} is released: at stage 3 a parameter has values only inside its "
                     "unit's forward and backward"
                 )
         raise RuntimeError(
