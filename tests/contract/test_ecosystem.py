@@ -26,6 +26,7 @@ from ..loops import (
     BLOCKS,
     ECOSYSTEM,
     SAMPLES,
+    LossOf,
     PlainLoop,
     SchedulerOf,
     autocast_loss,
@@ -601,69 +602,214 @@ def test_training_comes_from_a_transformers_folder_and_leaves_one(tmp_path: Path
     assert len(contents) == 1
 
 
+DATASET = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
+
+
+def training_arguments(folder: Path, **others: Any) -> Any:
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2, "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.1,
+        "adam_beta2": 0.95, "use_cpu": True, "report_to": [], "save_strategy": "no", "logging_strategy": "no",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    return TrainingArguments(**{**given, **others})
+
+
+def trainer_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that Trainer builds with these arguments: no decay of biases and norms, fused."""
+    wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
+def trainer_names(started: dict[str, Any], stage: int, arguments: Any) -> dict[str, Any]:
+    """Return the variables of the block."""
+    names = {name: value for name, value in started.items() if not name.startswith("__")}
+    return {**names, "stage": stage, "dataset": DATASET, "args": arguments, "model": seeded(5, gpt2)}
+
+
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
     """Train at each stage, and train on from the checkpoint at half the steps.
 
     Return for each stage: the model's inputs in the order of the micro-batches, its state after either training, and
     the evaluation loss.
     """
-    from transformers import TrainingArguments
-
-    dataset = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
     results = []
     for stage in STAGES:
-        arguments = TrainingArguments(
-            output_dir=str(folder / f"stage-{stage}"), per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            num_train_epochs=2, learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.5, use_cpu=True, report_to=[],
-            save_strategy="steps", save_steps=2, logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        names = {name: value for name, value in started.items() if not name.startswith("__")}
-        names |= {"stage": stage, "dataset": dataset, "args": arguments, "model": seeded(5, gpt2)}
+        arguments = training_arguments(folder / f"stage-{stage}", save_strategy="steps", save_steps=2)
+        names = trainer_names(started, stage, arguments)
         calls: list[dict[str, Tensor]] = []
-
-        def note(_: nn.Module, __: Any, given: dict[str, Any], calls: list[Any] = calls) -> None:
-            calls.append({name: value.clone() for name, value in given.items() if isinstance(value, Tensor)})
-
-        handle = names["model"].register_forward_pre_hook(note, with_kwargs=True)
+        handle = note_inputs(names["model"], calls)
         exec(code_of("Trainer"), names)
         handle.remove()
-        loss = names["trainer"].evaluate(dataset)["eval_loss"]
+        loss = names["trainer"].evaluate(DATASET)["eval_loss"]
         names["trainer"].zero.close()
 
-        later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=dataset)
+        later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=DATASET)
         later.train(resume_from_checkpoint=str(folder / f"stage-{stage}" / "checkpoint-2"))
         later.zero.close()
-        by_rank: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(by_rank, calls)
-        broadcast_call = [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
-        results.append((broadcast_call, state_of(names["model"]), state_of(later.model), loss))
+        results.append((by_micro_batch(calls), state_of(names["model"]), state_of(later.model), loss))
     return results
 
 
+def note_inputs(model: nn.Module, calls: list[dict[str, Tensor]]) -> Any:
+    """Append the tensors of each call to ``calls``. Return the hook's handle."""
+
+    def note(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        calls.append({name: value.clone() for name, value in given.items() if isinstance(value, Tensor)})
+
+    return model.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the calls of all ranks, in the order of the micro-batches."""
+    by_rank: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(by_rank, calls)
+    return [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
+
+
 def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
     def loss_of(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
         loss: Tensor = model(**call).loss * WORLD_SIZE  # as Trainer scales it
         return loss
 
-    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        found: lr_scheduler.LRScheduler = transformers.get_linear_schedule_with_warmup(optimizer, 1, 4)
-        return found
-
-    loop = PlainLoop(loss_of, together=4, divisor=lambda _: WORLD_SIZE, scheduler=schedule, max_norm=0.5)
     losses = set()
     results = launch(f"{__name__}:train_with_trainer", tmp_path, limit=250)
     for stage, (calls, state, resumed, loss) in enumerate(results):
         assert len(calls) == 16
-        plain: Any = seeded(5, gpt2)
-        plain.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
-        loop.run(plain, calls)
+        plain = plain_trainer(loss_of, calls)
         assert_same_state(state, state_of(plain), f"stage {stage}")
         assert_same_state(resumed, state_of(plain), f"stage {stage}, from a checkpoint")
         losses.add(loss)
     assert len(losses) == 1
+
+
+def train_in_16_bits_and_compiled(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Return, for each stage and argument, the model's inputs and its state after training.
+
+    The model is compiled as a whole, which at stage 3 makes another graph: it only has to train there.
+    """
+    results = []
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for stage, changes in [*((stage, {"bf16": True}) for stage in STAGES), (2, compiled), (3, compiled)]:
+        names = trainer_names(started, stage, training_arguments(folder / f"stage-{stage}", **changes))
+        calls: list[dict[str, Tensor]] = []
+        if changes is not compiled:
+            note_inputs(names["model"], calls)
+        exec(code_of("Trainer"), names)
+        names["trainer"].zero.check_replicas()
+        names["trainer"].zero.close()
+        results.append((stage, by_micro_batch(calls), state_of(names["model"])))
+    return results
+
+
+def test_trainers_bf16_and_torch_compile_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    def in_16_bits(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(**call).loss
+        return loss.float() * WORLD_SIZE
+
+    compiled: dict[nn.Module, Any] = {}
+
+    def compiled_loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        if model not in compiled:
+            compiled[model] = torch.compile(model, backend="aot_eager")
+        loss: Tensor = compiled[model](**call).loss * WORLD_SIZE
+        return loss
+
+    *of_bf16, of_compiled, _ = launch(f"{__name__}:train_in_16_bits_and_compiled", tmp_path, limit=280)
+    inputs = of_bf16[0][1]
+    expected = state_of(plain_trainer(in_16_bits, inputs))
+    for stage, calls, state in of_bf16:
+        assert all(torch.equal(a, b) for a, b in zip(calls[-1].values(), inputs[-1].values(), strict=True))
+        assert_same_state(state, expected, f"stage {stage}, bf16")
+    assert_same_state(of_compiled[2], state_of(plain_trainer(compiled_loss, inputs)), "compiled")
+
+
+def trainer_class(names: dict[str, Any]) -> Any:
+    """Return the block's class, without the training behind it."""
+    exec(BLOCKS["Trainer"].partition("\ntrainer = ")[0], names)
+    return names["ZeroTrainer"]
+
+
+def end_with_the_best(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Train at each stage until early stopping. Return the steps, the best checkpoint, and the model's state.
+
+    A larger loss counts as better: the first checkpoint is the best one, and training stops two steps later.
+    """
+    from transformers import EarlyStoppingCallback
+
+    results = []
+    for stage in STAGES:
+        arguments = training_arguments(
+            folder / f"stage-{stage}", save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        )  # fmt: skip
+        names = trainer_names(started, stage, arguments)
+        trainer = trainer_class(names)(
+            model=names["model"],
+            args=arguments,
+            train_dataset=DATASET,
+            eval_dataset=DATASET,
+            callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        )
+        trainer.train()
+        trainer.zero.check_replicas()
+        trainer.zero.close()
+        results.append((trainer.state.global_step, trainer.state.best_model_checkpoint, state_of(names["model"])))
+    return results
+
+
+def test_trainer_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for stage, (steps, best, state) in enumerate(launch(f"{__name__}:end_with_the_best", tmp_path, limit=250)):
+        assert (steps, best) == (3, str(tmp_path / f"stage-{stage}" / "checkpoint-1"))
+        later = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"stage-{stage}" / "checkpoint-3")
+        assert_same_state(state, state_of(transformers.AutoModelForCausalLM.from_pretrained(best)), f"stage {stage}")
+        assert any(not torch.equal(state[name], value) for name, value in state_of(later).items())
+
+
+@pytest.mark.parametrize("name", ["fp16", "fsdp", "deepspeed"])
+def test_an_argument_that_the_trainer_of_the_guide_cannot_do_is_an_error(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = training_arguments(tmp_path)
+    setattr(arguments, name, True)
+    trainer = trainer_class(trainer_names({"torch": torch}, 3, arguments))
+    with pytest.raises(ValueError, match=f"ZeroTrainer does not take {name}"):
+        trainer(model=seeded(5, gpt2), args=arguments, train_dataset=DATASET)
+
+
+def plain_trainer(loss_of: LossOf, calls: list[Any]) -> nn.Module:
+    """Train as Trainer does: four micro-batches a step, and the schedule of four steps."""
+    from transformers import get_linear_schedule_with_warmup
+
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        found: lr_scheduler.LRScheduler = get_linear_schedule_with_warmup(optimizer, 1, 4)
+        return found
+
+    model: Any = seeded(5, gpt2)
+    model.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
+    loop = PlainLoop(
+        loss_of,
+        together=4,
+        divisor=lambda _: WORLD_SIZE,
+        scheduler=schedule,
+        max_norm=0.5,
+        optimizer=trainer_optimizer(model),
+    )
+    loop.run(model, calls)
+    return model  # type: ignore[no-any-return]
 
 
 # -- limits that the guide names ---------------------------------------------------------------------------------------
