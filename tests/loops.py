@@ -23,6 +23,7 @@ ECOSYSTEM = (
     "Fabric",
     "Fabric with a strategy",
     "From a transformers folder",
+    "A transformers model without memory",
     "To a transformers folder",
     "Trainer",
 )

@@ -539,7 +539,8 @@ RECIPES = {
 
 
 def test_every_recipe_is_run() -> None:
-    assert {*RECIPES, "From a transformers folder", "To a transformers folder", "Trainer"} == set(ECOSYSTEM)
+    folders = ("From a transformers folder", "A transformers model without memory", "To a transformers folder")
+    assert {*RECIPES, *folders, "Trainer"} == set(ECOSYSTEM)
     assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # the blocks' batch_size
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
@@ -629,6 +630,43 @@ def trainer_names(started: dict[str, Any], stage: int, arguments: Any) -> dict[s
     """Return the variables of the block."""
     names = {name: value for name, value in started.items() if not name.startswith("__")}
     return {**names, "stage": stage, "dataset": DATASET, "args": arguments, "model": seeded(5, gpt2)}
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama}  # the first has tied embeddings, the second buffers that no file has
+
+
+def without_memory(started: dict[str, Any], folder: Path) -> list[tuple[str, int, State]]:
+    """Train models of the folders, which were built on the meta device, at each stage; return their states."""
+    results = []
+    for stage in STAGES:
+        for name in FAMILIES:
+            names = {key: value for key, value in started.items() if not key.startswith("__")}
+            names |= {"stage": stage, "path": folder / name}
+            exec(code_of("A transformers model without memory"), names)
+            for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
+                language_loss(names["model"], batch).backward()
+                names["optimizer"].step()
+                names["optimizer"].zero_grad()
+            names["optimizer"].check_replicas()
+            names["optimizer"].close()
+            results.append((name, stage, state_of(names["model"])))
+    return results
+
+
+def test_a_transformers_model_without_memory_trains_as_one_with_memory(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = {}
+    for name, build in FAMILIES.items():
+        built: Any = seeded(5, build)
+        built.save_pretrained(tmp_path / name)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        plain.train()
+        PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
+        expected[name] = state_of(plain)
+    results = launch(f"{__name__}:without_memory", tmp_path)
+    assert len(results) == len(STAGES) * len(FAMILIES)
+    for name, stage, state in results:
+        assert_same_state(state, expected[name], f"{name}, stage {stage}")
 
 
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
