@@ -22,6 +22,7 @@ ECOSYSTEM = (
     "accelerate with autocast and accumulation",
     "Fabric",
     "Fabric with a strategy",
+    "Lightning's Trainer",
     "From a transformers folder",
     "A transformers model without memory",
     "To a transformers folder",

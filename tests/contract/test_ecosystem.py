@@ -1,6 +1,6 @@
 """Models and optimizers of other libraries: they train to the bits of the plain loop, or are refused.
 
-The recipes for accelerate, Fabric and Trainer are tested, too. These tests are outside the default run, and skip
+The recipes for accelerate, Fabric, Lightning and Trainer are tested, too. These tests are outside the default run, and skip
 libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
 """
 
@@ -36,7 +36,7 @@ from ..loops import (
     network,
     seeded,
 )
-from ..plain import assert_same_bits, bits, plain_step
+from ..plain import assert_same_bits, assert_same_states, bits, plain_step
 from ..pool import GlooPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
@@ -540,7 +540,7 @@ RECIPES = {
 
 def test_every_recipe_is_run() -> None:
     folders = ("From a transformers folder", "A transformers model without memory", "To a transformers folder")
-    assert {*RECIPES, *folders, "Trainer"} == set(ECOSYSTEM)
+    assert {*RECIPES, *folders, "Trainer", "Lightning's Trainer"} == set(ECOSYSTEM)
     assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # the blocks' batch_size
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
@@ -555,6 +555,64 @@ def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Pat
     assert len(states) == len(STAGES)
     for stage, state in enumerate(states):
         assert_same_state(state, state_of(plain), f"stage {stage}")
+
+
+def lightning(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Fit two epochs at each stage, save, and fit a third one from there with another model and trainer.
+
+    Return for each stage: the inputs in the order of the micro-batches, the saved file, the state after three epochs,
+    and the loss as measured after two epochs, and again when the saved weights were loaded into the trained model.
+    """
+    os.chdir(folder)
+    inputs, targets = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=SAMPLES)
+    results = []
+    for stage in STAGES:
+        batches: list[dict[str, Tensor]] = []
+        names = {name: value for name, value in started.items() if not name.startswith("__")}
+        names |= {"stage": stage, "device": "cpu", "loader": loader, "loss_fn": nn.functional.mse_loss}
+
+        class Noting(nn.Sequential):
+            def forward(self, x: Tensor, batches: list[dict[str, Tensor]] = batches) -> Any:
+                batches.extend([{"inputs": x.clone()}] * torch.is_grad_enabled())
+                return super().forward(x)
+
+        names["model"] = seeded(5, lambda: Noting(*network()))
+        exec(code_of("Lightning's Trainer"), names)
+        path = str(folder / f"stage-{stage}.ckpt")
+        names["trainer"].save_checkpoint(path)
+        measured = [names["trainer"].validate(names["module"], loader)]
+
+        names["model"] = seeded(6, lambda: Noting(*network()))
+        later = names["Module"]()
+        trainer = names["pl"].Trainer(
+            accelerator="cpu", devices=WORLD_SIZE, strategy=names["ZeroStrategy"](), gradient_clip_val=1.0, max_epochs=3
+        )
+        trainer.fit(later, loader, loader, ckpt_path=path)
+        trainer.strategy.optimizers[0].check_replicas()
+        with trainer.strategy.gathered():
+            state = state_of(names["model"])
+        measured.append(trainer.validate(later, loader, ckpt_path=path))
+        results.append((by_micro_batch(batches), torch.load(path, weights_only=False), state, measured))
+    return results
+
+
+def test_lightnings_trainer_trains_the_bits_of_the_plain_loop_validates_saves_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    target_of = {tuple(row.tolist()): target for x, y in even(COUNT) for row, target in zip(x, y, strict=True)}
+    losses = set()
+    for stage, (batches, saved, state, measured) in enumerate(launch(f"{__name__}:lightning", tmp_path, limit=250)):
+        assert len(batches) == 3 * COUNT
+        pairs = [(x["inputs"], torch.stack([target_of[tuple(row.tolist())] for row in x["inputs"]])) for x in batches]
+        plain = seeded(5, network)
+        optimizer = PlainLoop().run(plain, pairs[: 2 * COUNT])
+        weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
+        assert_same_state(weights, state_of(plain), f"stage {stage}, saved")
+        assert_same_states(saved["optimizer_states"][0], optimizer.state_dict())
+        PlainLoop(optimizer=optimizer).run(plain, pairs[2 * COUNT :])
+        assert_same_state(state, state_of(plain), f"stage {stage}, from a checkpoint")
+        losses |= {loss["loss"] for each in measured for loss in each}
+    assert len(losses) == 1
 
 
 def come_and_leave(started: dict[str, Any], folder: Path) -> list[tuple[str, State]]:
