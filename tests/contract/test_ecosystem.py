@@ -1,7 +1,7 @@
 """Models and optimizers of other libraries: they train to the bits of the plain loop, or are refused.
 
-The recipes for accelerate, Fabric, Lightning and Trainer are tested, too. These tests are outside the default run, and skip
-libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
+The recipes for accelerate, Fabric, Lightning and Trainer are tested, too. These tests are outside the default run, and
+skip libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
 """
 
 from __future__ import annotations
