@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options, is_elementwise
+from .equality import equal_values, same
 from .inner import InnerOptimizer, NotElementwiseError
 from .trial import (
     STEPS,
@@ -24,11 +25,9 @@ from .trial import (
     Whole,
     decay_is_low,
     distinct,
-    equal_values,
     placed,
     random_state_kept,
     rate_is_low,
-    text_of,
     with_raised_rates,
 )
 
@@ -206,14 +205,14 @@ def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: fro
     """
     for mine, theirs in zip(whole.groups, half.groups, strict=True):
         for name, value in mine.items():
-            if text_of(value, type) != text_of(theirs.get(name), type):
+            if not same(value, theirs.get(name)):
                 raise NotElementwiseError(
                     inner.name, f"it put another {name!r} into a param group of pieces than of wholes"
                 )
     for piece in half.pieces:
         state = half.scalars(piece)
         for name, value in whole.state(piece.parameter).items():
-            if name not in large and text_of(value, type) != text_of(state.get(name), type):
+            if name not in large and not same(value, state.get(name)):
                 raise NotElementwiseError(
                     inner.name, f"its state {name!r} came to another value for pieces than for wholes"
                 )

@@ -25,6 +25,7 @@ from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 from .classes import InnerOptimizers
 from .elementwise import check_elementwise
+from .equality import equal_values, same
 from .inner import BucketUpdate, InnerOptimizer, NotElementwiseError
 from .trial import (
     STEPS,
@@ -33,10 +34,8 @@ from .trial import (
     Setting,
     Whole,
     distinct,
-    equal_values,
     random_state_kept,
     rate_is_low,
-    text_of,
     with_raised_rates,
 )
 
@@ -228,10 +227,10 @@ def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence
     for number in range(len(together.parameters)):
         one, other = dict(together.state(number)), alone.state(number)
         for name in sorted(one.keys() | other.keys()):
-            if text_of(one.get(name), type) != text_of(other.get(name), type):
+            if not same(one.get(name), other.get(name)):
                 raise _needs_all(inner, f"its state {name!r} came to another value beside other parameters than alone")
     for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):
-        if any(text_of(value, type) != text_of(theirs.get(name), type) for name, value in mine.items()):
+        if not all(same(value, theirs.get(name)) for name, value in mine.items()):
             raise _needs_all(inner, f"it put other options into param group {number} for all parameters than for one")
     try:
         alone.step_nothing()

@@ -11,7 +11,7 @@ user's parameters, and the comparison of results.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
-from ..core.parameter_specs import flattened
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
@@ -249,14 +248,6 @@ def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
     return (along - rows * share).nan_to_num().view(parameter.shape)
 
 
-def equal_values(one: Tensor, other: Tensor) -> bool:
-    """Return True if the bits are equal. All NaNs count as equal: torch's own kernels give different ones."""
-    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-        return True
-    equal = (one == other) & (one.signbit() == other.signbit())
-    return bool((equal | (one.isnan() & other.isnan())).all())
-
-
 def distinct(
     defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> tuple[list[Options], list[Setting]]:
@@ -267,7 +258,7 @@ def distinct(
     for group in dict.fromkeys(spec.group for spec in parameters):
         given = {key: value for key, value in groups[group].items() if key not in NO_OPTIONS}
         given = {**defaults, **given}
-        number_of[group] = numbers_of.setdefault(text_of(given, id), len(options))
+        number_of[group] = numbers_of.setdefault(_text_of(given), len(options))
         if number_of[group] == len(options):
             options.append(given)
     shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
@@ -323,20 +314,18 @@ def _is_low(options: Options, name: str) -> bool:
     return bool(rate < RAISED_RATE) and (name == "lr" or bool(rate > 0))
 
 
-def text_of(value: Any, other: Callable[[Any], object]) -> str:
-    """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
+def _text_of(value: Any) -> str:
+    """Return a text that is equal for equal options, by which they are looked up. Other than plain values are equal to
+    themselves alone."""
     if isinstance(value, Tensor):
-        inner, _ = flattened(value)  # of a subclass, as an 8-bit state may be
-        if inner:
-            return f"{type(value)} {[text_of(getattr(value, name), other) for name in inner]}"
         return f"{value.dtype} {value.device} {value.tolist()}"
     if isinstance(value, dict):
-        return str([(key, text_of(inside, other)) for key, inside in value.items()])
+        return str([(key, _text_of(inside)) for key, inside in value.items()])
     if isinstance(value, (list, tuple)):
-        return str((type(value), [text_of(inside, other) for inside in value]))
+        return str((type(value), [_text_of(inside) for inside in value]))
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    return f"{type(value)} {other(value)}"
+    return f"{type(value)} {id(value)}"
 
 
 @contextmanager
