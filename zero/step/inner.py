@@ -78,10 +78,18 @@ class InnerOptimizer:
         """The name of the class, with its module."""
         return f"{self._class.__module__}.{self._class.__qualname__}"
 
-    def class_defaults(self) -> Options:
-        """Return the options that the class gives a param group by itself."""
-        made: Any = self._class
-        return dict(made([torch.zeros(1, 1)]).defaults) if self._arguments else dict(self.defaults)
+    @property
+    def arguments(self) -> Options:
+        """The arguments of the class's constructor."""
+        return self._arguments
+
+    def options_of(self, given: Options) -> Options:
+        """Return the options that the class makes of those given for a param group: their defaults, and their kinds.
+
+        A class may keep a learning rate as a tensor, whatever it is given.
+        """
+        (group,) = self._class([{**given, "params": [torch.zeros(1, 1)]}], **self._arguments).param_groups
+        return {key: value for key, value in group.items() if key != "params"}
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
