@@ -163,7 +163,7 @@ class Engine:
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
-                self._storage.diagnose() or self._storage.diagnose_unfrozen(),
+                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._inners.changed(),
                 norm=lambda: self._update.norm_part(norm_type),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)

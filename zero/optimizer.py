@@ -151,6 +151,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._append(param_group)
             return
         self.engine.check_may_add()
+        if edited := self._inners.changed(self.param_groups):
+            self._builder.register(self.param_groups, len(self.param_groups), RuntimeError(edited))
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
         before = [parameter for g in self.param_groups for parameter in g["params"]]

@@ -12,6 +12,7 @@ import torch
 from ..runtime.flat_states import Options
 from .arguments import KEY, arguments_of, check_class, different_argument
 from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer
+from .param_lists import ParamLists
 
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
@@ -23,6 +24,7 @@ class InnerOptimizers:
         check_class(optimizer_class)
         self._all = [InnerOptimizer(optimizer_class, defaults)]
         self._of_groups: list[int] = []  # the class of each param group
+        self.lists = ParamLists()
 
     @property
     def main(self) -> InnerOptimizer:
@@ -48,10 +50,14 @@ class InnerOptimizers:
         """Return the classes that groups have, with their numbers, in order."""
         return [(number, self._all[number]) for number in sorted(set(self._of_groups))]
 
-    def changed(self, groups: Sequence[Options]) -> str | None:
-        """Return an error text if live groups, or the class of one, were edited, else None."""
-        if len(groups) != len(self._of_groups):
-            return f"there are {len(groups)} param groups, not {len(self._of_groups)}: add one by add_param_group()"
+    def changed(self, groups: Sequence[Options] | None = None) -> str | None:
+        """Return an error text if the class or the parameters of a live group were edited, else None.
+
+        ``groups``: the live ones; None: those that were registered.
+        """
+        groups = self.lists.groups if groups is None else groups
+        if edited := self.lists.changed(groups):
+            return edited
         for place, (group, number) in enumerate(zip(groups, self._of_groups, strict=True)):
             if group.get(KEY, self.main.qualified_name if number == 0 else None) != self._all[number].qualified_name:
                 return (
