@@ -226,6 +226,20 @@ class BucketStates:
         scalars = {name: value for name, value in state.items() if name not in run.views}
         return PieceState(tuple(run.views), scalars)
 
+    def own_state(self, piece: int) -> PieceState | None:
+        """Return the current state of a piece, whose scalars no other piece has any more; None if it has none.
+
+        They can then be edited in place. At the next step pieces with equal ones form a run again.
+        """
+        if not self.whole:
+            self.snapshot()
+        state = self.state_of(piece)
+        if state is not None and any(
+            self._states[n] is state for n in (piece - 1, piece + 1) if 0 <= n < len(self.pieces)
+        ):
+            state = self._states[piece] = PieceState(state.elementwise, copy.deepcopy(dict(state.scalars)))
+        return state
+
     def spans(self) -> Iterator[tuple[int, int, PieceState | None]]:
         """Yield (first piece, last piece + 1, state) of neighbouring pieces that have one state, in order."""
         stepped = {run.first: run.last for run in self.runs}

@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import Kind, Tag, Transport, Work
+from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, strided
 from ..core.cuts import Cuts, OwnerCuts
+from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, decode, encode, inline
 from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import FlatBuffer, gather_slot
 from ..runtime.flat_states import PieceState
 
 _MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
@@ -176,6 +178,19 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
         told.append((pieces, flat, states.master is not None and states.master.exists))
     return told, tensors, problem
+
+
+def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective) -> Tensor:
+    """Return a copy of the whole master weights of a slot, in its parameter's shape. Collective.
+
+    ``rank``: among those that share one copy.
+    """
+    spec, states = bucket.specs[number], bucket.states
+    tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
+    held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
+    whole = gather_slot(held, bucket.spec.slots[number], bucket.spec.cuts, rank, collective, tag)
+    states.evict()
+    return whole.as_strided(spec.shape, spec.stride)
 
 
 def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:

@@ -111,12 +111,13 @@ class InnerOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def begin(self, states: BucketStates, groups: Mapping[int, Options]) -> None:
-        """Let a class that creates its states in the constructor (Adagrad) create those of a new bucket."""
+    def begin(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
+        """Let a class that creates its states in the constructor (Adagrad) create those of the pieces that are ``new``,
+        a byte each, 0 or 1. None: of all."""
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
-        states.plan(b"\1" * len(states.pieces), frozenset())
+        states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
             built = self._class(_param_groups(states, groups), **self._arguments)
             states.instance.state.update(built.state)
