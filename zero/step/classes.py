@@ -5,7 +5,7 @@ Knows: which param group is stepped by which class. Does not know: how a class i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -33,6 +33,9 @@ class InnerOptimizers:
 
     def __getitem__(self, number: int) -> InnerOptimizer:
         return self._all[number]
+
+    def __iter__(self) -> Iterator[InnerOptimizer]:
+        return iter(self._all)
 
     def number(self, group: int) -> int:
         """Return the number of a group's class. ``group``: its number."""

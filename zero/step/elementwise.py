@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options, is_elementwise
@@ -180,10 +180,10 @@ def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
     """Raise `ValueError` if a state is neither as large as its parameter nor a scalar: it cannot be cut into pieces."""
     for number, parameter in enumerate(whole.parameters):
         for name, value in whole.state(number).items():
-            if not is_elementwise(value, parameter) and not _is_scalar(value):
-                kind = (
-                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-                )
+            plain = not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter)
+            if not plain or (not is_elementwise(value, parameter) and not _is_scalar(value)):
+                of_shape = plain and isinstance(value, Tensor)
+                kind = f"has shape {tuple(value.shape)}" if of_shape else f"is a {type(value).__name__}"
                 raise NotElementwiseError(
                     inner.name, f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
                 )

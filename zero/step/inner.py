@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 
@@ -62,6 +63,7 @@ class InnerOptimizer:
         self._class, self._arguments = optimizer_class, defaults
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
+        self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:

@@ -11,7 +11,8 @@ user's parameters, and the comparison of results.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,7 @@ RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
 # Torch's kernels for lists of tensors on CUDA take another loop if a length is no multiple of 4 (kILP in
 # MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
 RAGGED_ON_DEVICE = 97
+LARGE = 1 << 12  # elements from which on a class may keep its states in 8 bits or fewer
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
 # decay, how the decay is rounded. It is no power of two: products with one are exact, whatever a kernel rounds.
@@ -216,7 +218,23 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
 
 def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Placed]:
     """Return, for each of the ``settings``, throw-away parameters of each number of ``dimensions``."""
-    return [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
+    small = [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
+    large = [(setting, shape) for setting in settings for shape in large_shapes(setting.shapes)]
+    return [*small, *((setting, shape) for setting, shape in large if len(shape) in dimensions)]
+
+
+def large_shapes(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shape with the most elements, shortened to at most twice `LARGE`; none if it has fewer than `LARGE`.
+
+    Its sides are powers of two: it consists of whole blocks for a class whose states have a scale for each block.
+    """
+    sides = list(max(shapes, key=math.prod))
+    if math.prod(sides) < LARGE:
+        return []
+    sides = [1 << (side - 1).bit_length() for side in sides]
+    while math.prod(sides) > 2 * LARGE:
+        sides[sides.index(max(sides))] //= 2
+    return [tuple(sides)]
 
 
 def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
