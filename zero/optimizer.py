@@ -42,7 +42,7 @@ class ZeroOptimizer(WithLiveStates):
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups. A group may name its
-            own ``optimizer_class``, and then has that class's defaults, none of these arguments.
+            own ``optimizer_class``, of which it holds the arguments: that class's defaults, none of those given here.
         optimizer_class: any `torch.optim` class whose step of a parameter depends on no other parameter. It takes the
             path (for-loop, ``foreach``, ``fused``) that it would take alone.
         stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
