@@ -38,10 +38,10 @@ def _meant(named: Any) -> type | None:
     """Return the class that a user means by an instance, a `functools.partial` or a name of torch.optim; else None."""
     if isinstance(named, torch.optim.Optimizer):
         return type(named)
-    if isinstance(named, functools.partial):
-        return named.func if isinstance(named.func, type) else None
-    known = {name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)}
-    return known.get(named.lower()) if isinstance(named, str) else None
+    found: Any = named.func if isinstance(named, functools.partial) else None
+    if isinstance(named, str):
+        found = next((vars(torch.optim)[name] for name in vars(torch.optim) if name.lower() == named.lower()), None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
 
 
 def _public_name(found: type) -> str:
