@@ -182,6 +182,22 @@ class Several(torch.optim.Optimizer):
             optimizer.step()
 
 
+class ResettingAdamW(torch.optim.AdamW):
+    """Forgets the states of its first two parameters before its third step."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"][:2] if self.taken == 2 else ():
+            del self.state[parameter]
+        self.taken += 1
+        return super().step(closure)
+
+
+def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return ResettingAdamW(parameters, lr=1e-2)
+
+
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-2)
     return Several(muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2))

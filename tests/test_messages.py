@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from zero import MixedPrecision, ZeroOptimizer
 from .parameters.test_stage3_errors import error_of, zero
 from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
+from .shampoo import Shampoo
 from .test_close import BATCH, build, train
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -115,6 +117,26 @@ def test_so_it_is_in_a_group_that_is_added() -> None:
         message = error_of(optimizer.add_param_group, {"params": params})
         assert message.startswith(f"TypeError: param_group['params']{text}")
     assert len(optimizer.param_groups) == 1
+
+
+ADAMW = "give the class torch.optim.AdamW, and its arguments here"
+CLASSES: list[tuple[Any, str]] = [
+    (torch.optim.AdamW([WEIGHT]), f"not an instance of AdamW: {ADAMW}"),
+    ("adamw", f"not 'adamw': {ADAMW}"),
+    (partial(torch.optim.AdamW, lr=0.1), f"not a partial of AdamW: {ADAMW}"),
+    (Shampoo([WEIGHT]), "not an instance of Shampoo: give the class tests.shampoo.Shampoo, and its arguments here"),
+    ("adan", "not 'adan': give a class, such as torch.optim.AdamW, and its arguments here"),
+    (nn.Linear, "not <class 'torch"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), CLASSES)
+def test_what_is_no_class_of_optimizers_is_an_error_that_says_what_to_give(given: Any, text: str) -> None:
+    message = error_of(ZeroOptimizer, build(), given, process_group=solo())
+    assert message.startswith(f"TypeError: optimizer_class must be a class of optimizers, {text}")
+    group = {"params": build().parameters(), "optimizer_class": given}
+    message = error_of(ZeroOptimizer, [group], process_group=solo())
+    assert message.startswith(f"TypeError: param group 0: optimizer_class must be a class of optimizers, {text}")
 
 
 # -- a model that is cast after construction ---------------------------------------------------------------------------

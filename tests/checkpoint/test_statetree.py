@@ -20,8 +20,19 @@ from torch.optim import lr_scheduler
 
 from zero.checkpoint.format.tensorfile import METADATA, parse_json
 from zero.core.bits import as_bytes
-from zero.core.statetree import DTYPES, decode, decode_states, encode, encode_inline, encode_states
+from zero.core.statetree import (
+    DTYPES,
+    decode,
+    decode_states,
+    encode,
+    encode_inline,
+    encode_states,
+    kinds_in,
+    rebuilt,
+)
+from zero.step.equality import same
 
+from ..blockwise import BLOCK, Blocks
 from ..plain import bits
 
 MORE = settings(max_examples=10 * settings().max_examples)
@@ -240,6 +251,27 @@ def test_a_small_tensor_can_stand_inside_the_json() -> None:
     assert encode_inline([np.float32(1)], "lr") == [
         {"$scalar": {"$inline": {"dtype": "F32", "shape": [], "data": "AACAPw=="}}}
     ]
+
+
+def test_a_tensor_subclass_is_rebuilt_by_its_class_from_what_it_wraps() -> None:
+    """Also one whose tensors are subclasses, inside a list."""
+    values = torch.arange(2.0 * BLOCK).view(2, BLOCK)
+    one = Blocks.of(values, signed=False)
+    nested = Blocks(one, torch.ones(2), True, values.shape, torch.float64)
+    states = {"a": one, "list": [nested, torch.ones(2)], "small": torch.ones(1)}
+    encoded, tensors = encode_states(states, "state")
+    assert tensors.keys() == {
+        "a.codes",
+        "a.scale",
+        "list.0.codes.codes",
+        "list.0.codes.scale",
+        "list.0.scale",
+        "list.1",
+        "small",
+    }
+    found = decode_states(through_json(encoded), tensors, kinds_in(states))
+    assert same(states, {key: found[key] for key in states})
+    assert same(states["a"], rebuilt(one, torch.clone))
 
 
 def test_tensors_of_equal_paths_keep_apart() -> None:

@@ -1004,52 +1004,85 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
     return found.square().mean()
 
 
-def in_8_bits(group: Any, rank: int, name: str, stage: int, steps: range, folder: Path, ranks: int) -> State:
-    """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+def class_of(library: str, name: str) -> Any:
+    return getattr(pytest.importorskip(f"{library}.optim"), name)
+
+
+def in_8_bits(group: Any, rank: int, library: str, name: str, how: int, steps: range, folder: Path, of: int) -> State:
+    """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then. ``how``: the stage;
+    ``of``: the number of ranks."""
     model = blocks_of_8_bits()
-    optimizer = ZeroOptimizer(
-        model, getattr(bitsandbytes.optim, name), stage=stage, process_group=group, divisor=TOGETHER, **RATE
-    )
-    if steps.start:
-        load(folder / "saved", optimizer, rng=False)
-    for step in steps:
-        for micro in range(rank, TOGETHER, ranks):
-            squares(model, of_8_bits(step, micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.consolidate_state_dict(None)
-    kept = optimizer.state_dict()["state"][0]["state1"]
-    assert kept.dtype is torch.uint8, "the matrix is too small for states in 8 bits"
-    if not steps.start:
-        save(folder / "saved", optimizer)
-    with optimizer.gathered():
-        return state_of(model)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, for each shape
+        optimizer = ZeroOptimizer(
+            model, class_of(library, name), stage=how, process_group=group, divisor=TOGETHER, **RATE
+        )
+        if steps.start:
+            load(folder / "saved", optimizer, rng=False)
+        for step in steps:
+            for micro in range(rank, TOGETHER, of):
+                squares(model, of_8_bits(step, micro)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()["state"][0]
+        kept = states["state1"].dtype if library == "bitsandbytes" else type(states["exp_avg"])
+        assert kept not in (torch.float32, Tensor), "the matrix is too small for states in 8 bits"
+        if not steps.start:
+            save(folder / "saved", optimizer)
+        with optimizer.gathered():
+            return state_of(model)
+
+
+OF_8_BITS = [
+    *(("bitsandbytes", name) for name in ("AdamW8bit", "Lion8bit")),
+    *(("torchao", name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*is not element-wise")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+@pytest.mark.parametrize(("library", "name"), OF_8_BITS)
 def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
-    gloo: GlooPool, name: str, stage: int, tmp_path: Path
+    gloo: GlooPool, library: str, name: str, stage: int, tmp_path: Path
 ) -> None:
-    """Also after a checkpoint, at another stage and number of ranks. On processes: the library needs one a rank."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    """Also after a checkpoint, at another stage and number of ranks. On processes: bitsandbytes needs one a rank."""
     plain = blocks_of_8_bits()
-    optimizer = getattr(bitsandbytes.optim, name)(plain.parameters(), **RATE)
+    optimizer = class_of(library, name)(plain.parameters(), **RATE)
     expected = []
-    for step in range(5):
-        plain_step(plain, optimizer, squares, [of_8_bits(step, micro) for micro in range(TOGETHER)], TOGETHER)
-        optimizer.zero_grad()
-        expected.append(state_of(plain))
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(5):
+            plain_step(plain, optimizer, squares, [of_8_bits(step, micro) for micro in range(TOGETHER)], TOGETHER)
+            optimizer.zero_grad()
+            expected.append(state_of(plain))
     for ranks, how, steps in ((2, stage, range(3)), (3, (stage + 1) % 4, range(3, 5))):
-        for found in gloo.run(in_8_bits, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
+        for found in gloo.run(in_8_bits, library, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
             assert_same_state(found, expected[steps.stop - 1], f"{ranks} ranks")
 
 
-def test_they_are_refused_where_ranks_would_step_pieces() -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match=r"AdamW8bit is not element-wise: .*or use \"parameter\""):
-        ZeroOptimizer(
-            blocks_of_8_bits(), bitsandbytes.optim.AdamW8bit, process_group=solo(), partition="element", **RATE
-        )
+@pytest.mark.parametrize(("library", "name"), OF_8_BITS)
+def test_they_are_refused_where_ranks_would_step_pieces(library: str, name: str) -> None:
+    of_blocks = class_of(library, name)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ValueError, match=rf"{name} is not element-wise: .*or use \"parameter\""),
+    ):
+        ZeroOptimizer(blocks_of_8_bits(), of_blocks, process_group=solo(), partition="element", **RATE)
+
+
+def test_a_class_of_torchao_compiles_its_steps_with_the_bits_of_the_plain_loop() -> None:
+    def steps(model: nn.Module, optimizer: Any) -> nn.Module:
+        for step in range(2):
+            plain_step(model, optimizer, squares, [of_8_bits(step, 0)], 1)
+            optimizer.zero_grad()
+        return model
+
+    plain, model = blocks_of_8_bits(), blocks_of_8_bits()
+    of_blocks = class_of("torchao", "AdamW8bit")
+    steps(plain, of_blocks(plain.parameters(), **RATE))
+    optimizer = ZeroOptimizer(model, of_blocks, process_group=solo(), partition="parameter", **RATE)
+    for step in range(2):
+        squares(model, of_8_bits(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert_same_state(state_of(model), state_of(plain), "compiled")

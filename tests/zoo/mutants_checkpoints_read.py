@@ -285,8 +285,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.core.statetree._decode_tagged",
-                "return tuple([_decode(item, tensors) for item in content])",
-                "return [_decode(item, tensors) for item in content]",
+                "return tuple([_decode(item, tensors, kinds) for item in content])",
+                "return [_decode(item, tensors, kinds) for item in content]",
             ),
         ),
         ("checkpoint/test_statetree.py::test_a_value_comes_back_with_its_types_its_order_and_its_bits",),

@@ -183,7 +183,7 @@ MUTANTS = (
         "only-small-parameters-are-tried",
         ("L10",),
         "The trial by parameter steps short sides alone: what a class does with large parameters together is not seen.",
-        (Edit("zero.step.partition._large", "math.prod(sides) < LARGE", "True"),),
+        (Edit("zero.step.trial.large_shapes", "math.prod(sides) < LARGE", "True"),),
         (f"{PARTITION}::test_what_a_class_does_with_large_parameters_alone_is_tried",),
     ),
     Mutant(

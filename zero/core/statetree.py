@@ -10,6 +10,9 @@ JSON's own values stand for themselves. All others are objects with one key, whi
     {"$dict": [[key, value]]}  a dict with a key that is no text, or begins with "$"; likewise $OrderedDict, $Counter
     {"$tensor": name}          a tensor, which is returned beside the JSON; on the CPU when it is read
     {"$array": name}           a NumPy array, likewise; {"$scalar": name} a NumPy scalar
+    {"$subclass": {...}}       a tensor subclass that wraps others, in states of an optimizer: the name of its class,
+                               tensors, shape, strides, and the metadata of ``__tensor_flatten__``, in which there may
+                               be {"$dtype": name} and {"$size": [...]}, too; the reader needs the class
     {"$inline": {...}}         a small tensor inside the JSON: its dtype, its shape, and its bytes in base64; it may
                                stand in the place of the name of an array or a scalar
 """
@@ -28,6 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .parameter_specs import flattened
+
+Rebuild = Callable[[dict[str, Any], Any, torch.Size, tuple[int, ...]], Tensor]  # as a class's ``__tensor_unflatten__``
 DTYPES: dict[str, torch.dtype] = {  # by their names in safetensors files
     "F64": torch.float64,
     "F32": torch.float32,
@@ -76,15 +82,15 @@ def check_average_name(name: str) -> None:
         )
 
 
-def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, name: str, *, wrappers: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return a value of JSON's types that stands for ``value``, and the tensors that belong to it, by name.
 
     The tensors are contiguous, and may share memory with those in ``value``. ``name``: of the whole, in errors.
-    Raises `TypeError` naming the place of a value that cannot be written.
+    ``wrappers``: also of tensor subclasses. Raises `TypeError` naming the place of a value that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     try:
-        return _encode(value, name, "", tensors), tensors
+        return _encode(value, name, "", tensors, wrappers), tensors
     except RecursionError as error:
         raise TypeError(f"{name} is nested too deeply to be saved, or contains itself") from error
 
@@ -118,8 +124,8 @@ def encode_states(
     element is inside the JSON instead. `decode_states` is the inverse. ``name``: of the whole, in errors. ``taken``:
     names of further states. Raises `TypeError` naming a state that cannot be written.
     """
-    found = {key: value for key, value in states.items() if isinstance(value, Tensor)}
-    values, inner = encode({key: value for key, value in states.items() if key not in found}, name)
+    found = {key: value for key, value in states.items() if isinstance(value, Tensor) and not flattened(value)[0]}
+    values, inner = encode({key: value for key, value in states.items() if key not in found}, name, wrappers=True)
     if "$dict" in values:
         raise TypeError(f"{name} has a state whose name is no text, or begins with '$', which cannot be saved")
     small = {key: value for key, value in inner.items() if value.numel() <= 1}
@@ -129,11 +135,16 @@ def encode_states(
     return inline(values, small), found | large
 
 
-def decode_states(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the states that `encode_states` was given. Raises `FormatError` for JSON that it does not make."""
+def decode_states(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild] | None = None
+) -> dict[str, Any]:
+    """Return the states that `encode_states` was given. Raises `FormatError` for JSON that it does not make.
+
+    ``kinds``: of `decode`.
+    """
     inner = tensor_names(values)
     found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in inner}
-    return found | {name: decode(value, tensors) for name, value in values.items()}
+    return found | {name: decode(value, tensors, kinds) for name, value in values.items()}
 
 
 def tensor_names(value: Any) -> set[str]:
@@ -166,9 +177,35 @@ def _inlined(tensor: Tensor) -> dict[str, Any]:
     return {"$inline": {"dtype": NAMES[tensor.dtype], "shape": shape, "data": base64.b64encode(data).decode()}}
 
 
-def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> Any:
+def kinds_in(value: Any) -> dict[str, Rebuild]:
+    """Return the classes of the tensor subclasses in a value, by the names under which they are written."""
+    if isinstance(value, (list, tuple, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        return {name: kind for item in inside for name, kind in kinds_in(item).items()}
+    given: Any = value
+    names, _ = flattened(given) if isinstance(value, Tensor) else ((), None)
+    found = {_class_name(given): type(given).__tensor_unflatten__} if names else {}
+    return found | kinds_in([getattr(given, name) for name in names])
+
+
+def rebuilt(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``change(tensor)``; of a wrapper subclass, the same with ``change`` of each tensor that it wraps."""
+    given: Any = tensor
+    names, facts = flattened(given)
+    if not names:
+        return change(tensor)
+    parts = {name: rebuilt(getattr(given, name), change) for name in names}
+    found: Tensor = type(given).__tensor_unflatten__(parts, facts, given.shape, given.stride())
+    return found
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor], wrappers: bool) -> Any:
     def inside(key: Any, item: Any) -> Any:
-        return _encode(item, f"{place}[{key!r}]", f"{path}.{key}" if path else str(key), tensors)
+        return _encode(item, f"{place}[{key!r}]", f"{path}.{key}" if path else str(key), tensors, wrappers)
 
     if type(value) in _KEYS:
         return _checked(value, place)
@@ -184,6 +221,12 @@ def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> An
         return {"$tuple": [inside(index, item) for index, item in enumerate(value)]}
     if type(value) in _DICTS:
         return _encode_dict(value, place, inside)
+    if wrappers and isinstance(value, Tensor) and flattened(value)[0]:
+        return {"$subclass": _encode_subclass(value, inside)}
+    if wrappers and type(value) is torch.Size:
+        return {"$size": list(value)}
+    if wrappers and isinstance(value, torch.dtype) and value in NAMES:
+        return {"$dtype": NAMES[value]}
     if isinstance(value, Tensor):
         return {"$tensor": _keep(value.detach(), place, path, tensors)}
     if type(value) is np.ndarray or isinstance(value, np.generic):
@@ -200,6 +243,17 @@ def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> An
         f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
         "can be saved; leave it out, or give it a state_dict() of these"
     )
+
+
+def _encode_subclass(value: Tensor, inside: Callable[[Any, Any], Any]) -> Any:
+    names, facts = flattened(value)
+    return {
+        "class": _class_name(value),
+        "parts": {name: inside(name, getattr(value, name)) for name in names},
+        "facts": inside("facts", facts),
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+    }
 
 
 def _encode_dict(value: dict[Any, Any], place: str, inside: Callable[[Any, Any], Any]) -> Any:
@@ -251,30 +305,33 @@ def _keep(tensor: Tensor, place: str, path: str, tensors: dict[str, Tensor]) -> 
     return name
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `encode` was given. Raises `FormatError` for JSON that `encode` does not make."""
+def decode(value: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild] | None = None) -> Any:
+    """Return what `encode` was given. Raises `FormatError` for JSON that `encode` does not make.
+
+    ``kinds``: of tensor subclasses, as `kinds_in` returns them; a name that is none of these is an error.
+    """
     try:
-        return _decode(value, tensors)
+        return _decode(value, tensors, kinds or {})
     except FormatError:
         raise
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise FormatError(f"a saved state cannot be read ({error!r})") from error
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors, kinds) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors, kinds) for key, item in value.items()}
     if len(value) > 1:
         raise FormatError(f"a saved state has {tags[0]!r} beside {len(value) - 1} other keys")
-    return _decode_tagged(tags[0], value[tags[0]], tensors)
+    return _decode_tagged(tags[0], value[tags[0]], tensors, kinds)
 
 
-def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Any:
     if tag == "$float":
         return struct.unpack(">d", bytes.fromhex(content))[0] if len(content) == 16 else float(content)
     if tag == "$bytes":
@@ -283,6 +340,12 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
         return tensors[content]
     if tag == "$inline":
         return _decode_inline(content)
+    if tag == "$subclass":
+        return _decode_subclass(content, tensors, kinds)
+    if tag == "$size":
+        return torch.Size(content)
+    if tag == "$dtype":
+        return DTYPES[content]
     if tag in _NUMPY:
         return _NUMPY[tag](_decode_inline(content["$inline"]) if isinstance(content, dict) else tensors[content])
     if tag != "$tuple" and tag not in _KINDS:
@@ -290,8 +353,19 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
     if not isinstance(content, list):
         raise FormatError(f"a saved state has {tag!r} of what is no list")
     if tag == "$tuple":
-        return tuple([_decode(item, tensors) for item in content])
-    return _KINDS[tag]({key: _decode(item, tensors) for key, item in content})
+        return tuple([_decode(item, tensors, kinds) for item in content])
+    return _KINDS[tag]({key: _decode(item, tensors, kinds) for key, item in content})
+
+
+def _decode_subclass(content: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Tensor:
+    name = content["class"]
+    if name not in kinds:
+        raise FormatError(f"a saved state is a {name}, which is rebuilt by an optimizer whose class makes such states")
+    parts, facts = _decode(content["parts"], tensors, kinds), _decode(content["facts"], tensors, kinds)
+    try:
+        return kinds[name](parts, facts, torch.Size(content["shape"]), tuple(content["stride"]))
+    except Exception as error:
+        raise FormatError(f"a saved state is no {name} ({error!r})") from error
 
 
 def _decode_inline(content: Any) -> Tensor:

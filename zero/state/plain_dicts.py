@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from collectives import Kind, Tag, Transport
+from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..core.bits import flattened
 from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
+from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState, may_lie_flat
@@ -43,7 +45,8 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag)
+        kinds = [inner.kinds for inner in self._inners]
+        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag, kinds)
         if found is not None:
             self._consolidated = found
 
@@ -267,6 +270,8 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
         return type(value)([scalar_state("", inside, on_device, device) for inside in value])
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
+    if is_traceable_wrapper_subclass(value):
+        return rebuilt(value, lambda part: scalar_state("", part, on_device, device))
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
     return value.detach().clone().to(device if value.dim() else value.device)

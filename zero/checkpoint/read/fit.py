@@ -122,15 +122,20 @@ class Fit:
         self.elementwise = check_classes(inners, self.groups, known)
         meta: dict[int, dict[str, Any]] = {}
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
+        kinds = {name: _shape_alone for inner in inners for name in inner.kinds}
         with checkpoint.parsing(OPTIMIZER):
             for parameter in self.states.keys() | self.values.keys():
                 tensors = {name: _without_values(entry) for name, (_, entry) in self.states.get(parameter, {}).items()}
-                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors)
+                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors, kinds)
         named = [
             {**options, "param_names": group["params"], "params": [indices[name] for name in group["params"]]}
             for options, group in zip(self.groups, saved_groups, strict=True)
         ]
         check({"state": meta, "param_groups": named}, contents.groups, contents.storage.listed(), self.elementwise)
+
+
+def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _without_values(entry: TensorEntry) -> Tensor:

@@ -258,5 +258,6 @@ class Loader:
         for name, (entry, data) in scalars.items():
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             memory_of(as_bytes(tensors[name]))[:] = data
-        found = decode_states(values, tensors)
+        kinds = self._contents.parts.inners[bucket.specs[0].optimizer_class].kinds
+        found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})
