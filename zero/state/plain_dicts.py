@@ -67,7 +67,7 @@ class PlainDicts:
             "state": {index: dict(state) for index, state in states.items()},
             "param_groups": packed_groups(groups, self._storage.listed()),
         }
-        if masters:
+        if any(bucket.spec.dtypes.has_master for bucket in self._storage.buckets):
             result["masters"] = dict(masters)
         classes = self._class_names(groups)
         return split(result, classes) if len(set(classes)) > 1 else result
@@ -91,7 +91,8 @@ class PlainDicts:
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
         scatter(state_dict["state"], mapping, groups, buckets, names)
-        scatter_masters(state_dict.get("masters", {}), mapping, buckets)
+        if "masters" in state_dict:
+            scatter_masters(state_dict["masters"], mapping, buckets)
         for number, found in names.items():
             inners[number].elementwise = found
         self._consolidated = None
@@ -275,7 +276,7 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
 def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:
     """Copy this rank's pieces out of whole master weights. Local. The dict must have been checked.
 
-    Master weights that the dict lacks will be made from the parameters.
+    Those that it lacks were never updated: they will be made from the parameters.
     """
     for bucket in buckets:
         states = bucket.states
