@@ -70,6 +70,7 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 def _assert_same_value(mine: Any, other: Any, what: str) -> None:
     if isinstance(other, Tensor):
+        assert isinstance(mine, Tensor), what
         assert_same_bits(mine, other, what)
     elif isinstance(other, (list, tuple)):
         assert type(mine) is type(other), what

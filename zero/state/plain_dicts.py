@@ -26,6 +26,7 @@ from ..step.inner import NO_OPTIONS
 from ..step.partition import check_classes
 from .by_class import merged, split
 from .gather import gather
+from .older import completed
 
 
 class PlainDicts:
@@ -82,11 +83,11 @@ class PlainDicts:
         """
         classes = self._class_names(groups)
         state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
-        saved_groups = state_dict.get("param_groups", [])
-        buckets, inners = self._storage.buckets, self._inners
-        known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
-        names = check_classes(inners, saved_groups, known)
-        mapping = check(state_dict, groups, self._storage.listed(), names)
+        buckets, inners, listed = self._storage.buckets, self._inners, self._storage.listed()
+        check_form(state_dict, groups, listed)
+        state_dict = completed(state_dict, groups, inners, listed)
+        names = check_classes(inners, state_dict["param_groups"], self._storage.layout.parameters)
+        mapping = check(state_dict, groups, listed, names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
@@ -135,25 +136,14 @@ def by_index(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state_dict, "state": states, "param_groups": named}
 
 
-def check(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Options],
-    listed: Sequence[ParameterSpec],
-    elementwise: Mapping[int, frozenset[str]],
-) -> dict[int, int]:
-    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
-
-    Changes nothing. Raises `ValueError` that names the first difference.
-    """
+def check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
+    """Raise `ValueError` unless a plain dict has the param groups of this optimizer: their classes, and how many
+    parameters each has."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
     ours, theirs = packed_groups(groups, listed), state_dict["param_groups"]
     if len(ours) != len(theirs):
         raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
-    mapping: dict[int, int] = {}
-    by_index = {spec.index: spec for spec in listed}
-    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
-    _check_masters(masters)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(mine["params"]) != len(other["params"]):
             raise ValueError(
@@ -165,6 +155,23 @@ def check(
             raise ValueError(
                 f"param group {number}: the state dict is that of {saved_class}, this optimizer {of_class}"
             )
+
+
+def check(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    listed: Sequence[ParameterSpec],
+    elementwise: Mapping[int, frozenset[str]],
+) -> dict[int, int]:
+    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
+
+    The dict must have passed `check_form`. Changes nothing. Raises `ValueError` that names the first difference.
+    """
+    mapping: dict[int, int] = {}
+    by_index = {spec.index: spec for spec in listed}
+    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
+    _check_masters(masters)
+    for number, (mine, other) in enumerate(zip(packed_groups(groups, listed), state_dict["param_groups"], strict=True)):
         missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
