@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ class TreeFile:
     tree: Any
     tensors: Mapping[str, Tensor]
 
+    @cached_property
     def plan(self) -> FilePlan:
+        """The file before it is written."""
         entries, end = [], 0
         for name, tensor in self.tensors.items():
             entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end))

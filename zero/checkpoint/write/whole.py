@@ -92,7 +92,7 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     shared = lay_out(
         entries[MODEL], contents.aliases, entries[OPTIMIZER], values, entries[MASTERS], _MAX_SHARD_BYTES, averages
     )
-    files = [*shared.with_options(groups), of_state.plan()]
+    files = [*shared.with_options(groups), of_state.plan]
     tensors |= {("", name): tensor for name, tensor in of_state.tensors.items()}
     staged: dict[Source, Tensor] = {}
     parts: dict[tuple[str, str], list[Part]] = {}
