@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,20 +36,20 @@ from .snapshot import Snapshot, Source
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A file of one tree of values: the JSON in its header, the tensors as its tensors."""
+    """A file of one tree of values: the JSON in its header, the tensors as its tensors. ``plan``: that of the file."""
 
     path: str
     tree: Any
     tensors: Mapping[str, Tensor]
+    plan: FilePlan = field(init=False, compare=False)
 
-    @cached_property
-    def plan(self) -> FilePlan:
-        """The file before it is written."""
+    def __post_init__(self) -> None:
         entries, end = [], 0
         for name, tensor in self.tensors.items():
             entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end))
             end = entries[-1].end
-        return FilePlan(self.path, header_bytes(entries, {"tree": json.dumps(self.tree)}), tuple(entries))
+        header = header_bytes(entries, {"tree": json.dumps(self.tree)})
+        object.__setattr__(self, "plan", FilePlan(self.path, header, tuple(entries)))
 
 
 class Capture:
