@@ -76,6 +76,11 @@ def _assert_same_value(mine: Any, other: Any, what: str) -> None:
         assert type(mine) is type(other), what
         for number, (one, value) in enumerate(zip(mine, other, strict=True)):
             _assert_same_value(one, value, f"{what}, {number}")
+    elif isinstance(other, dict):
+        assert type(mine) is type(other), what
+        assert mine.keys() == other.keys(), what
+        for key, value in other.items():
+            _assert_same_value(mine[key], value, f"{what}, {key!r}")
     else:
         assert mine == other, what
 

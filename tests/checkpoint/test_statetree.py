@@ -66,7 +66,7 @@ def through_json(value: Any) -> Any:
 
 def round_trip(value: Any) -> Any:
     tree, tensors = encode(value, "state")
-    written = {name: (as_bytes(tensor).clone(), tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    written = {name: (as_bytes(t.contiguous()).clone(), t.dtype, t.shape) for name, t in tensors.items()}
     return decode(through_json(tree), {n: data.view(dtype).view(shape) for n, (data, dtype, shape) in written.items()})
 
 

@@ -63,7 +63,7 @@ def _digest(tree: Any, tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256(json.dumps(tree).encode())
     for key, tensor in tensors.items():
         digest.update(f"{key} {tensor.dtype} {list(tensor.shape)}".encode())
-        digest.update(as_bytes(tensor.cpu()).numpy().data)
+        digest.update(as_bytes(tensor.cpu().contiguous()).numpy().data)
     return digest.hexdigest()[:16]
 
 

@@ -81,7 +81,7 @@ def check_average_name(name: str) -> None:
 def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     """Return a value of JSON's types that stands for ``value``, and the tensors that belong to it, by name.
 
-    The tensors are contiguous, and may share memory with those in ``value``. ``name``: of the whole, in errors.
+    The tensors may have any strides, and share memory with those in ``value``. ``name``: of the whole, in errors.
     Raises `TypeError` naming the place of a value that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
@@ -163,7 +163,7 @@ def inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _inlined(tensor: Tensor) -> dict[str, Any]:
-    data = tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     shape = list(tensor.shape)
     return {"$inline": {"dtype": NAMES[tensor.dtype], "shape": shape, "data": base64.b64encode(data).decode()}}
 
@@ -188,7 +188,7 @@ def _encode(value: Any, at: _Path, tensors: dict[str, Tensor]) -> Any:
     if type(value) is np.ndarray or isinstance(value, np.generic):
         kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
         try:
-            made = torch.from_numpy(np.array(value, order="C"))
+            made = torch.from_numpy(np.array(value, order="K"))
         except (TypeError, ValueError) as error:
             raise TypeError(f"{_text(at)} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
         return {kind: _keep(made, at, tensors)}
@@ -264,8 +264,8 @@ def _keep(tensor: Tensor, at: _Path, tensors: dict[str, Tensor]) -> str:
     name = name or "value"
     while name in tensors or name == _RESERVED:
         name += "_"
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    tensors[name] = dense if dense.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)  # it may have any strides
+    resolved = tensor.resolve_conj().resolve_neg()
+    tensors[name] = resolved if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
     return name
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag, Transport
 
-from ..core.bits import flattened
+from ..core.bits import copied, flattened
 from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
 from ..parameters.storage import ParameterStorage
@@ -235,8 +235,9 @@ def scatter(
             scalars: dict[str, Any] = {}
             names = []
             for name, value in values.items():
-                if not lies_flat(name, value, spec, elementwise):
-                    scalars[name] = scalar_state(name, value, fused, device)
+                large = lies_flat(name, value, spec, elementwise)
+                if not large or (spec.whole and tuple(value.stride()) != spec.stride):
+                    scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
                 key = (piece.slot, name)
@@ -263,7 +264,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
 
 
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
-    """Return a copy of a state that is not as large as its parameter, on the device where the class expects it.
+    """Return a copy of a state that does not lie flat, on the device where the class expects it, with its strides.
 
     A step count on a device becomes fp32, as the class keeps it. Every other dtype stays, so that nothing depends on a
     reload. Tensors without dimensions stay where they are.
@@ -277,7 +278,7 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
         return copy.deepcopy(value)
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
-    return value.detach().clone().to(device if value.dim() else value.device)
+    return copied(value.detach().to(device if value.dim() else value.device))
 
 
 def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:

@@ -58,9 +58,12 @@ class Fit:
 
     def lies_flat(self, name: str, saved: Saved, stored: StoredTensor, spec: ParameterSpec) -> bool:
         """Return whether a tensor of the parameter's states is one of the states that are as large as it."""
-        if name in self._inner.get(stored.name, ()) or (spec.whole and saved[1].dtype != self.widest(stored)[1].dtype):
+        if name in self._inner.get(stored.name, ()):
             return False
-        return lies_flat(name, _without_values(saved[1]), spec, self.elementwise)
+        entry, widest = saved[1], self.widest(stored)[1]
+        if spec.whole and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
+            return False
+        return lies_flat(name, _without_values(entry), spec, self.elementwise)
 
     def widest(self, stored: StoredTensor) -> Saved:
         """Return the saved weights of a parameter in their widest dtype."""

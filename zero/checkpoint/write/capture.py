@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import as_bytes
+from ...core.bits import as_bytes, noted_stride
 from ...core.cuts import PartOfCuts
 from ...core.statetree import NAMES
 from ...runtime.bucket import Bucket
@@ -46,7 +46,7 @@ class TreeFile:
     def __post_init__(self) -> None:
         entries, end = [], 0
         for name, tensor in self.tensors.items():
-            entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end))
+            entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end, noted_stride(tensor)))
             end = entries[-1].end
         header = header_bytes(entries, {"tree": json.dumps(self.tree)})
         object.__setattr__(self, "plan", FilePlan(self.path, header, tuple(entries)))
@@ -83,7 +83,7 @@ class Capture:
         """Add a file of which this rank writes all. Its tensors are copied."""
         for number, (name, tensor) in enumerate(file.tensors.items()):
             source = (file.path, number)
-            self.staged[source] = as_bytes(tensor.cpu()).clone()
+            self.staged[source] = as_bytes(tensor.cpu().contiguous()).clone()
             part = Part(source, 0, 0, self.staged[source].numel())
             self._own_parts[file.path.rpartition("/")[0], name] = [part]
 
