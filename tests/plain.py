@@ -77,11 +77,17 @@ def _assert_same_value(mine: Any, other: Any, what: str) -> None:
         for name in names:
             _assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
     elif isinstance(other, Tensor):
+        assert isinstance(mine, Tensor), what
         assert_same_bits(mine, other, what)
     elif isinstance(other, (list, tuple)):
         assert type(mine) is type(other), what
         for number, (one, value) in enumerate(zip(mine, other, strict=True)):
             _assert_same_value(one, value, f"{what}, {number}")
+    elif isinstance(other, dict):
+        assert type(mine) is type(other), what
+        assert mine.keys() == other.keys(), what
+        for key, value in other.items():
+            _assert_same_value(mine[key], value, f"{what}, {key!r}")
     else:
         assert mine == other, what
 

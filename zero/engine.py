@@ -304,16 +304,7 @@ class Engine:
 
         Raises the same error on every rank otherwise. ``problem``: an error that this rank found.
         """
-        self._check_between_steps("save()")
-        if problem is None and not self._is_free():
-            problem = "save() inside gathered() or inside a forward: leave it first"
-        if problem is None and self._reducer.has_new_gradients:
-            problem = (
-                "save() with gradients that no step has used: they are no part of a checkpoint; call it after step() "
-                "or zero_grad()"
-            )
-        records = self._reducer.check_consistency("save()", problem or self._storage.diagnose(), message=message)
-        return [record.attachment for record in records]
+        return self._agree("save()", "which are no part of a checkpoint", problem, message)
 
     def reset_states(self, groups: Sequence[Options], chosen: Sequence[Tensor] | None) -> None:
         """Forget the states of ``chosen`` parameters (None: all)."""
@@ -326,10 +317,18 @@ class Engine:
 
     def agree_to_load(self) -> None:
         """Return if all ranks may load now. Raises the same error on every rank otherwise."""
-        self._check_between_steps("restore()")
-        problem = None if self._is_free() else "restore() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose()
-        self.averages.compare(self._reducer.check_consistency("restore()", problem, message=self.averages.names()))
+        told = self._agree("restore()", "which are those of other weights", None, self.averages.names())
+        self.averages.compare(told)
+
+    def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
+        """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""
+        self._check_between_steps(purpose)
+        if problem is None and not self._is_free():
+            problem = f"{purpose} inside gathered() or inside a forward: leave it first"
+        if problem is None and self._reducer.has_new_gradients:
+            problem = f"{purpose} with gradients that no step has used, {why_not}: call it after step() or zero_grad()"
+        records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
+        return [record.attachment for record in records]
 
     def load(self, read: Callable[[], None]) -> None:
         """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""

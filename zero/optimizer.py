@@ -376,9 +376,9 @@ class ZeroOptimizer(WithLiveStates):
         """Load a plain `torch.optim` dict that was saved at any stage and number of ranks, or by the class itself.
 
         Keys may also be the parameters' names, as in FSDP2's dicts. Local, but every rank must load the same dict.
-        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are loaded if
-        the dict has "masters" that round to the values of the model, which may be loaded before or after. Otherwise
-        the master weights are taken from the model.
+        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are those of
+        the dict's "masters", or, if it has none, those that the optimizer has. Where they do not round to the values
+        of the model, which may be loaded before or after, they become these values at the next step.
         """
         self.engine.check()
         loaded = dict(state_dict)

@@ -88,6 +88,7 @@ def test_what_cannot_be_saved_is_an_error_that_names_its_place(what: str) -> Non
     for state, place in (
         ({"scheduler": {"lr_lambdas": [value]}}, r"state\['scheduler'\]\['lr_lambdas'\]\[0\] "),
         ((1, {2: value}), r"state\[1\]\[2\] "),
+        ([1, 0.5, value], r"state\[2\] "),
         (OrderedDict(a={"$": value}), r"state\['a'\]\['\$'\] "),
     ):
         with pytest.raises(TypeError, match=f"^{place}{why}"):

@@ -56,6 +56,7 @@ DTYPES: dict[str, torch.dtype] = {  # by their names in safetensors files
     "BOOL": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_Path = tuple[Any, ...]  # the name of the whole, and the keys that lead to a value
 _KEYS = (str, int, bool, type(None))
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _KINDS = {tag: kind for kind, tag in _DICTS.items()}
@@ -66,6 +67,7 @@ _NUMPY = {
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
 N_AVERAGED = "n_averaged"  # the name of a count beside averages
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
+_SIMPLE = frozenset({int, float, bool, type(None)})
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 
 
@@ -85,12 +87,12 @@ def check_average_name(name: str) -> None:
 def encode(value: Any, name: str, *, wrappers: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return a value of JSON's types that stands for ``value``, and the tensors that belong to it, by name.
 
-    The tensors are contiguous, and may share memory with those in ``value``. ``name``: of the whole, in errors.
+    The tensors may have any strides, and share memory with those in ``value``. ``name``: of the whole, in errors.
     ``wrappers``: also of tensor subclasses. Raises `TypeError` naming the place of a value that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     try:
-        return _encode(value, name, "", tensors, wrappers), tensors
+        return _encode(value, (name,), tensors, wrappers), tensors
     except RecursionError as error:
         raise TypeError(f"{name} is nested too deeply to be saved, or contains itself") from error
 
@@ -172,7 +174,7 @@ def inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _inlined(tensor: Tensor) -> dict[str, Any]:
-    data = tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     shape = list(tensor.shape)
     return {"$inline": {"dtype": NAMES[tensor.dtype], "shape": shape, "data": base64.b64encode(data).decode()}}
 
@@ -203,24 +205,21 @@ def _class_name(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor], wrappers: bool) -> Any:
+def _encode(value: Any, at: _Path, tensors: dict[str, Tensor], wrappers: bool) -> Any:
     def inside(key: Any, item: Any) -> Any:
-        return _encode(item, f"{place}[{key!r}]", f"{path}.{key}" if path else str(key), tensors, wrappers)
+        return _encode(item, (*at, key), tensors, wrappers)
 
     if type(value) in _KEYS:
-        return _checked(value, place)
+        return _checked(value, at)
     if type(value) is float:
-        return value if math.isfinite(value) else {"$float": _not_finite(value)}
+        return _float(value)
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if type(value) in (list, tuple) and _are_small(value):
-        return list(value) if type(value) is list else {"$tuple": list(value)}
-    if type(value) is list:
-        return [inside(index, item) for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"$tuple": [inside(index, item) for index, item in enumerate(value)]}
+    if type(value) in (list, tuple):
+        items = _numbers(value) or [inside(index, item) for index, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
     if type(value) in _DICTS:
-        return _encode_dict(value, place, inside)
+        return _encode_dict(value, at, inside)
     if wrappers and isinstance(value, Tensor) and flattened(value)[0]:
         return {"$subclass": _encode_subclass(value, inside)}
     if wrappers and type(value) is torch.Size:
@@ -228,20 +227,20 @@ def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor], wrapp
     if wrappers and isinstance(value, torch.dtype) and value in NAMES:
         return {"$dtype": NAMES[value]}
     if isinstance(value, Tensor):
-        return {"$tensor": _keep(value.detach(), place, path, tensors)}
+        return {"$tensor": _keep(value.detach(), at, tensors)}
     if type(value) is np.ndarray or isinstance(value, np.generic):
         kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
         try:
-            made = torch.from_numpy(np.array(value, order="C"))
+            made = torch.from_numpy(np.array(value, order="K"))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{place} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
-        return {kind: _keep(made, place, path, tensors)}
+            raise TypeError(f"{_text(at)} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
+        return {kind: _keep(made, at, tensors)}
     kind = f"a {type(value).__name__}"
     if callable(value) and hasattr(value, "__name__"):
         kind = "a class" if isinstance(value, type) else "a function"
     raise TypeError(
-        f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
-        "can be saved; leave it out, or give it a state_dict() of these"
+        f"{_text(at)} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and "
+        "tensors can be saved; leave it out, or give it a state_dict() of these"
     )
 
 
@@ -256,52 +255,71 @@ def _encode_subclass(value: Tensor, inside: Callable[[Any, Any], Any]) -> Any:
     }
 
 
-def _encode_dict(value: dict[Any, Any], place: str, inside: Callable[[Any, Any], Any]) -> Any:
+def _text(at: _Path) -> str:
+    """Return a place as a user would write it."""
+    return "".join((at[0], *(f"[{key!r}]" for key in at[1:])))
+
+
+def _encode_dict(value: dict[Any, Any], at: _Path, inside: Callable[[Any, Any], Any]) -> Any:
     for key in value:
         if type(key) not in _KEYS:
             raise TypeError(
-                f"{place} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
+                f"{_text(at)} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
             )
-        _checked(key, f"a key of {place}")
+        _checked(key, at, "a key of ")
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inside(key, item) for key, item in value.items()}
     return {_DICTS[type(value)]: [[key, inside(key, item)] for key, item in value.items()]}
 
 
-def _checked(value: Any, place: str) -> Any:
+def _numbers(values: list[Any] | tuple[Any, ...]) -> list[Any] | None:
+    """Encode a list of nothing but numbers and None, of which there may be many (losses, indices).
+
+    Return None if it has anything else, or a number that JSON cannot hold.
+    """
+    kinds = {*map(type, values)}
+    if not kinds <= _SIMPLE:
+        return None
+    whole = values if kinds == {int} else [value for value in values if type(value) is int]
+    if max(map(int.bit_length, whole), default=0) > _MOST_BITS:
+        return None
+    return [_float(v) if type(v) is float and not math.isfinite(v) else v for v in values]
+
+
+def _float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    text, data = repr(value), struct.pack(">d", value)
+    return {"$float": text if struct.pack(">d", float(text)) == data else data.hex()}
+
+
+def _checked(value: Any, at: _Path, of: str = "") -> Any:
     """Return text, or a whole number. Raises `TypeError` if JSON cannot hold it."""
     if type(value) is str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise TypeError(f"{place} is text that is no Unicode: {value!r:.80}") from error
+            raise TypeError(f"{of}{_text(at)} is text that is no Unicode: {value!r:.80}") from error
     if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise TypeError(f"{place} is a number of {value.bit_length():,} bits, which cannot be saved")
+        raise TypeError(f"{of}{_text(at)} is a number of {value.bit_length():,} bits, which cannot be saved")
     return value
 
 
-def _are_small(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether all are whole numbers that JSON can hold. A generator's state has hundreds, so no loop is here."""
-    return {*map(type, values)} == {int} and max(map(int.bit_length, values)) <= _MOST_BITS
-
-
-def _not_finite(value: float) -> str:
-    text, data = repr(value), struct.pack(">d", value)
-    return text if struct.pack(">d", float(text)) == data else data.hex()
-
-
-def _keep(tensor: Tensor, place: str, path: str, tensors: dict[str, Tensor]) -> str:
+def _keep(tensor: Tensor, at: _Path, tensors: dict[str, Tensor]) -> str:
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     if not plain or tensor.dtype not in NAMES or tensor.is_meta:
         raise TypeError(
-            f"{place} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which "
+            f"{_text(at)} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which "
             "cannot be saved"
         )
-    name = path or "value"
+    name = ""
+    for key in at[1:]:
+        name = f"{name}.{key}" if name else str(key)
+    name = name or "value"
     while name in tensors or name == _RESERVED:
         name += "_"
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    tensors[name] = dense if dense.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)  # it may have any strides
+    resolved = tensor.resolve_conj().resolve_neg()
+    tensors[name] = resolved if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
     return name
 
 

@@ -14,7 +14,7 @@ themselves. If the class loops over tensors, a run on the CPU is cut every `CUT`
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
 Where parameters have one owner each (`ParameterSpec.whole`), a run is one parameter, in its shape. The class may then
-keep states of any shape: those that are not as large as the parameter count as scalars here.
+keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars here.
 """
 
 from __future__ import annotations
@@ -189,7 +189,11 @@ class BucketStates:
                     continue
                 if (self.whole or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.whole and not (may_lie_flat(value) and value.dtype == self.weights.dtype):
+                if self.whole and not (
+                    may_lie_flat(value)
+                    and value.dtype == self.weights.dtype
+                    and value.stride() == run.parameter.stride()
+                ):
                     run.views.pop(name, None)
                     continue
                 if name not in self.flat:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport, Work
 
-from ..core.bits import as_bytes, strided
+from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.cuts import Cuts, OwnerCuts
 from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
@@ -34,12 +34,13 @@ class _StateFacts:
     """The states of a bucket's pieces on one rank, as JSON. Of large tensors it has dtype and shape.
 
     Attributes:
-        pieces: slot, names of flat states, the other states, dtypes and shapes of the large tensors in these by name.
+        pieces: slot, names of flat states, the other states, dtypes and shapes of the large tensors in these by name,
+            and strides that are not row-major.
         flat: the dtypes of the flat tensors, by name.
         has_master: whether there are master weights.
     """
 
-    pieces: list[tuple[int, list[str], Any, dict[str, tuple[str, list[int]]]]]
+    pieces: list[tuple[int, list[str], Any, dict[str, tuple[Any, ...]]]]
     flat: dict[str, str]
     has_master: bool
 
@@ -55,15 +56,16 @@ class _StateFacts:
         begin = 0
         for slot, names, others, large in self.pieces:
             tensors: dict[str, Tensor] = {}
-            for name, (dtype, shape) in large.items():
+            for name, (dtype, shape, *stride) in large.items():
                 assert data is not None
                 end = begin + _nbytes(dtype, shape)
-                tensors[name] = data[begin:end].clone().view(DTYPES[dtype]).view(shape)
+                tensor = data[begin:end].clone().view(DTYPES[dtype]).view(shape)
+                tensors[name] = laid_out(tensor, *stride) if stride else tensor
                 begin = end
             yield slot, PieceState(tuple(names), decode(others, tensors, kinds))
 
 
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+def _nbytes(dtype: str, shape: Sequence[int], *_: object) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
@@ -179,8 +181,8 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
                 continue
             small = {name: value for name, value in found.items() if value.numel() <= 1}
             large = {name: value for name, value in found.items() if name not in small}
-            tensors[-1] += [value.cpu() for value in large.values()]
-            shapes = {name: (NAMES[value.dtype], list(value.shape)) for name, value in large.items()}
+            tensors[-1] += [value.cpu().contiguous() for value in large.values()]
+            shapes = {name: _facts(value) for name, value in large.items()}
             pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
         told.append((pieces, flat, states.master is not None and states.master.exists))
@@ -198,6 +200,12 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
     whole = gather_slot(held, bucket.spec.slots[number], bucket.spec.cuts, rank, collective, tag)
     states.evict()
     return whole.as_strided(spec.shape, spec.stride)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    """Return dtype and shape of a large tensor, and its strides if they are not row-major."""
+    stride = noted_stride(tensor)
+    return (NAMES[tensor.dtype], list(tensor.shape), *([] if stride is None else [stride]))
 
 
 def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:

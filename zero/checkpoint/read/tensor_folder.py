@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...core.bits import as_bytes, memory_of
+from ...core.bits import as_bytes, laid_out, memory_of
 from ...core.statetree import DTYPES, FormatError
 from ..directory import read_manifest, steps_in
 from ..format.manifest import NAME, Manifest
-from ..format.names import AVERAGES, FOLDERS, MASTERS, averages_in, index_file
-from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index
+from ..format.names import AVERAGES, FOLDERS, MASTERS, MODEL, averages_in, index_file
+from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index, with_strides
 from .file_reader import CheckpointError, FileReader
 
 
@@ -59,7 +59,8 @@ class TensorFolder:
         if path not in self._headers:
             with self.parsing(path), self.file(path) as reader:
                 length = header_length(bytes(reader.read(0, min(8, reader.nbytes))), reader.nbytes)
-                self._headers[path] = parse_header(bytes(reader.read(8, length)), reader.nbytes)
+                found = parse_header(bytes(reader.read(8, length)), reader.nbytes)
+                self._headers[path] = found if path.startswith(f"{MODEL}/") else with_strides(found)
         return self._headers[path]
 
     @contextmanager
@@ -94,7 +95,7 @@ class TensorFolder:
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         if entry.nbytes:
             reader.read_into(memory_of(as_bytes(made)), self.header(reader.path).data + entry.begin)
-        return made
+        return made if entry.stride is None else laid_out(made, entry.stride)
 
     def read_all(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a file by name, read in the order of their bytes."""
