@@ -42,7 +42,7 @@ def _same_tensors(one: Tensor, other: Tensor) -> bool:
         )
     if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
         return False
-    return equal_values(one.detach().reshape(-1), other.detach().reshape(-1))
+    return equal_values(*(each.detach().reshape(-1).contiguous() for each in (one, other)))  # it may be expanded
 
 
 def equal_values(one: Tensor, other: Tensor) -> bool:
