@@ -65,9 +65,16 @@ class Watched(Rank):
     def _states(self) -> dict[str, str]:
         self.optimizer.consolidate_state_dict(None)
         found = self.optimizer.state_dict()
-        states = {f"state {index}.{n}": sha256(v) for index, state in found["state"].items() for n, v in state.items()}
-        masters = {f"master {index}": sha256(value) for index, value in found.get("masters", {}).items()}
-        return states | masters | {"param groups": sha256(found["param_groups"])}
+        if "state" in found:
+            return _of_class(found)
+        return {f"{name} {key}": digest for name, each in found.items() for key, digest in _of_class(each).items()}
+
+
+def _of_class(found: dict[str, Any]) -> dict[str, str]:
+    """Return the record of a state dict of one class."""
+    states = {f"state {index}.{n}": sha256(v) for index, state in found["state"].items() for n, v in state.items()}
+    masters = {f"master {index}": sha256(value) for index, value in found.get("masters", {}).items()}
+    return states | masters | {"param groups": sha256(found["param_groups"])}
 
 
 class Undisturbed(Watched):
