@@ -23,7 +23,7 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import directory, files
+from zero.checkpoint import directory, files, holder
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.write.save_folder import SaveFolder
 
@@ -165,10 +165,10 @@ def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    mine = json.loads(directory._Holder.me("0" * 16).pack())
+    mine = json.loads(holder.Holder.me("0" * 16).pack())
     for earlier, expected in ((-1, True), (0, False), (1, False)):
         text = json.dumps({**mine, "started": mine["started"] + earlier}).encode()
-        assert directory._Holder.unpack(text).is_older_worker_of_this_job() is expected
+        assert holder.Holder.unpack(text).is_older_worker_of_this_job() is expected
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed"])

@@ -13,24 +13,22 @@ every entry has a name that this library gives, none is a symbolic link. Everyth
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import signal
-import socket
 import stat
 import time
 import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.statetree import FormatError
 from . import files
 from .format.manifest import LONGEST, NAME, Manifest, VersionError
 from .format.names import COPIED, NOTES, copied_in
+from .holder import STOPPED, Holder
 from .visibility import is_probe
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -47,8 +45,6 @@ _LOCK = ".lock"
 PATIENCE = 5.0  # seconds in which a worker that was replaced must end
 _GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
 _PAUSE = 0.05  # seconds between two tries
-_STOPPED = "T"  # by a signal, in proc(5)
-_NO_JOB = "none"  # torchrun's id of a job to which nobody gave one
 
 
 def step_name(step: int) -> str:
@@ -94,70 +90,6 @@ def complete_steps(directory: Path) -> list[int]:
     return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
 
 
-@dataclass(frozen=True)
-class _Holder:
-    """The process that holds a lock. ``started``: in ticks since the boot of its host. ``job``: the launcher's id of
-    the job whose worker it is; empty if there is none."""
-
-    host: str = ""
-    pid: int = 0
-    nonce: str = ""
-    started: int = 0
-    job: str = ""
-
-    @classmethod
-    def me(cls, nonce: str) -> _Holder:
-        job = os.environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
-        _, started = _state_and_start(os.getpid())
-        return cls(socket.gethostname(), os.getpid(), nonce, started, "" if job == _NO_JOB else job)
-
-    @classmethod
-    def unpack(cls, text: bytes) -> _Holder:
-        """Read what `pack` has written; any other text makes a holder without a host."""
-        try:
-            found = json.loads(text)
-            known = (str(found["host"]), int(found["pid"]), str(found["nonce"]))
-            return cls(*known, int(found.get("started", 0)), str(found.get("job", "")))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return cls()
-
-    def pack(self) -> bytes:
-        return json.dumps(vars(self)).encode()
-
-    def state(self) -> str:
-        """Return the state of the process, a letter of proc(5); "?" if that cannot be known; an empty text if it has
-        ended, or if the new holder has not written yet."""
-        if not self.host:
-            return ""
-        if self.host != socket.gethostname() or not self.started:
-            return "?"
-        state, started = _state_and_start(self.pid)
-        return state if started == self.started else ""
-
-    def is_older_worker_of_this_job(self) -> bool:
-        """Return whether it is a worker of this process's job and host that has started earlier."""
-        me = self.me("")
-        return bool(self.job) and (self.host, self.job) == (me.host, me.job) and 0 < self.started < me.started
-
-    def __str__(self) -> str:
-        if not self.host:
-            return "another run"
-        me = (self.pid, self.host) == (os.getpid(), socket.gethostname())
-        which = " (this process: a CheckpointManager that was not closed)" if me else ""
-        return f"pid {self.pid} on host {self.host}{which}"
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return state and start of a process of this host, as proc(5) has them; no state and 0 if there is no process, or
-    no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", 0
-    fields = text.rpartition(")")[2].split()  # from field 3 on; the name of the process may have blanks
-    return fields[0], int(fields[19])
-
-
 class LockedDirectory:
     """A folder of checkpoints that this run alone writes to. Held by rank 0."""
 
@@ -171,7 +103,7 @@ class LockedDirectory:
         try:
             if not files.lock(self._number) and not self._take_from_replaced_worker():
                 raise ValueError(f"{self._holder()} still trains into {directory}: stop it, or use another folder")
-            files.overwrite(self._number, _Holder.me(nonce).pack())
+            files.overwrite(self._number, Holder.me(nonce).pack())
             self.check()
         except BaseException:
             self.close()
@@ -179,10 +111,10 @@ class LockedDirectory:
         # a forked child, a worker of a data loader say, must not hold the lock after us
         os.register_at_fork(after_in_child=self._closing)
 
-    def _holder(self) -> _Holder:
+    def _holder(self) -> Holder:
         text = bytearray(4096)
         count = files.read_at(self._number, memoryview(text), 0)
-        return _Holder.unpack(bytes(text[:count]))
+        return Holder.unpack(bytes(text[:count]))
 
     def _take_from_replaced_worker(self) -> bool:
         """Take the lock from a worker of this job that this process replaces. Return whether it is taken.
@@ -199,7 +131,7 @@ class LockedDirectory:
                 return False
             if time.monotonic() - begin > (PATIENCE if state else _GONE):
                 return files.lock(self._number)  # its holder may have ended just now
-            if older and state == _STOPPED:
+            if older and state == STOPPED:
                 with suppress(ProcessLookupError):
                     os.kill(holder.pid, signal.SIGKILL)
             time.sleep(_PAUSE)
