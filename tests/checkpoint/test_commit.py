@@ -6,7 +6,11 @@ checkpoint that verifies, with the content that was saved, and no older than the
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
+import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,9 +24,10 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.write.save_folder import SaveFolder, UnseenError
 from zero.checkpoint.write.save_thread import Saving
 
-from .disk import WORLDS, Call, DiedError, Disk, materialize
+from .disk import WORLDS, Call, DiedError, Disk, materialize, reading
 from .saves import PATIENCE, Training, entries
 
 
@@ -364,3 +369,148 @@ def test_a_reader_that_finds_only_the_trash_of_a_swap_uses_it(tmp_path: Path) ->
         assert restored is not None
         assert (restored.step, restored.state, restored.content) == (4, {"a": 1}, saving.result())
     assert entries(tmp_path) == [".lock", "step-00000004"], "the next run brings it back"
+
+
+# -- what is complete for one rank is complete for all -----------------------------------------------------------------
+
+
+def held(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
+    """Let a rank look only after the event how a save has ended in which it has done its part."""
+    wait, event = SaveFolder.wait_until_committed, threading.Event()
+
+    def waiting(this: SaveFolder) -> str:
+        assert this._rank != rank or event.wait(PATIENCE), "never released"
+        return wait(this)
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", waiting)
+    return event
+
+
+@pytest.mark.parametrize("then", ["moved", "removed", "saved over"])
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.by_default
+def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
+    then: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = held(monkeypatch, 1)
+
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        training.step(0)
+        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
+            saving = checkpoints.save(1, blocking=blocking)
+            assert saving is not None
+            if transport.rank != 1:
+                saving.result(PATIENCE)
+            if transport.rank == 0:
+                match then:
+                    case "moved":
+                        saving.path.rename(tmp_path / "best")
+                    case "removed":
+                        shutil.rmtree(saving.path)
+                    case _:
+                        shutil.rmtree(saving.path)
+                        saving.path.mkdir()
+                event.set()
+            return saving.result(PATIENCE)
+
+    assert len(set(on_threads(3, program, timeout=PATIENCE))) == 1
+    left = {"saved over": [".lock", "step-00000001"]}.get(then, [".lock"])
+    assert entries(tmp_path / "run") == left, "and nothing else is left"
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_rank_that_can_read_nothing_knows_that_the_save_is_complete(
+    managed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, wait = Disk(monkeypatch, tmp_path), SaveFolder.wait_until_committed
+
+    def unreadable(this: SaveFolder) -> str:
+        disk.fail_when(lambda call: call.rank == 1 and reading(call), errno.EIO)
+        try:
+            return wait(this)
+        finally:
+            disk.heal()
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", unreadable)
+
+    def program(transport: Transport) -> str:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        training.step(0)
+        if not managed:
+            return zero.save(tmp_path / "saved", training.optimizer).result()
+        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
+            saving = checkpoints.save(1, blocking=True)
+            assert saving is not None
+            return saving.result(PATIENCE)
+
+    assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+
+
+def test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not say that the save has failed, and neither do its peers."""
+    monkeypatch.setattr("zero.checkpoint.write.save_folder._BLIND", 0.05)
+    announced = SaveFolder._announced
+
+    def blind(this: SaveFolder) -> str:
+        if this._rank == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return announced(this)
+
+    monkeypatch.setattr(SaveFolder, "_announced", blind)
+
+    def program(transport: Transport) -> tuple[str, str]:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
+        if transport.rank == 1:
+            assert isinstance(saving.error, UnseenError)
+            assert "rank 1 cannot see whether" in str(saving.error)
+            assert "Input/output error" in str(saving.error)
+        training.optimizer.exchange(b"")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.step(1)
+            checkpoints.close()
+            return saving.result(), zero.save(tmp_path / "saved", training.optimizer).result()
+
+    assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+    assert entries(tmp_path) == ["run", "saved"]
+
+
+def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS may send a rename twice, and reports that the second one found nothing."""
+    rename = files.rename
+
+    def twice(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target.name.startswith("step-"):
+            rename(source, target)
+
+    monkeypatch.setattr(files, "rename", twice)
+    with CheckpointManager(tmp_path, Training(None, 1).optimizer) as checkpoints:
+        checkpoints.save(1, blocking=True)
+    assert entries(tmp_path) == [".lock", "step-00000001"]
+
+
+def test_a_last_sync_that_fails_keeps_older_checkpoints_and_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    with CheckpointManager(tmp_path / "run", Training(None, 1).optimizer, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        disk.fail_when(lambda call: call.name == "sync" and call.path == tmp_path / "run", errno.EIO, skip=1)
+        with pytest.warns(RuntimeWarning, match=r"step-00000002 is complete, but may be lost if the machine crashes"):
+            checkpoints.save(2, blocking=True)
+        disk.heal()
+        assert checkpoints.all_steps() == [1, 2]
+        checkpoints.save(3, blocking=True)
+    assert entries(tmp_path / "run") == [".lock", "step-00000003"]

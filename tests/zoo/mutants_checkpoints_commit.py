@@ -8,7 +8,7 @@ COMMIT, DIRECTORY, FULL = (f"checkpoint/test_{name}.py" for name in ("commit", "
 SYNCED = f"{COMMIT}::test_everything_is_synced_before_the_rename_and_the_rename_after"
 CRASH = f"{COMMIT}::test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost[2]"
 LEFT = f"{COMMIT}::test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left[False]"
-FOLDER = "zero.checkpoint.write.save_folder.SaveFolder"
+FOLDER, RENAMES = "zero.checkpoint.write.save_folder.SaveFolder", "zero.checkpoint.write.commit.Commit"
 
 MUTANTS = (
     Mutant(
@@ -44,9 +44,9 @@ MUTANTS = (
         "A save is reported as complete while its rename may still be lost in a crash.",
         (
             Edit(
-                f"{FOLDER}.commit",
-                "        try:\n            files.sync_folder(self.target.parent)\n        except",
-                "        try:\n            assert self.target.exists()\n        except",
+                f"{RENAMES}.run",
+                "        try:\n            files.sync_folder(parent)\n        except",
+                "        try:\n            assert self._target.exists()\n        except",
             ),
         ),
         (SYNCED,),
@@ -72,9 +72,9 @@ MUTANTS = (
             Edit(f"{FOLDER}.commit", "        files.write_new(self.temporary / NAME, manifest.to_bytes())\n", ""),
             Edit(
                 f"{FOLDER}.commit",
-                "            files.rename(self.temporary, self.target)\n",
-                "            files.rename(self.temporary, self.target)\n"
-                "            files.write_new(self.target / NAME, manifest.to_bytes())\n",
+                "        self._commit.run(manifest.content, [*aside, *replaced])\n",
+                "        self._commit.run(manifest.content, [*aside, *replaced])\n"
+                "        files.write_new(self.target / NAME, manifest.to_bytes())\n",
             ),
         ),
         (f"{COMMIT}::test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one",),
@@ -163,7 +163,7 @@ MUTANTS = (
         "A checkpoint of a step that exists replaces it, although nobody asked for that.",
         (
             Edit("zero.checkpoint.directory.check_free", "    if not overwrite:\n", "    if overwrite is None:\n"),
-            Edit(f"{FOLDER}.commit", "            if not overwrite:\n", "            if overwrite is None:\n"),
+            Edit(f"{FOLDER}.commit", "        if replaced and not overwrite:\n", "        if overwrite is None:\n"),
         ),
         (f"{DIRECTORY}::test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked",),
     ),
@@ -361,9 +361,9 @@ MUTANTS = (
         "When the second rename of a replacement fails, the old checkpoint is not put back to its place.",
         (
             Edit(
-                f"{FOLDER}.commit",
-                "            if replaces:\n                files.rename(self.trash, self.target)\n            raise\n",
-                "            raise\n",
+                f"{RENAMES}.take_back",
+                "                    files.rename(place, source)\n",
+                "                    assert place != source\n",
             ),
         ),
         (f"{FULL}::test_a_checkpoint_whose_replacement_fails_stays_at_its_place",),

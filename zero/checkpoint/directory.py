@@ -6,6 +6,7 @@ Knows: names of folders, the lock, what a removal may touch. Does not know: how 
     step-00000100/                     exists if and only if it is complete
     .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
     .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
+    .saved-<nonce>-<content>           a save of which other ranks may not know yet that it is complete
 
 Only rank 0 of the run that holds the lock renames and removes, and only what is known to be a checkpoint or a save:
 every entry has a name that this library gives, none is a symbolic link. Everything else is left, and reported.
@@ -41,6 +42,7 @@ _OURS = (
     re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
 )
+_SAVED = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}")
 _LOCK = ".lock"
 PATIENCE = 5.0  # seconds in which a worker that was replaced must end
 _GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
@@ -169,7 +171,7 @@ class LockedDirectory:
 
     def _clean(self, entry: Path) -> list[str]:
         temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
-        if is_probe(entry):
+        if is_probe(entry) or (_SAVED.fullmatch(entry.name) and _is_empty_file(entry)):
             files.remove(entry)
         elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
             files.rename(entry, self.path / trash[1])
@@ -211,6 +213,13 @@ class LockedDirectory:
             return [f"{trash} could not be removed yet ({error})"]
         self._unremoved.discard(trash)
         return left
+
+    def remove_announcements(self, but: str) -> None:
+        """Remove what lets ranks see that saves are complete, of all saves but the one of this nonce."""
+        for entry in list(self.path.iterdir()):
+            found = _SAVED.fullmatch(entry.name)
+            if found and found[1] != but and _is_empty_file(entry):
+                files.remove(entry)
 
     def check_free(self, step: int, *, overwrite: bool) -> None:
         """Raise `FileExistsError` if a checkpoint of this step may not be written. `RuntimeError`: see `check`."""
@@ -300,6 +309,11 @@ def _has_nonce(folder: Path, nonce: str) -> bool:
     with suppress(OSError, FormatError):
         return read_manifest(folder).written_by.get("nonce") == nonce
     return False
+
+
+def _is_empty_file(path: Path) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _remove_empty(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .options import warn_caller
-from .write.save_folder import SaveError
+from .write.save_folder import SaveError, UnseenError
 from .write.save_thread import LATE, Saving
 from .write.saver import REPORT
 
@@ -39,10 +39,13 @@ class Failures:
         remarks, saving.remarks = saving.remarks, []
         for remark in remarks:
             warn_caller(remark)
-        if saving.error is not None:
-            self._warn(saving, str(saving.error))
-        else:
+        if saving.error is None:
             self._in_a_row = 0
+        elif not isinstance(saving.error, UnseenError):
+            self._warn(saving, str(saving.error))
+        elif saving is not self._told and not saving.was_raised:
+            self._told = saving
+            warn_caller(str(saving.error))
 
     def _warn(self, saving: Saving, why: str) -> None:
         if saving is self._told or saving.was_raised:

@@ -159,6 +159,15 @@ def make_folders(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is anything at a path. Raises `OSError` if that cannot be known."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def rename(source: Path, target: Path) -> None:
     os.rename(source, target)
 

@@ -255,15 +255,16 @@ class CheckpointManager:
             self._failures.note(saving)
 
     def _compare(self, saving: Saving) -> None:
-        """Let every rank know why the last save has failed, and remove what it has left."""
+        """Let every rank know how the last save has ended, and remove what it has left."""
         transport, tag = self._engine.parts.transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
         if not transport.broken:
-            for why in filter(None, transport.exchange(saving.known_cause().encode(), tag)):
-                saving.learn(why.decode())
+            saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
 
     def _release(self) -> None:
         self._closed = True
+        if self._saving is not None:
+            self._saving.leave()
         self._saver.withdraw()
         if self in self._engine.watchers:
             self._engine.watchers.remove(self)

@@ -79,5 +79,7 @@ class StepDestination:
     def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
         left: list[str] = []
         if os.path.lexists(folder.trash):
-            left = self._directory.remove_trash(folder.trash)
-        return left + self._retention.apply(self._directory, manifest.step)
+            left += self._directory.remove_trash(folder.trash)
+        left += self._retention.apply(self._directory, manifest.step)
+        self._directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
+        return left

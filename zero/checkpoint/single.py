@@ -65,9 +65,7 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
     assert saving is not None, "no rank skips it"
-    for why in optimizer.exchange(saving.known_cause().encode()):  # every rank has seen how it ended
-        if why:
-            saving.learn(why.decode())
+    saving.settle(optimizer.exchange(saving.outcome()))
     saver.withdraw()
     saving.remove_rest()
     saving.result()
