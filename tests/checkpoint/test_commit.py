@@ -14,6 +14,7 @@ import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,69 @@ def test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new
         assert save(1, overwrite=True) != first
 
     assert run_and_crash(tmp_path, monkeypatch, 1, saves) > 400
+
+
+@pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.by_default("1")
+def test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_the_newest(
+    world_size: int, tmp_path: Path
+) -> None:
+    """And none that was set aside is lost, neither by the crash nor by the next run."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    states: dict[int, tuple[dict[str, bytes | None], bool, str]] = {}
+    contents: dict[int, str] = {}
+    returned = threading.Event()
+
+    def crash(disk: Disk, call: Call) -> None:
+        for world in WORLDS:
+            tree = disk.tree(world)
+            small = {path: data for path, data in tree.items() if "/.tmp-" not in path or path.endswith("notes/nonce")}
+            states[zlib.crc32(repr((sorted(small.items()), returned.is_set())).encode())] = (
+                *(tree, returned.is_set(), f"a crash that keeps {world}, after {call}"),
+            )
+
+    def program(disk: Disk, transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        with CheckpointManager(root / "run", training.optimizer, max_to_keep=4) as checkpoints:
+            for step in (2, 4, 6, 8):
+                training.step(step)
+                saving = checkpoints.save(step, blocking=True)
+                assert saving is not None
+                contents[step] = saving.result()
+            checkpoints.restore(2)
+            training.step(3)
+            if transport.rank == 0:
+                disk.after = partial(crash, disk)
+            training.optimizer.exchange(b"")
+            saving = checkpoints.save(3)
+            assert saving is not None
+            contents[3] = saving.result(PATIENCE)
+            returned.set()
+            training.step(5)
+            checkpoints.save(5)
+            checkpoints.wait_until_finished()
+
+    with pytest.MonkeyPatch.context() as patch:
+        on_threads(world_size, partial(program, Disk(patch, root)))
+    assert len(states) > 15
+    for number, (tree, is_returned, where) in enumerate(states.values()):
+        left = tmp_path / str(number)
+        left.mkdir()
+        materialize(tree, left)
+        for _ in ("as the crash has left it", "after the next run has cleaned"):
+            newest = complete_steps(left / "run")[-1]
+            assert newest in ({3, 5} if is_returned else {3, 8}), where
+            there = [zero.open_checkpoint(path) for path in (left / "run").iterdir() if path.name[0] in "sa"]
+            for checkpoint in there:
+                checkpoint.verify()
+            found = {checkpoint.content for checkpoint in there}
+            assert {contents[step] for step in (2, 4, 6, 8, *([3] if is_returned else []))} <= found, where
+            lock = LockedDirectory(left / "run", "0" * 16)
+            lock.clean()
+            lock.close()
 
 
 def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(

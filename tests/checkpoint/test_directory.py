@@ -26,6 +26,7 @@ from zero import CheckpointError, CheckpointManager, ZeroOptimizer
 from zero.checkpoint import directory, files, holder
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.write.save_folder import SaveFolder
+from zero.commands.checkpoint.command import verify
 
 from ..warned import own
 from .saves import PATIENCE, Training, entries
@@ -408,6 +409,111 @@ def test_a_newest_checkpoint_that_is_broken_is_replaced_when_training_comes_to_i
             checkpoints.save(2)
     zero.open_checkpoint(tmp_path / "step-00000002").verify()
     assert entries(tmp_path) == names(1, 2)
+
+
+# -- a run that goes back ----------------------------------------------------------------------------------------------
+
+
+def names_aside(folder: Path) -> list[str]:
+    """Return the names of what was set aside, without the nonce."""
+    return [name.rpartition("-")[0] for name in entries(folder) if name.startswith("abandoned-")]
+
+
+def test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_aside_by_name(
+    tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    saved(tmp_path, optimizer, 2, 4, 6, 8)
+    content = zero.open_checkpoint(tmp_path / "step-00000008").content
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
+        checkpoints.restore(2)
+        with pytest.warns(RuntimeWarning, match="step-00000003 is the newest checkpoint now") as warned:
+            checkpoints.save(3, blocking=True)
+        (text,) = {str(found.message) for found in own(warned)}
+        aside = sorted(path for path in tmp_path.iterdir() if path.name.startswith("abandoned-"))
+        assert all(path.name in text for path in aside)
+        assert (checkpoints.all_steps(), checkpoints.latest_step()) == ([2, 3], 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (5, 6, 7):  # steps of the branch that was left are free
+                checkpoints.save(step, blocking=True)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 7
+    assert names_aside(tmp_path) == [f"abandoned-step-0000000{step}" for step in (4, 6, 8)], "retention counts none"
+    assert zero.load(aside[-1], optimizer).content == content
+    assert verify(aside[-1]) == 0
+    aside[-1].rename(tmp_path / "step-00000008")
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        assert checkpoints.all_steps() == [6, 7, 8]
+
+
+def test_a_step_that_was_set_aside_is_named_to_who_asks_for_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 2, 4)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="newest checkpoint now"):
+            checkpoints.save(3, blocking=True)
+        with pytest.raises(
+            CheckpointError, match=r"was set aside as .*abandoned-step-00000004-[0-9a-f]{16}.*zero\.load"
+        ):
+            checkpoints.restore(4)
+
+
+def test_only_checkpoints_are_set_aside(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 4, 5, 6)
+    break_one(tmp_path, 4)
+    (tmp_path / "step-00000005" / "state.safetensors").unlink()
+    (tmp_path / "step-00000006" / "thesis.txt").write_text("mine")
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-00000007" / "mine").touch()
+    (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000001")
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="newest checkpoint now"):
+            checkpoints.save(2, blocking=True)
+        assert checkpoints.latest_step() == 2
+    assert names_aside(tmp_path) == [f"abandoned-step-0000000{step}" for step in (4, 5, 6)]
+    assert {"step-00000007", "step-00000008"} <= set(entries(tmp_path))
+    assert len(list(tmp_path.glob("abandoned-step-00000006-*/thesis.txt"))) == 1
+
+
+def test_a_step_that_is_replaced_below_the_newest_is_the_newest(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 2, 4, 6)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.raises(FileExistsError, match="step-00000004 exists"):
+            checkpoints.save(4)
+        assert checkpoints.all_steps() == [2, 4, 6]
+        with pytest.warns(RuntimeWarning, match="abandoned-step-00000006-"):
+            checkpoints.save(4, {"n": 1}, blocking=True, overwrite=True)
+        assert checkpoints.all_steps() == [2, 4]
+    assert names_aside(tmp_path) == ["abandoned-step-00000006"]
+    assert zero.open_checkpoint(tmp_path / "step-00000004").state == {"n": 1}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_that_fails_sets_nothing_aside(
+    again: bool, tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rename fails, and ``again``: if the first one fails, too, that should undo the others."""
+    saved(tmp_path, optimizer, 2, 4, 6, 8)
+    rename = files.rename
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        for failing in range(5):  # 4, 6, 8, then 2, which is replaced, and the new one
+            left = [failing, 0] if again else [failing]
+
+            def fails(source: Path, target: Path, left: list[int] = left) -> None:
+                if source.parent == tmp_path and left:
+                    left[0] -= 1
+                    if left[0] < 0:
+                        del left[0]
+                        raise OSError(errno.EIO, "it fails")
+                rename(source, target)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(files, "rename", fails)
+                with pytest.raises(RuntimeError, match="it fails"):
+                    checkpoints.save(2, overwrite=True, blocking=True)
+            assert not left or failing == 0, "there was nothing to undo"
+            assert checkpoints.all_steps() == [2, 4, 6, 8]
+    assert entries(tmp_path) == names(2, 4, 6, 8)
 
 
 # -- retention ---------------------------------------------------------------------------------------------------------

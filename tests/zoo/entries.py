@@ -264,6 +264,7 @@ ENTRIES: dict[str, Entry] = {
     "P52": Entry("a run that saves has the bits and the messages of one that does not"),
     "P53": Entry("a newer version of the format is one error"),
     "P54": Entry("loaded at another precision, the wide weights and states are rounded once"),
+    "P60": Entry("a save makes its step the newest; a branch that a run has left is set aside by name, and never lost"),
     # laws of this library
     "L1": Entry("the plain loop's arithmetic: order of sums, true division, -0.0 for nothing, cuts that no sum sees"),
     "L2": Entry("a gradient or parameter that a rank shows is right, or it is loud"),

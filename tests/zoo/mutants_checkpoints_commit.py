@@ -174,7 +174,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.directory.steps_in",
-                "return dict(sorted({**replaced, **found}.items()))",
+                "return dict(sorted({**moved, **found}.items()))",
                 "return dict(sorted(found.items()))",
             ),
         ),
@@ -200,8 +200,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.directory.steps_in",
-                "step and entry.name == step_name(int(step[1]))",
-                'step and entry.name == f"step-{int(step[1])}"',
+                "entry.name == step_name(int(step[1]))",
+                'entry.name == f"step-{int(step[1])}"',
             ),
         ),
         (f"{DIRECTORY}::test_a_step_whose_name_is_written_otherwise_is_none",),
@@ -226,8 +226,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.StepDestination.commit",
-                "self._directory.check)",
-                "lambda: None)",
+                "self._directory.check, above)",
+                "lambda: None, above)",
             ),
         ),
         (f"{DIRECTORY}::test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit",),

@@ -7,6 +7,10 @@ Knows: names of folders, the lock, what a removal may touch. Does not know: how 
     .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
     .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
     .saved-<nonce>-<content>           a save of which other ranks may not know yet that it is complete
+    abandoned-step-00000300-<nonce>/   a step that was above the one that the save of this nonce has made the newest
+
+A save makes its step the newest. Before the rename that completes it, steps above it get their new names, which count
+only when that save is no longer under way: so that rename decides about all of them at once.
 
 Only rank 0 of the run that holds the lock renames and removes, and only what is known to be a checkpoint or a save:
 every entry has a name that this library gives, none is a symbolic link. Everything else is left, and reported.
@@ -42,6 +46,7 @@ _OURS = (
     re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
 )
+_ABANDONED = re.compile(r"abandoned-(step-\d{8,})-([0-9a-f]{16})")
 _SAVED = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}")
 _LOCK = ".lock"
 PATIENCE = 5.0  # seconds in which a worker that was replaced must end
@@ -72,19 +77,37 @@ def is_complete(folder: Path) -> bool:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the folders of the steps, in ascending order. A step that was being replaced is in its trash folder."""
+    """Return the folders of the steps, in ascending order.
+
+    A step that was being replaced is in its trash folder. One that a save was about to set aside has its new name.
+    """
     found: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
+    moved: dict[int, Path] = {}
+    under_way: set[str] = set()  # nonces of saves
+    aside: list[tuple[int, str, Path]] = []
     with suppress(FileNotFoundError):
         for entry in directory.iterdir():
             if entry.is_symlink() or not entry.is_dir():
                 continue
-            step, trash = _STEP.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
-            if step and entry.name == step_name(int(step[1])):
+            if (step := _STEP.fullmatch(entry.name)) and entry.name == step_name(int(step[1])):
                 found[int(step[1])] = entry
-            elif trash and (old := _STEP.fullmatch(trash[1])) and is_complete(entry):
-                replaced[int(old[1])] = entry
-    return dict(sorted({**replaced, **found}.items()))
+            elif (trash := _TRASH.fullmatch(entry.name)) and is_complete(entry):
+                moved[_number(trash[1])] = entry
+            elif temporary := _TEMPORARY.fullmatch(entry.name):
+                under_way.add(temporary[2])
+            elif abandoned := _ABANDONED.fullmatch(entry.name):
+                aside.append((_number(abandoned[1]), abandoned[2], entry))
+    moved.update((number, entry) for number, nonce, entry in aside if nonce in under_way)
+    return dict(sorted({**moved, **found}.items()))
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def set_aside(directory: Path, step: int) -> list[Path]:
+    """Return the folders of a step that saves of lower steps have set aside."""
+    return sorted(directory.glob(f"abandoned-{step_name(step)}-*"))
 
 
 def complete_steps(directory: Path) -> list[int]:
@@ -171,6 +194,8 @@ class LockedDirectory:
 
     def _clean(self, entry: Path) -> list[str]:
         temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
+        if temporary:
+            self._bring_back(temporary[2])
         if is_probe(entry) or (_SAVED.fullmatch(entry.name) and _is_empty_file(entry)):
             files.remove(entry)
         elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
@@ -183,6 +208,27 @@ class LockedDirectory:
             if os.path.lexists(entry):
                 return [f"{entry} is left, because nothing in it shows that it is a checkpoint or a save"]
         return []
+
+    def _bring_back(self, nonce: str) -> None:
+        """Give the steps their names back that a save was about to set aside, which was not completed."""
+        moved = [(found[1], entry) for entry in self.path.iterdir() if (found := _ABANDONED.fullmatch(entry.name))]
+        moved = [(name, entry) for name, entry in moved if entry.name.endswith(nonce)]
+        for name, entry in moved:
+            if not os.path.lexists(self.path / name):
+                files.rename(entry, self.path / name)
+        if moved:
+            files.sync_folder(self.path)  # before the folder of that save is removed
+
+    def above(self, step: int, nonce: str) -> list[tuple[Path, Path]]:
+        """Return the checkpoints of higher steps, with the names that they get if the save of ``nonce`` is complete."""
+        found: list[tuple[Path, Path]] = []
+        for number, folder in steps_in(self.path).items():
+            if number > step and (is_complete(folder) or _has_manifest(folder)):
+                home = self.path / step_name(number)
+                if folder != home:  # a save that failed has left it under another name
+                    files.rename(folder, home)
+                found.append((home, self.path / f"abandoned-{home.name}-{nonce}"))
+        return found
 
     def remove(self, steps: Iterable[int]) -> list[str]:
         """Remove these steps. Return, as text, what was left instead. A crash leaves a trash folder for `clean`."""

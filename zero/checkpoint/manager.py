@@ -113,7 +113,7 @@ class CheckpointManager:
         """Save a checkpoint. All ranks, with equal arguments, between two steps.
 
         Args:
-            step: its number, at least 0.
+            step: its number, at least 0. It becomes the newest: higher steps are set aside, with a warning.
             state: what training needs beside model and optimizer, equal on all ranks: schedulers, a `GradScaler`, any
                 object with ``state_dict``, and plain values. Restored at any number of ranks.
             rank_state: this rank's own. Restored at the same number of ranks, or by ``reshard``.
