@@ -234,7 +234,7 @@ class Disk:
         if name == "reserve":
             node.data.extend(bytes(max(0, arguments[0] - len(node.data))))
         elif name == "overwrite":
-            node.data[:] = arguments[0]
+            node.data[:] = arguments[0].ljust(len(node.data))
         elif name == "write_at":
             data, offset = arguments
             node.data.extend(bytes(max(0, offset + len(data) - len(node.data))))

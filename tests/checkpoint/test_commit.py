@@ -124,6 +124,7 @@ def run_and_crash(
     return witness.check(tmp_path / "crashes", "run")
 
 
+@pytest.mark.assumes("fsync")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.by_default("2")
 def test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost(
@@ -136,6 +137,7 @@ def test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost(
     assert run_and_crash(tmp_path, monkeypatch, world_size, saves) > 400
 
 
+@pytest.mark.assumes("fsync")
 def test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +149,7 @@ def test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new
     assert run_and_crash(tmp_path, monkeypatch, 1, saves) > 400
 
 
+@pytest.mark.assumes("flock", "fsync")
 @pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.by_default("1")
@@ -210,6 +213,7 @@ def test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_t
             lock.close()
 
 
+@pytest.mark.assumes("fsync")
 def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +250,7 @@ def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
             zero.open_checkpoint(steps_in(left / "run")[step]).verify()
 
 
+@pytest.mark.assumes("flock", "fsync")
 @pytest.mark.parametrize("assets", [False, True])
 def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(assets: bool, tmp_path: Path) -> None:
     states: dict[int, tuple[dict[str, bytes | None], str, Call]] = {}
@@ -281,6 +286,7 @@ def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(
         assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))]
 
 
+@pytest.mark.assumes("fsync")
 def test_everything_is_synced_before_the_rename_and_the_rename_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +346,7 @@ def test_no_file_is_executable(tmp_path: Path) -> None:
     assert not [path for path in files_of if path.stat().st_mode & 0o111]
 
 
+@pytest.mark.assumes("fsync")
 def test_a_folder_that_is_made_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
     files.make_folders(tmp_path / "a" / "b")
@@ -512,6 +519,7 @@ def test_a_rank_that_can_read_nothing_knows_that_the_save_is_complete(
     assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
 
 
+@pytest.mark.assumes("no warning")
 def test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

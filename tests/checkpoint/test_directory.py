@@ -23,12 +23,14 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import directory, files, holder
+from zero.checkpoint import files, holder
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.lock import LOCK
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
 from ..warned import own
+from .file_systems import Module
 from .saves import PATIENCE, Training, entries
 
 
@@ -123,7 +125,7 @@ def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: Zer
 def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does(
     job: str, later: str, is_stopped: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "PATIENCE", PATIENCE if taken else 0.3)
+    monkeypatch.setattr("zero.checkpoint.lock.PATIENCE", PATIENCE if taken else 0.3)
     told, tell = os.pipe()
 
     def lock(name: str, then: Callable[[], object]) -> int:
@@ -172,6 +174,7 @@ def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one
         assert holder.Holder.unpack(text).is_older_worker_of_this_job() is expected
 
 
+@pytest.mark.assumes("flock")
 @pytest.mark.parametrize("how", ["replaced", "removed"])
 def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
     how: str, tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
@@ -192,6 +195,7 @@ def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
         new.close()
 
 
+@pytest.mark.assumes("flock")
 def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +215,7 @@ def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
     assert entries(tmp_path) == names(1)
 
 
+@pytest.mark.assumes("flock")
 def test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoints(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +233,106 @@ def test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoi
         old.save(2, blocking=True)
     old.close()
     assert entries(tmp_path) == names(1, 2)
+
+
+# -- a folder that is removed ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes_it_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    reason = r"rank 0 could not save .*/run/step-0000000\d: .*/run was removed.*: make it again, and saves go on"
+
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(run, training.optimizer)
+
+        def on_rank_0(act: Callable[[], object]) -> None:
+            training.optimizer.exchange(b"")
+            if transport.rank == 0:
+                act()
+            training.optimizer.exchange(b"")
+
+        checkpoints.save(1, blocking=True)
+        on_rank_0(lambda: shutil.rmtree(run))
+        for _ in range(2):
+            saving = checkpoints.save(2)
+            assert saving is not None
+            saving.wait()
+            training.step(1)
+            with pytest.raises(RuntimeError, match=reason):
+                saving.result()
+        assert (checkpoints.all_steps(), checkpoints.restore(), run.exists()) == ([], None, False)
+        on_rank_0(run.mkdir)
+        checkpoints.save(3, blocking=True)
+        if transport.rank == 0:
+            with pytest.raises(
+                ValueError, match=r"this process: a CheckpointManager that was not closed\) still trains"
+            ):
+                LockedDirectory(run, "0" * 16)
+        training.optimizer.exchange(b"")
+        checkpoints.close()
+        return training.optimizer.check_replicas()
+
+    with pytest.warns(RuntimeWarning, match=f"has failed, and training goes on: {reason}; the next save tries again"):
+        assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+    assert entries(run) == names(3)
+
+
+def test_a_folder_that_is_removed_while_a_save_is_under_way_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, run = SaveFolder.collect, tmp_path / "run"
+
+    def removed(this: SaveFolder) -> object:
+        shutil.rmtree(run)
+        return collect(this)
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        checkpoints = CheckpointManager(run, training.optimizer)
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveFolder, "collect", removed)
+            saving = checkpoints.save(1)
+            assert saving is not None
+            saving.wait()
+        with pytest.raises(RuntimeError, match=r"rank 0 could not save .*/run was removed \(.*: make it again"):
+            checkpoints.close()
+
+    on_threads(2, program, timeout=PATIENCE)
+    assert entries(tmp_path) == []
+
+
+def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    run = tmp_path / "run"
+    old = CheckpointManager(run, optimizer)
+    shutil.rmtree(run)
+    with CheckpointManager(run, Training(None, 0).optimizer) as new:
+        with pytest.raises(ValueError, match="still trains into"):
+            old.save(1)
+        new.save(2, blocking=True)
+        old.close()
+    assert entries(run) == names(2)
+
+
+def test_a_disk_that_fails_when_the_lock_is_looked_at_fails_the_save_and_not_the_training(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr("zero.checkpoint.lock.os", Module(os, {"stat": fails_on_lock}))
+            saving = checkpoints.save(1)
+            assert saving is not None
+            with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):
+                saving.result(PATIENCE)
+        checkpoints.save(2, blocking=True)
+    assert entries(tmp_path) == names(2)
+
+
+def fails_on_lock(path: Path, **options: Any) -> os.stat_result:
+    if path.name == LOCK:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return os.stat(path, **options)
 
 
 # -- what earlier runs have left ---------------------------------------------------------------------------------------
@@ -254,6 +359,7 @@ def left_under_way(folder: Path) -> None:
     (folder / "state.safetensors").touch()
 
 
+@pytest.mark.assumes("no warning")
 def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path, optimizer, 1, 2, 3)
     left_under_way(tmp_path / f".tmp-step-00000009-{NONCE}")
@@ -265,7 +371,8 @@ def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: 
     (tmp_path / "step-00000002").rename(tmp_path / f".trash-step-00000002-{NONCE}")
     (tmp_path / f".trash-step-00000002-{NONCE}" / "state.safetensors").unlink()  # half removed
     (tmp_path / f".trash-step-00000007-{NONCE}").mkdir()
-    (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 0, 3]))
+    (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 1, 0, 2, 3]))
+    (tmp_path / f".probe-{NONCE}.1").write_bytes(bytes([2, 2]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CheckpointManager(tmp_path, optimizer).close()
@@ -419,6 +526,7 @@ def names_aside(folder: Path) -> list[str]:
     return [name.rpartition("-")[0] for name in entries(folder) if name.startswith("abandoned-")]
 
 
+@pytest.mark.assumes("no warning")
 def test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_aside_by_name(
     tmp_path: Path, optimizer: ZeroOptimizer
 ) -> None:
@@ -552,6 +660,7 @@ def test_what_is_left_of_other_saves_is_not_counted_as_kept(tmp_path: Path, opti
     assert entries(tmp_path) == [".lock", foreign.name, "step-00000002", "step-00000003"]
 
 
+@pytest.mark.assumes("no warning")
 def test_a_checkpoint_that_the_user_has_removed_is_not_missed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     with (
         CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints,
@@ -647,6 +756,7 @@ def test_the_checkpoint_that_was_resumed_from_stays_until_the_next_commit(
         assert checkpoints.all_steps() == [4]
 
 
+@pytest.mark.assumes("flock")
 def test_the_lock_says_who_holds_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     with CheckpointManager(tmp_path / "a" / "b", optimizer):
         found = json.loads((tmp_path / "a" / "b" / ".lock").read_text())

@@ -208,6 +208,34 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(
     on_threads(2, program)
 
 
+@pytest.mark.parametrize("path", ["/", ".."])
+@pytest.mark.by_default
+def test_a_path_without_a_name_is_refused_on_every_rank(path: str, tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        with pytest.raises(ValueError, match=r"path is '.*', which no checkpoint can have as its name: name a folder"):
+            zero.save(path if transport.rank == 1 else tmp_path / "saved", Training(transport, 0).optimizer)
+
+    on_threads(2, program, timeout=PATIENCE)
+    with pytest.raises(ValueError, match=r"name a folder inside it"):
+        zero.save(path, Training(None, 0).optimizer)
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_folders_above_a_checkpoint_are_made(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def program(transport: Transport) -> None:
+        optimizer = Training(transport, 1).optimizer
+        zero.save(tmp_path / "a" / "b" / "saved", optimizer)
+        with pytest.raises(ValueError, match=r"/file/b cannot be written on host \S+: .*File exists: '.*/file'"):
+            zero.save(tmp_path / "file" / "b" / "saved", optimizer)
+
+    on_threads(world_size, program)
+    assert (entries(tmp_path), entries(tmp_path / "a" / "b")) == (["a", "file"], ["saved"])
+    zero.open_checkpoint(tmp_path / "a" / "b" / "saved").verify()
+
+
 def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,10 +273,11 @@ def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
     assert entries(tmp_path / "run") == [".lock"]
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_folder_that_loses_what_a_rank_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_at = files.write_at
     monkeypatch.setattr(
-        files, "write_at", lambda n, data, at: None if at == 1 and len(data) == 1 else write_at(n, data, at)
+        files, "write_at", lambda n, data, at: None if at == 3 and len(data) == 1 else write_at(n, data, at)
     )
 
     def program(transport: Transport) -> None:
@@ -341,6 +370,7 @@ def waiting(folder: Path, script: Callable[[float], None], monkeypatch: pytest.M
     return SaveFolder(folder / "step-00000001", "0" * 16, 1, 2, timeout=10.0), clock
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_waits_as_long_as_the_others_write_and_not_longer_than_the_group_s_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +388,7 @@ def test_a_rank_waits_as_long_as_the_others_write_and_not_longer_than_the_group_
         SaveFolder(tmp_path / "step-00000001", "0" * 16, 0, 2, timeout=10.0).collect()
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_that_is_told_of_a_failure_waits_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, clock = waiting(tmp_path, lambda now: folder.abandon("rank 0 is gone", 5) if now > 1 else None, monkeypatch)
     with pytest.raises(SaveError, match="rank 0 is gone"):
@@ -365,6 +396,7 @@ def test_a_rank_that_is_told_of_a_failure_waits_no_longer(tmp_path: Path, monkey
     assert 6 < clock.now < 6.1
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

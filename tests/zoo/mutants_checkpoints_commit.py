@@ -138,8 +138,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.files.create",
-                "            reserve(number, nbytes)\n",
-                "            os.ftruncate(number, nbytes)\n",
+                "not nbytes or reserve(number, nbytes)",
+                "not nbytes or os.ftruncate(number, nbytes) is None",
             ),
         ),
         (f"{FULL}::test_a_full_disk_is_found_before_a_byte_is_written_and_says_how_much_is_missing",),
@@ -212,8 +212,8 @@ MUTANTS = (
         "A second run, or an orphan of the last one, writes into the folder, too.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory.__init__",
-                "not files.lock(self._number) and not self._take_from_replaced_worker()",
+                "zero.checkpoint.lock._Flock.take",
+                "not files.lock(self._number)",
                 "not files.lock(self._number) and self._number < 0",
             ),
         ),
@@ -238,7 +238,7 @@ MUTANTS = (
         "A forked child, a worker of a data loader say, holds the lock after its parent has ended: no run can go on.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory.__init__",
+                "zero.checkpoint.lock.FolderLock.__init__",
                 "        os.register_at_fork(after_in_child=self._closing)\n",
                 "",
             ),
@@ -335,9 +335,9 @@ MUTANTS = (
         (
             Edit(
                 f"{FOLDER}.make_files",
-                '        files.sync_file(self._note("nonce"))\n        files.sync_folder(self.temporary / NOTES)\n'
-                "        files.sync_folder(self.temporary)\n",
-                "",
+                '            files.sync_file(self._note("nonce"))\n        files.sync_folder(self.temporary / NOTES)\n'
+                "        if not files.sync_folder(self.temporary):\n",
+                "            assert self.nonce\n        if not self.nonce:\n",
             ),
         ),
         (LEFT,),

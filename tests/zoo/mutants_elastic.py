@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 LOCK = "checkpoint/test_directory.py::test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does"
-TAKE = "zero.checkpoint.directory.LockedDirectory._take_from_replaced_worker"
+TAKE = "zero.checkpoint.lock.FolderLock._take"
 ELASTIC = "commands/test_elastic.py"
 
 MUTANTS = (

@@ -2,7 +2,7 @@
 
 Knows: names of folders, the lock, what a removal may touch. Does not know: how a checkpoint is written or read.
 
-    .lock                              held by the run that writes here (flock): host, pid, nonce of the run, and job
+    .lock, .lease                      see `lock`
     step-00000100/                     exists if and only if it is complete
     .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
     .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
@@ -21,10 +21,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import signal
 import stat
-import time
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +30,7 @@ from ..core.statetree import FormatError
 from . import files
 from .format.manifest import LONGEST, NAME, Manifest, VersionError
 from .format.names import COPIED, NOTES, copied_in
-from .holder import STOPPED, Holder
+from .lock import FolderLock
 from .visibility import is_probe
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -45,13 +42,10 @@ _OURS = (
     re.compile(r"ranks(/rank-\d{5,}\.safetensors)?"),
     re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
+    re.compile(r"parts(/rank-\d{5,})?"),
 )
 _ABANDONED = re.compile(r"abandoned-(step-\d{8,})-([0-9a-f]{16})")
 _SAVED = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}")
-_LOCK = ".lock"
-PATIENCE = 5.0  # seconds in which a worker that was replaced must end
-_GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
-_PAUSE = 0.05  # seconds between two tries
 
 
 def step_name(step: int) -> str:
@@ -123,61 +117,22 @@ class LockedDirectory:
         self.path = directory
         self._unremoved: set[Path] = set()  # of this run
         files.make_folders(directory)
-        self._number = files.open_lock(directory / _LOCK)
-        self._closing = weakref.finalize(self, files.close, self._number)  # also if nobody calls `close`
-        try:
-            if not files.lock(self._number) and not self._take_from_replaced_worker():
-                raise ValueError(f"{self._holder()} still trains into {directory}: stop it, or use another folder")
-            files.overwrite(self._number, Holder.me(nonce).pack())
-            self.check()
-        except BaseException:
-            self.close()
-            raise
-        # a forked child, a worker of a data loader say, must not hold the lock after us
-        os.register_at_fork(after_in_child=self._closing)
+        self._lock = FolderLock(directory, nonce)
 
-    def _holder(self) -> Holder:
-        text = bytearray(4096)
-        count = files.read_at(self._number, memoryview(text), 0)
-        return Holder.unpack(bytes(text[:count]))
-
-    def _take_from_replaced_worker(self) -> bool:
-        """Take the lock from a worker of this job that this process replaces. Return whether it is taken.
-
-        The worker may be about to leave, and has some seconds for it. One that is stopped would hold the lock for ever,
-        and write once it is continued: it is killed.
-        """
-        begin = time.monotonic()
-        while not files.lock(self._number):
-            holder = self._holder()
-            state = holder.state()
-            older = holder.is_older_worker_of_this_job()
-            if state and not older:
-                return False
-            if time.monotonic() - begin > (PATIENCE if state else _GONE):
-                return files.lock(self._number)  # its holder may have ended just now
-            if older and state == STOPPED:
-                with suppress(ProcessLookupError):
-                    os.kill(holder.pid, signal.SIGKILL)
-            time.sleep(_PAUSE)
-        return True
+    @property
+    def remark(self) -> str | None:
+        """What is weaker here than a lock of the kernel; None if it is one."""
+        return self._lock.remark
 
     def check(self) -> None:
-        """Raise `RuntimeError` if this run does not hold the lock any more: the file was removed or replaced."""
-        try:
-            there = os.stat(self.path / _LOCK, follow_symlinks=False)
-            mine = os.fstat(self._number)
-        except OSError as error:
-            raise RuntimeError(f"{self.path / _LOCK} is gone: this run may not write here any more") from error
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            raise RuntimeError(f"{self.path / _LOCK} belongs to another run: this one may not write here any more")
+        """Raise an error unless this run holds the lock; see `FolderLock.check`."""
+        self._lock.check()
 
     def close(self) -> None:
         """Give up the lock."""
-        if self._closing.alive:
-            with suppress(OSError, RuntimeError):
-                self.remove([])
-            self._closing()
+        with suppress(OSError, RuntimeError, ValueError):
+            self.remove([])
+        self._lock.close()
 
     def clean(self) -> list[str]:
         """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
@@ -226,6 +181,7 @@ class LockedDirectory:
             if number > step and (is_complete(folder) or _has_manifest(folder)):
                 home = self.path / step_name(number)
                 if folder != home:  # a save that failed has left it under another name
+                    self.check()
                     files.rename(folder, home)
                 found.append((home, self.path / f"abandoned-{home.name}-{nonce}"))
         return found

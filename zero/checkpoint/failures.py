@@ -24,6 +24,7 @@ class Failures:
         self._directory = directory
         self._told: Saving | None = None
         self._in_a_row = 0
+        self._weaker: set[str] = set()  # what was said of the file system
 
     def hear(self, saving: Saving, reports: Sequence[Mapping[str, str]]) -> None:
         """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step."""
@@ -37,8 +38,10 @@ class Failures:
     def note(self, saving: Saving) -> None:
         """Take note of how a save has ended, and warn if it has failed. It must be over."""
         remarks, saving.remarks = saving.remarks, []
-        for remark in remarks:
-            warn_caller(remark)
+        weaker = [text for text in saving.weaker if text not in self._weaker]
+        self._weaker.update(weaker)
+        for text in (*weaker, *remarks):
+            warn_caller(text)
         if saving.error is None:
             self._in_a_row = 0
         elif not isinstance(saving.error, UnseenError):
@@ -52,10 +55,10 @@ class Failures:
             return
         self._told = saving
         self._in_a_row += 1
+        there = f"; older checkpoints in {self._directory} are as they were" if self._directory.is_dir() else ""
         warn_caller(
-            f"the save of step {saving.step} has failed, and training goes on: {why}; older checkpoints in "
-            f"{self._directory} are as they were; the next save tries again: remove the cause, since {MOST} failures "
-            "in a row are an error"
+            f"the save of step {saving.step} has failed, and training goes on: {why}{there}; the next save tries "
+            f"again: remove the cause, since {MOST} failures in a row are an error"
         )
 
     def third(self, saving: Saving | None) -> SaveError | None:

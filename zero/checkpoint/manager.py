@@ -18,6 +18,7 @@ from collectives import Kind, Tag
 from ..optimizer import ZeroOptimizer
 from .directory import LockedDirectory, complete_steps, step_name
 from .failures import Failures
+from .lacks import no_writes_in_place
 from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
@@ -86,7 +87,9 @@ class CheckpointManager:
         except Exception as error:
             problem = str(error)
         try:
-            check_visible(optimizer, self.directory, problem)
+            self._in_parts = check_visible(optimizer, self.directory, problem)
+            if self._in_parts and optimizer.rank == 0:
+                warn_caller(no_writes_in_place(self.directory))
         except BaseException:
             self._unlock()
             raise
@@ -96,7 +99,8 @@ class CheckpointManager:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
         if self._optimizer.rank == 0:
             self._lock = LockedDirectory(self.directory, secrets.token_hex(8))
-            for text in self._lock.clean():
+            remark = self._lock.remark
+            for text in (*([] if remark is None else [remark]), *self._lock.clean()):
                 warn_caller(text)
 
     # -- save ---------------------------------------------------------------------------------------------------------
@@ -152,6 +156,7 @@ class CheckpointManager:
             staging_bytes=self._staging_bytes,
             max_shard_bytes=self._max_shard_bytes,
             assets=assets,
+            in_parts=self._in_parts,
             problem=problem,
         )
         lock = self._lock

@@ -9,6 +9,7 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
         notes/failed                why there will be no checkpoint
+        parts/rank-00000 ...        see `part_writer`
 Ranks need no message for it, so a thread of each can do it while others train. A rank waits for another one as long as
 something in the folder changes. If rank 0 gives up and cannot even leave a note, it removes the folder.
 
@@ -29,7 +30,10 @@ from .. import files
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
+from ..lacks import no_room_reserved, no_sync_of_folders
+from .chunk_writer import ChunkWriter, Writer
 from .commit import Commit, announced_content, nonce_and_content, trash_of
+from .part_writer import PARTS, PartFragment, PartWriter, put_together
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
@@ -55,13 +59,19 @@ class LateError(SaveError):
 class SaveFolder:
     """One save, on one rank."""
 
-    def __init__(self, target: Path, nonce: str, rank: int, world_size: int, timeout: float) -> None:
-        """``target``: the checkpoint's folder. ``timeout``: seconds for which a rank waits while nothing changes."""
+    def __init__(
+        self, target: Path, nonce: str, rank: int, world_size: int, timeout: float, *, in_parts: bool = False
+    ) -> None:
+        """``target``: the checkpoint's folder. ``timeout``: seconds for which a rank waits while nothing changes.
+
+        ``in_parts``: ranks cannot write into one file.
+        """
         self.target, self.nonce = target, nonce
         self.temporary = target.with_name(f".tmp-{target.name}-{nonce}")
         self.trash = trash_of(target, nonce)
+        self.weaker: list[str] = []  # on rank 0, what this file system lacks, and what follows from it
         self._commit = Commit(self.temporary, target, nonce, announces=world_size > 1)
-        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self._rank, self._world_size, self._timeout, self._in_parts = rank, world_size, timeout, in_parts
         self._abandoned: tuple[str, float] | None = None
 
     def abandon(self, why: str, after: float = 0.0) -> None:
@@ -74,35 +84,38 @@ class SaveFolder:
         """Create the folder. Raises `OSError`."""
         files.make_folder(self.temporary)
         files.make_folder(self.temporary / NOTES)
-        files.put_note(self._note("nonce"), self.nonce.encode())
+        files.put_note(self._note("nonce"), self.nonce.encode(), synced=self._in_parts)
 
     def make_files(self, sizes: Mapping[str, int]) -> None:
         """Create all files with room for their bytes. Raises `SaveError` if the disk is full."""
-        files.sync_file(self._note("nonce"))
+        if not self._in_parts:  # else it was synced at once, since it cannot be opened again to be written
+            files.sync_file(self._note("nonce"))
         files.sync_folder(self.temporary / NOTES)
-        files.sync_folder(self.temporary)
+        if not files.sync_folder(self.temporary):
+            self.weaker.append(no_sync_of_folders(self.target.parent))
         if copied := [path for path in sizes if is_copied(path)]:
-            files.put_note(self._note(COPIED), json.dumps(copied).encode())
-            files.sync_file(self._note(COPIED))
+            files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
             files.sync_folder(self.temporary / NOTES)
-        for folder in _folders(sizes):
+        for folder in (*_folders(sizes), *([Path(PARTS)] if self._in_parts else [])):
             files.make_folder(self.temporary / folder)
+        now = {} if self._in_parts else sizes
         try:
-            for path, nbytes in sizes.items():
-                files.create(self.temporary / path, nbytes)
+            reserved = [files.create(self.temporary / path, nbytes) for path, nbytes in now.items()]
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            disk = os.statvfs(self.target.parent)
             raise SaveError(
                 f"rank 0 could not save {self.target}: the disk is full ({error.strerror}): the checkpoint needs "
-                f"{sum(sizes.values()):,} bytes, and {disk.f_bavail * disk.f_frsize:,} are free"
+                f"{sum(sizes.values()):,} bytes{_free(self.target.parent)}"
             ) from error
+        if not all(reserved):
+            self.weaker.append(no_room_reserved(self.target.parent))
         files.put_note(self._note("ready"), b"")
 
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
+        kind = PartFragment if self._in_parts else Fragment
         done: set[str] = set()
 
         def all_done() -> bool:
@@ -112,7 +125,7 @@ class SaveFolder:
                 if name.endswith(".done") and name not in done:
                     done.add(name)
                     for path, fragments in json.loads(_read(self._note(name)) or b"{}").items():
-                        found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
+                        found.setdefault(path, []).extend(kind(*fragment) for fragment in fragments)
             return len(done) == self._world_size
 
         def missing() -> str:
@@ -121,6 +134,11 @@ class SaveFolder:
 
         self._wait(all_done, missing)
         return found
+
+    def put_together(self, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
+        """Make the files from what ranks have written, unless they have written it into the files."""
+        if self._in_parts:
+            put_together(self.temporary, paths, fragments)
 
     def commit(
         self,
@@ -141,7 +159,8 @@ class SaveFolder:
                 names. Until the last rename, whoever knows this save for unfinished takes them by their old names.
         """
         files.write_new(self.temporary / NAME, manifest.to_bytes())
-        files.sync_files([self.temporary / path for path in manifest.files])
+        if not self._in_parts:
+            files.sync_files([self.temporary / path for path in manifest.files])
         for folder in (*_folders(manifest.files), Path()):
             files.sync_folder(self.temporary / folder)
         for note in sorted((self.temporary / NOTES).iterdir()):  # after a crash the manifest names the nonce now
@@ -213,9 +232,15 @@ class SaveFolder:
 
         self._wait(ready, lambda: f"rank 0 did not make the files of {self.target} in time")
 
+    def writer(self, block_bytes: int) -> Writer:
+        """Return what writes this rank's chunks."""
+        if self._in_parts:
+            return PartWriter(self.temporary, self._rank, block_bytes)
+        return ChunkWriter(self.temporary, block_bytes)
+
     def report_done(self, fragments: Mapping[str, Sequence[Fragment]]) -> None:
         """Leave the checksums of what this rank has written."""
-        told = {path: [(f.begin, f.length, f.crc32) for f in found] for path, found in fragments.items()}
+        told = {path: [fragment.packed() for fragment in found] for path, found in fragments.items()}
         files.put_note(self._note(f"rank-{self._rank:05d}.done"), json.dumps(told).encode())
 
     def report_failed(self, why: str) -> None:
@@ -311,7 +336,14 @@ def _folders(paths: Iterable[str]) -> list[Path]:
     return sorted(found, key=lambda folder: (len(folder.parts), folder))
 
 
-def _try(call: Callable[[Path], None], path: Path) -> None:
+def _free(folder: Path) -> str:
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        return f", and {disk.f_bavail * disk.f_frsize:,} are free"
+    return ""
+
+
+def _try(call: Callable[[Path], object], path: Path) -> None:
     with suppress(OSError):
         call(path)
 

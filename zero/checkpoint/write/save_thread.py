@@ -24,7 +24,6 @@ from typing import Protocol
 from ..format.checksums import Fragment, block_sums
 from ..format.extents import Chunk
 from ..format.manifest import FileSums, Manifest
-from .chunk_writer import ChunkWriter
 from .save_folder import GivenUpError, LateError, SaveError, SaveFolder, UnseenError
 from .snapshot import Snapshot
 
@@ -151,6 +150,11 @@ class Saving:
             self.blocked_ms += 1000 * (time.perf_counter() - began)
 
     @property
+    def weaker(self) -> list[str]:
+        """What the file system lacks, and what is weaker for it. On rank 0."""
+        return self._folder.weaker
+
+    @property
     def nonce(self) -> str:
         """What distinguishes this save from every other one."""
         return self._folder.nonce
@@ -240,7 +244,10 @@ class Saving:
                 pass
         if isinstance(error, SaveError):
             return error
-        told = SaveError(f"rank {self._rank} could not save {self.path}: {type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and not self.path.parent.is_dir():
+            text = f"{self.path.parent} was removed ({text}): make it again, and saves go on"
+        told = SaveError(f"rank {self._rank} could not save {self.path}: {text}")
         told.__cause__ = error
         return told
 
@@ -251,7 +258,7 @@ class Saving:
             folder.make_files(plan.sizes)
         else:
             folder.wait_until_ready()
-        writer = ChunkWriter(folder.temporary, plan.block_bytes)
+        writer = folder.writer(plan.block_bytes)
         try:
             for path, data in plan.heads.items():
                 writer.write_bytes(path, data)
@@ -264,7 +271,9 @@ class Saving:
         if self._destination is None:
             self._content = folder.wait_until_committed()
             return None
-        manifest = plan.manifest(sums_of(folder.collect(), plan.sizes, plan.block_bytes))
+        fragments = folder.collect()
+        manifest = plan.manifest(sums_of(fragments, plan.sizes, plan.block_bytes))
+        folder.put_together(list(plan.sizes), fragments)
         self._destination.commit(folder, manifest)
         self._content = manifest.content
         return manifest
