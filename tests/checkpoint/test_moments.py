@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from collectives import CollectiveError, Transport, on_threads
@@ -23,6 +24,7 @@ from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
+from zero.checkpoint.write.whole import WholeContents, write_whole
 
 from ..pool import GROUP_TIMEOUT, GlooPool
 from ..small import blocks
@@ -206,6 +208,27 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(
         CheckpointManager(tmp_path, training.optimizer).close()
 
     on_threads(2, program)
+
+
+def test_a_tensor_cannot_have_the_name_that_a_safetensors_file_keeps_for_itself(tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=transport)
+        words = "a parameter or a buffer of the name '__metadata__', which a safetensors file keeps .*: give it another"
+        with CheckpointManager(tmp_path / "run", optimizer) as checkpoints, pytest.raises(ValueError, match=words):
+            checkpoints.save(1)
+        with pytest.raises(ValueError, match=words):
+            zero.save(tmp_path / "saved", optimizer)
+        optimizer.close()
+        model[0].register_parameter("__metadata__", model._parameters.pop("__metadata__"))
+        zero.save(tmp_path / "below", ZeroOptimizer(model, torch.optim.SGD, process_group=transport))
+
+    on_threads(2, program)
+    assert entries(tmp_path) == ["below", "run"]
+    assert zero.open_checkpoint(tmp_path / "below").model_state_dict()["0.__metadata__"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="one is called '__metadata__'"):
+        write_whole(tmp_path / "imported", WholeContents({"__metadata__": torch.ones(2)}))
 
 
 @pytest.mark.parametrize("path", ["/", ".."])
