@@ -556,20 +556,56 @@ def test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_
     assert entries(tmp_path) == ["run", "saved"]
 
 
+def test_a_rank_that_is_interrupted_when_the_save_is_complete_fails_it_for_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = SaveFolder.wait_until_committed
+
+    def interrupted(this: SaveFolder) -> str:
+        wait(this)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", interrupted)
+    warned: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        "zero.checkpoint.failures.warn_caller",
+        lambda text: warned.setdefault(threading.current_thread().name, []).append(text),
+    )
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(tmp_path, training.optimizer)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
+        training.step(1)  # rank 1 reports its interrupt
+        assert (saving.error is None) == (transport.rank == 0)
+        if transport.rank == 0:
+            assert saving.result() == zero.open_checkpoint(tmp_path / "step-00000001").content
+            assert threading.current_thread().name not in warned
+        with suppress(RuntimeError):
+            checkpoints.close()
+
+    on_threads(2, program, timeout=PATIENCE)
+
+
 def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NFS may send a rename twice, and reports that the second one found nothing."""
+    """NFS may send a rename twice, and reports that the second one found nothing. So for the notes of ranks."""
     rename = files.rename
 
     def twice(source: Path, target: Path) -> None:
         rename(source, target)
-        if target.name.startswith("step-"):
-            rename(source, target)
+        rename(source, target)
+
+    def program(transport: Transport) -> None:
+        with CheckpointManager(tmp_path, Training(transport, 1).optimizer) as checkpoints:
+            checkpoints.save(1, blocking=True)
 
     monkeypatch.setattr(files, "rename", twice)
-    with CheckpointManager(tmp_path, Training(None, 1).optimizer) as checkpoints:
-        checkpoints.save(1, blocking=True)
+    on_threads(2, program, timeout=PATIENCE)
     assert entries(tmp_path) == [".lock", "step-00000001"]
 
 

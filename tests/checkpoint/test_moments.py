@@ -489,10 +489,10 @@ def leaves(group: Any, rank: int, folder: str, how: str) -> tuple[str, float]:
     victim = 0 if how == "dies after the rename" else 1
     sync_folder = files.sync_folder
 
-    def dies(path: Path) -> None:
+    def dies(path: Path) -> bool:
         if (Path(folder) / "step-00000002").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        sync_folder(path)
+        return sync_folder(path)
 
     def never(*_: Any) -> None:
         threading.Event().wait()

@@ -27,10 +27,13 @@ class Failures:
         self._weaker: set[str] = set()  # what was said of the file system
 
     def hear(self, saving: Saving, reports: Sequence[Mapping[str, str]]) -> None:
-        """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step."""
+        """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step.
+
+        A rank that knows it to be complete does not: rank 0 has decided before the other one was interrupted, say.
+        """
         name = REPORT.format(nonce=saving.nonce)
         found = [report[name] for report in reports if name in report]
-        if found:
+        if found and not (saving.done() and saving.error is None):
             why = min(found, key=lambda text: text.startswith(LATE)).removeprefix(LATE)
             saving.learn(why)
             self._warn(saving, why)

@@ -178,7 +178,11 @@ def put_note(path: Path, data: bytes, *, synced: bool = False) -> None:
         write_at(number, data, 0)
         if synced:
             sync(number)
-    rename(beside, path)
+    try:
+        rename(beside, path)
+    except OSError:
+        if exists(beside) or not exists(path):  # else it was renamed: NFS may send a rename twice
+            raise
 
 
 def make_folder(path: Path) -> None:

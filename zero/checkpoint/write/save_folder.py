@@ -13,7 +13,7 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
 Ranks need no message for it, so a thread of each can do it while others train. A rank waits for another one as long as
 something in the folder changes. If rank 0 gives up and cannot even leave a note, it removes the folder.
 
-How a save has ended rank 0 knows. Another rank reads no file to see it: `commit` announces it.
+Rank 0 knows how a save has ended. The other ranks see it by names in the folder above, and read nothing: see `commit`.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class SaveFolder:
             overwrite: whether a checkpoint that exists is replaced.
             check: raises if this run may not write here any more.
             aside: further folders that are renamed if and only if this one becomes the checkpoint, with their new
-                names. Until the last rename, whoever knows this save for unfinished takes them by their old names.
+                names. Until then `directory.steps_in` takes them by their old names.
         """
         files.write_new(self.temporary / NAME, manifest.to_bytes())
         if not self._in_parts:

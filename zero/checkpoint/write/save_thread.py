@@ -196,7 +196,7 @@ class Saving:
             self._folder.remove_rest()
 
     def leave(self) -> None:
-        """Do so on rank 0 without the others, as far as they do not need it to see how the save has ended."""
+        """Remove what no other rank needs any more to see how the save has ended. On rank 0, without the others."""
         if self._rank == 0 and self.done():
             self._folder.leave()
 
