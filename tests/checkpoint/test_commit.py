@@ -286,7 +286,7 @@ def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(
         assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))]
 
 
-@pytest.mark.assumes("fsync")
+@pytest.mark.assumes("fsync", "pwrite")
 def test_everything_is_synced_before_the_rename_and_the_rename_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

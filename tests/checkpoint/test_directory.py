@@ -285,20 +285,20 @@ def test_a_folder_that_is_removed_while_a_save_is_under_way_is_named_as_the_caus
     collect, run = SaveFolder.collect, tmp_path / "run"
 
     def removed(this: SaveFolder) -> object:
+        found = collect(this)
         shutil.rmtree(run)
-        return collect(this)
+        return found
 
     def program(transport: Transport) -> None:
         training = Training(transport, 1)
         checkpoints = CheckpointManager(run, training.optimizer)
-        with monkeypatch.context() as patch:
-            patch.setattr(SaveFolder, "collect", removed)
-            saving = checkpoints.save(1)
-            assert saving is not None
-            saving.wait()
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
         with pytest.raises(RuntimeError, match=r"rank 0 could not save .*/run was removed \(.*: make it again"):
             checkpoints.close()
 
+    monkeypatch.setattr(SaveFolder, "collect", removed)
     on_threads(2, program, timeout=PATIENCE)
     assert entries(tmp_path) == []
 
@@ -315,6 +315,7 @@ def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path: Path, 
     assert entries(run) == names(2)
 
 
+@pytest.mark.assumes("flock")
 def test_a_disk_that_fails_when_the_lock_is_looked_at_fails_the_save_and_not_the_training(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,7 @@ def test_a_disk_that_fails_at_any_call_does_no_harm(
     assert sum(failed) > len(failed) / 2
 
 
-@pytest.mark.assumes("posix_fallocate")
+@pytest.mark.assumes("posix_fallocate", "pwrite")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_found_before_a_byte_is_written_and_says_how_much_is_missing(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

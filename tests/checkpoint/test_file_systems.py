@@ -148,6 +148,7 @@ def managed(training: Training, folder: Path) -> None:
         checkpoints.save(1, blocking=True)
 
 
+@pytest.mark.assumes("posix_fallocate", "pwrite")
 def test_a_full_disk_of_unknown_size_is_still_said_to_be_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
     disk.fail_when(lambda call: call.name == "reserve", errno.ENOSPC)
@@ -278,6 +279,7 @@ def test_what_a_rank_has_written_is_compared_when_the_files_are_put_together(
     assert entries(tmp_path) == []
 
 
+@pytest.mark.assumes("pwrite")
 def test_whether_a_file_can_be_written_at_any_place_is_tried_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +290,7 @@ def test_whether_a_file_can_be_written_at_any_place_is_tried_and_nothing_is_left
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.assumes("pwrite", "no warning")
 def test_one_rank_that_cannot_write_in_place_is_enough_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hosts may have mounted a file system differently."""
     disk, heard = Disk(monkeypatch, tmp_path), Heard(monkeypatch)

@@ -34,6 +34,6 @@ def no_room_reserved(folder: Path) -> str:
 def no_writes_in_place(folder: Path) -> str:
     return (
         f"{folder} is on a file system that writes a file from its beginning to its end alone: each rank writes a "
-        "part, and rank 0 puts the files together, so a save takes longer, and needs room twice; where a folder is "
-        "renamed file by file, a crash meanwhile costs that save"
+        "part, and rank 0 puts the files together, so a save takes longer, needs room twice, and finds a full disk "
+        "while it writes; where a folder is renamed file by file, a crash meanwhile costs that save"
     )
