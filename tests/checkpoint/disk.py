@@ -208,10 +208,9 @@ class Disk:
         with self._open(path, *flags) as number:
             with self._lock:
                 self._paths[number] = path
-                if creates:
-                    entries = self._at(path.parent).entries
-                    if path.name not in entries or flags[0] & os.O_TRUNC:
-                        entries[path.name] = Node(is_folder=False)
+                parent = self._at(path.parent, missing=True) if creates else None  # it may have been removed since
+                if parent is not None and (path.name not in parent.entries or flags[0] & os.O_TRUNC):
+                    parent.entries[path.name] = Node(is_folder=False)
             yield number
 
     def _of_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -234,7 +233,7 @@ class Disk:
         if name == "reserve":
             node.data.extend(bytes(max(0, arguments[0] - len(node.data))))
         elif name == "overwrite":
-            node.data[:] = arguments[0]
+            node.data[:] = arguments[0].ljust(len(node.data))
         elif name == "write_at":
             data, offset = arguments
             node.data.extend(bytes(max(0, offset + len(data) - len(node.data))))

@@ -17,6 +17,7 @@ from zero import ZeroOptimizer
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
 from zero.checkpoint.single import save_one
+from zero.checkpoint.visibility import needs_parts
 from zero.checkpoint.write.saver import SaveRequest
 
 BLOCK = 4096
@@ -60,6 +61,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
     """Save one checkpoint with blocks of 4 kB."""
     whole = {"step": 3, "state": {"epoch": 1}, "rank_state": None, "blocking": True, "block_bytes": BLOCK, **request}
+    whole["in_parts"] = needs_parts(path.parent)
     save_one(optimizer, SaveRequest(path, **whole))
 
 

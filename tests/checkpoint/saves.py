@@ -17,6 +17,7 @@ from torch import Tensor
 from zero import ZeroOptimizer
 from zero.checkpoint import manager, single
 from zero.checkpoint.format.extents import Chunk
+from zero.checkpoint.lock import LEASE
 from zero.checkpoint.write import snapshot
 from zero.checkpoint.write.saver import SaveRequest
 
@@ -136,5 +137,5 @@ def own_file(folder: Path, rank: int) -> bytes:
 
 
 def entries(folder: Path) -> list[str]:
-    """Return the names in a folder."""
-    return sorted(entry.name for entry in folder.iterdir())
+    """Return the names in a folder, but for the file that stands for a lock on some file systems."""
+    return sorted(entry.name for entry in folder.iterdir() if entry.name != LEASE)

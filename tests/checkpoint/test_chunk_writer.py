@@ -25,6 +25,7 @@ def _put(source: Tensor, out: Tensor) -> None:
     out.copy_(source)
 
 
+@pytest.mark.assumes("pwrite")
 @pytest.mark.parametrize("how", ["direct", "refused", "impossible"])
 def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``refused``: a file system opens a file for direct writes and takes none of them."""

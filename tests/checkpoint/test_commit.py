@@ -6,10 +6,15 @@ checkpoint that verifies, with the content that was saved, and no older than the
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 import threading
+import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,10 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.write.save_folder import SaveFolder, UnseenError
 from zero.checkpoint.write.save_thread import Saving
 
-from .disk import WORLDS, Call, DiedError, Disk, materialize
+from .disk import WORLDS, Call, DiedError, Disk, materialize, reading
 from .saves import PATIENCE, Training, entries
 
 
@@ -118,6 +124,7 @@ def run_and_crash(
     return witness.check(tmp_path / "crashes", "run")
 
 
+@pytest.mark.assumes("fsync")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.by_default("2")
 def test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost(
@@ -130,6 +137,7 @@ def test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost(
     assert run_and_crash(tmp_path, monkeypatch, world_size, saves) > 400
 
 
+@pytest.mark.assumes("fsync")
 def test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,6 +149,71 @@ def test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new
     assert run_and_crash(tmp_path, monkeypatch, 1, saves) > 400
 
 
+@pytest.mark.assumes("flock", "fsync")
+@pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.by_default("1")
+def test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_the_newest(
+    world_size: int, tmp_path: Path
+) -> None:
+    """And none that was set aside is lost, neither by the crash nor by the next run."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    states: dict[int, tuple[dict[str, bytes | None], bool, str]] = {}
+    contents: dict[int, str] = {}
+    returned = threading.Event()
+
+    def crash(disk: Disk, call: Call) -> None:
+        for world in WORLDS:
+            tree = disk.tree(world)
+            small = {path: data for path, data in tree.items() if "/.tmp-" not in path or path.endswith("notes/nonce")}
+            states[zlib.crc32(repr((sorted(small.items()), returned.is_set())).encode())] = (
+                *(tree, returned.is_set(), f"a crash that keeps {world}, after {call}"),
+            )
+
+    def program(disk: Disk, transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        with CheckpointManager(root / "run", training.optimizer, max_to_keep=4) as checkpoints:
+            for step in (2, 4, 6, 8):
+                training.step(step)
+                saving = checkpoints.save(step, blocking=True)
+                assert saving is not None
+                contents[step] = saving.result()
+            checkpoints.restore(2)
+            training.step(3)
+            if transport.rank == 0:
+                disk.after = partial(crash, disk)
+            training.optimizer.exchange(b"")
+            saving = checkpoints.save(3)
+            assert saving is not None
+            contents[3] = saving.result(PATIENCE)
+            returned.set()
+            training.step(5)
+            checkpoints.save(5)
+            checkpoints.wait_until_finished()
+
+    with pytest.MonkeyPatch.context() as patch:
+        on_threads(world_size, partial(program, Disk(patch, root)))
+    assert len(states) > 15
+    for number, (tree, is_returned, where) in enumerate(states.values()):
+        left = tmp_path / str(number)
+        left.mkdir()
+        materialize(tree, left)
+        for _ in ("as the crash has left it", "after the next run has cleaned"):
+            newest = complete_steps(left / "run")[-1]
+            assert newest in ({3, 5} if is_returned else {3, 8}), where
+            there = [zero.open_checkpoint(path) for path in (left / "run").iterdir() if path.name[0] in "sa"]
+            for checkpoint in there:
+                checkpoint.verify()
+            found = {checkpoint.content for checkpoint in there}
+            assert {contents[step] for step in (2, 4, 6, 8, *([3] if is_returned else []))} <= found, where
+            lock = LockedDirectory(left / "run", "0" * 16)
+            lock.clean()
+            lock.close()
+
+
+@pytest.mark.assumes("fsync")
 def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +250,7 @@ def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
             zero.open_checkpoint(steps_in(left / "run")[step]).verify()
 
 
+@pytest.mark.assumes("flock", "fsync")
 @pytest.mark.parametrize("assets", [False, True])
 def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(assets: bool, tmp_path: Path) -> None:
     states: dict[int, tuple[dict[str, bytes | None], str, Call]] = {}
@@ -212,6 +286,7 @@ def test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left(
         assert not [name for name in entries(left / "run") if name.startswith((".tmp-", ".trash-"))]
 
 
+@pytest.mark.assumes("fsync", "pwrite")
 def test_everything_is_synced_before_the_rename_and_the_rename_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +346,7 @@ def test_no_file_is_executable(tmp_path: Path) -> None:
     assert not [path for path in files_of if path.stat().st_mode & 0o111]
 
 
+@pytest.mark.assumes("fsync")
 def test_a_folder_that_is_made_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
     files.make_folders(tmp_path / "a" / "b")
@@ -364,3 +440,185 @@ def test_a_reader_that_finds_only_the_trash_of_a_swap_uses_it(tmp_path: Path) ->
         assert restored is not None
         assert (restored.step, restored.state, restored.content) == (4, {"a": 1}, saving.result())
     assert entries(tmp_path) == [".lock", "step-00000004"], "the next run brings it back"
+
+
+# -- what is complete for one rank is complete for all -----------------------------------------------------------------
+
+
+def held(monkeypatch: pytest.MonkeyPatch, rank: int) -> threading.Event:
+    """Let a rank look only after the event how a save has ended in which it has done its part."""
+    wait, event = SaveFolder.wait_until_committed, threading.Event()
+
+    def waiting(this: SaveFolder) -> str:
+        assert this._rank != rank or event.wait(PATIENCE), "never released"
+        return wait(this)
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", waiting)
+    return event
+
+
+@pytest.mark.parametrize("then", ["moved", "removed", "saved over"])
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.by_default
+def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
+    then: str, blocking: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    event = held(monkeypatch, 1)
+
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        training.step(0)
+        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
+            saving = checkpoints.save(1, blocking=blocking)
+            assert saving is not None
+            if transport.rank != 1:
+                saving.result(PATIENCE)
+            if transport.rank == 0:
+                match then:
+                    case "moved":
+                        saving.path.rename(tmp_path / "best")
+                    case "removed":
+                        shutil.rmtree(saving.path)
+                    case _:
+                        shutil.rmtree(saving.path)
+                        saving.path.mkdir()
+                event.set()
+            return saving.result(PATIENCE)
+
+    assert len(set(on_threads(3, program, timeout=PATIENCE))) == 1
+    left = {"saved over": [".lock", "step-00000001"]}.get(then, [".lock"])
+    assert entries(tmp_path / "run") == left, "and nothing else is left"
+
+
+@pytest.mark.parametrize("managed", [True, False])
+def test_a_rank_that_can_read_nothing_knows_that_the_save_is_complete(
+    managed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, wait = Disk(monkeypatch, tmp_path), SaveFolder.wait_until_committed
+
+    def unreadable(this: SaveFolder) -> str:
+        disk.fail_when(lambda call: call.rank == 1 and reading(call), errno.EIO)
+        try:
+            return wait(this)
+        finally:
+            disk.heal()
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", unreadable)
+
+    def program(transport: Transport) -> str:
+        disk.this_thread_is(transport.rank)
+        training = Training(transport, 1)
+        training.step(0)
+        if not managed:
+            return zero.save(tmp_path / "saved", training.optimizer).result()
+        with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
+            saving = checkpoints.save(1, blocking=True)
+            assert saving is not None
+            return saving.result(PATIENCE)
+
+    assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+
+
+@pytest.mark.assumes("no warning")
+def test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not say that the save has failed, and neither do its peers."""
+    monkeypatch.setattr("zero.checkpoint.write.save_folder._BLIND", 0.05)
+    announced = SaveFolder._announced
+
+    def blind(this: SaveFolder) -> str:
+        if this._rank == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return announced(this)
+
+    monkeypatch.setattr(SaveFolder, "_announced", blind)
+
+    def program(transport: Transport) -> tuple[str, str]:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
+        if transport.rank == 1:
+            assert isinstance(saving.error, UnseenError)
+            assert "rank 1 cannot see whether" in str(saving.error)
+            assert "Input/output error" in str(saving.error)
+        training.optimizer.exchange(b"")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training.step(1)
+            checkpoints.close()
+            return saving.result(), zero.save(tmp_path / "saved", training.optimizer).result()
+
+    assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+    assert entries(tmp_path) == ["run", "saved"]
+
+
+def test_a_rank_that_is_interrupted_when_the_save_is_complete_fails_it_for_no_other_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = SaveFolder.wait_until_committed
+
+    def interrupted(this: SaveFolder) -> str:
+        wait(this)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SaveFolder, "wait_until_committed", interrupted)
+    warned: dict[str, list[str]] = {}
+    monkeypatch.setattr(
+        "zero.checkpoint.failures.warn_caller",
+        lambda text: warned.setdefault(threading.current_thread().name, []).append(text),
+    )
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(tmp_path, training.optimizer)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
+        training.step(1)  # rank 1 reports its interrupt
+        assert (saving.error is None) == (transport.rank == 0)
+        if transport.rank == 0:
+            assert saving.result() == zero.open_checkpoint(tmp_path / "step-00000001").content
+            assert threading.current_thread().name not in warned
+        with suppress(RuntimeError):
+            checkpoints.close()
+
+    on_threads(2, program, timeout=PATIENCE)
+
+
+def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS may send a rename twice, and reports that the second one found nothing. So for the notes of ranks."""
+    rename = files.rename
+
+    def twice(source: Path, target: Path) -> None:
+        rename(source, target)
+        rename(source, target)
+
+    def program(transport: Transport) -> None:
+        with CheckpointManager(tmp_path, Training(transport, 1).optimizer) as checkpoints:
+            checkpoints.save(1, blocking=True)
+
+    monkeypatch.setattr(files, "rename", twice)
+    on_threads(2, program, timeout=PATIENCE)
+    assert entries(tmp_path) == [".lock", "step-00000001"]
+
+
+def test_a_last_sync_that_fails_keeps_older_checkpoints_and_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    with CheckpointManager(tmp_path / "run", Training(None, 1).optimizer, max_to_keep=1) as checkpoints:
+        checkpoints.save(1, blocking=True)
+        disk.fail_when(lambda call: call.name == "sync" and call.path == tmp_path / "run", errno.EIO, skip=1)
+        with pytest.warns(RuntimeWarning, match=r"step-00000002 is complete, but may be lost if the machine crashes"):
+            checkpoints.save(2, blocking=True)
+        disk.heal()
+        assert checkpoints.all_steps() == [1, 2]
+        checkpoints.save(3, blocking=True)
+    assert entries(tmp_path / "run") == [".lock", "step-00000003"]

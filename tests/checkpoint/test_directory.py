@@ -23,11 +23,14 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import directory, files
+from zero.checkpoint import files, holder
 from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.lock import LOCK
 from zero.checkpoint.write.save_folder import SaveFolder
+from zero.commands.checkpoint.command import verify
 
 from ..warned import own
+from .file_systems import Module
 from .saves import PATIENCE, Training, entries
 
 
@@ -122,7 +125,7 @@ def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: Zer
 def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does(
     job: str, later: str, is_stopped: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "PATIENCE", PATIENCE if taken else 0.3)
+    monkeypatch.setattr("zero.checkpoint.lock.PATIENCE", PATIENCE if taken else 0.3)
     told, tell = os.pipe()
 
     def lock(name: str, then: Callable[[], object]) -> int:
@@ -165,12 +168,13 @@ def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    mine = json.loads(directory._Holder.me("0" * 16).pack())
+    mine = json.loads(holder.Holder.me("0" * 16).pack())
     for earlier, expected in ((-1, True), (0, False), (1, False)):
         text = json.dumps({**mine, "started": mine["started"] + earlier}).encode()
-        assert directory._Holder.unpack(text).is_older_worker_of_this_job() is expected
+        assert holder.Holder.unpack(text).is_older_worker_of_this_job() is expected
 
 
+@pytest.mark.assumes("flock")
 @pytest.mark.parametrize("how", ["replaced", "removed"])
 def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
     how: str, tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
@@ -191,6 +195,7 @@ def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
         new.close()
 
 
+@pytest.mark.assumes("flock")
 def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +215,7 @@ def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit(
     assert entries(tmp_path) == names(1)
 
 
+@pytest.mark.assumes("flock")
 def test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoints(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +233,107 @@ def test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoi
         old.save(2, blocking=True)
     old.close()
     assert entries(tmp_path) == names(1, 2)
+
+
+# -- a folder that is removed ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes_it_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    reason = r"rank 0 could not save .*/run/step-0000000\d: .*/run was removed.*: make it again, and saves go on"
+
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        training.step(0)
+        checkpoints = CheckpointManager(run, training.optimizer)
+
+        def on_rank_0(act: Callable[[], object]) -> None:
+            training.optimizer.exchange(b"")
+            if transport.rank == 0:
+                act()
+            training.optimizer.exchange(b"")
+
+        checkpoints.save(1, blocking=True)
+        on_rank_0(lambda: shutil.rmtree(run))
+        for _ in range(2):
+            saving = checkpoints.save(2)
+            assert saving is not None
+            saving.wait()
+            training.step(1)
+            with pytest.raises(RuntimeError, match=reason):
+                saving.result()
+        assert (checkpoints.all_steps(), checkpoints.restore(), run.exists()) == ([], None, False)
+        on_rank_0(run.mkdir)
+        checkpoints.save(3, blocking=True)
+        if transport.rank == 0:
+            with pytest.raises(
+                ValueError, match=r"this process: a CheckpointManager that was not closed\) still trains"
+            ):
+                LockedDirectory(run, "0" * 16)
+        training.optimizer.exchange(b"")
+        checkpoints.close()
+        return training.optimizer.check_replicas()
+
+    with pytest.warns(RuntimeWarning, match=f"has failed, and training goes on: {reason}; the next save tries again"):
+        assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
+    assert entries(run) == names(3)
+
+
+def test_a_folder_that_is_removed_while_a_save_is_under_way_is_named_as_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collect, run = SaveFolder.collect, tmp_path / "run"
+
+    def removed(this: SaveFolder) -> object:
+        found = collect(this)
+        shutil.rmtree(run)
+        return found
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, 1)
+        checkpoints = CheckpointManager(run, training.optimizer)
+        saving = checkpoints.save(1)
+        assert saving is not None
+        saving.wait()
+        with pytest.raises(RuntimeError, match=r"rank 0 could not save .*/run was removed \(.*: make it again"):
+            checkpoints.close()
+
+    monkeypatch.setattr(SaveFolder, "collect", removed)
+    on_threads(2, program, timeout=PATIENCE)
+    assert entries(tmp_path) == []
+
+
+def test_a_folder_that_another_run_has_made_again_is_left_to_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    run = tmp_path / "run"
+    old = CheckpointManager(run, optimizer)
+    shutil.rmtree(run)
+    with CheckpointManager(run, Training(None, 0).optimizer) as new:
+        with pytest.raises(ValueError, match="still trains into"):
+            old.save(1)
+        new.save(2, blocking=True)
+        old.close()
+    assert entries(run) == names(2)
+
+
+@pytest.mark.assumes("flock")
+def test_a_disk_that_fails_when_the_lock_is_looked_at_fails_the_save_and_not_the_training(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with monkeypatch.context() as patch:
+            patch.setattr("zero.checkpoint.lock.os", Module(os, {"stat": fails_on_lock}))
+            saving = checkpoints.save(1)
+            assert saving is not None
+            with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):
+                saving.result(PATIENCE)
+        checkpoints.save(2, blocking=True)
+    assert entries(tmp_path) == names(2)
+
+
+def fails_on_lock(path: Path, **options: Any) -> os.stat_result:
+    if path.name == LOCK:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+    return os.stat(path, **options)
 
 
 # -- what earlier runs have left ---------------------------------------------------------------------------------------
@@ -253,6 +360,7 @@ def left_under_way(folder: Path) -> None:
     (folder / "state.safetensors").touch()
 
 
+@pytest.mark.assumes("no warning")
 def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path, optimizer, 1, 2, 3)
     left_under_way(tmp_path / f".tmp-step-00000009-{NONCE}")
@@ -264,7 +372,8 @@ def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: 
     (tmp_path / "step-00000002").rename(tmp_path / f".trash-step-00000002-{NONCE}")
     (tmp_path / f".trash-step-00000002-{NONCE}" / "state.safetensors").unlink()  # half removed
     (tmp_path / f".trash-step-00000007-{NONCE}").mkdir()
-    (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 0, 3]))
+    (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 1, 0, 2, 3]))
+    (tmp_path / f".probe-{NONCE}.1").write_bytes(bytes([2, 2]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         CheckpointManager(tmp_path, optimizer).close()
@@ -410,6 +519,112 @@ def test_a_newest_checkpoint_that_is_broken_is_replaced_when_training_comes_to_i
     assert entries(tmp_path) == names(1, 2)
 
 
+# -- a run that goes back ----------------------------------------------------------------------------------------------
+
+
+def names_aside(folder: Path) -> list[str]:
+    """Return the names of what was set aside, without the nonce."""
+    return [name.rpartition("-")[0] for name in entries(folder) if name.startswith("abandoned-")]
+
+
+@pytest.mark.assumes("no warning")
+def test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_aside_by_name(
+    tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    saved(tmp_path, optimizer, 2, 4, 6, 8)
+    content = zero.open_checkpoint(tmp_path / "step-00000008").content
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
+        checkpoints.restore(2)
+        with pytest.warns(RuntimeWarning, match="step-00000003 is the newest checkpoint now") as warned:
+            checkpoints.save(3, blocking=True)
+        (text,) = {str(found.message) for found in own(warned)}
+        aside = sorted(path for path in tmp_path.iterdir() if path.name.startswith("abandoned-"))
+        assert all(path.name in text for path in aside)
+        assert (checkpoints.all_steps(), checkpoints.latest_step()) == ([2, 3], 3)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for step in (5, 6, 7):  # steps of the branch that was left are free
+                checkpoints.save(step, blocking=True)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 7
+    assert names_aside(tmp_path) == [f"abandoned-step-0000000{step}" for step in (4, 6, 8)], "retention counts none"
+    assert zero.load(aside[-1], optimizer).content == content
+    assert verify(aside[-1]) == 0
+    aside[-1].rename(tmp_path / "step-00000008")
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        assert checkpoints.all_steps() == [6, 7, 8]
+
+
+def test_a_step_that_was_set_aside_is_named_to_who_asks_for_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 2, 4)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="newest checkpoint now"):
+            checkpoints.save(3, blocking=True)
+        with pytest.raises(
+            CheckpointError, match=r"was set aside as .*abandoned-step-00000004-[0-9a-f]{16}.*zero\.load"
+        ):
+            checkpoints.restore(4)
+
+
+def test_only_checkpoints_are_set_aside(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 1, 4, 5, 6)
+    break_one(tmp_path, 4)
+    (tmp_path / "step-00000005" / "state.safetensors").unlink()
+    (tmp_path / "step-00000006" / "thesis.txt").write_text("mine")
+    (tmp_path / "step-00000007").mkdir()
+    (tmp_path / "step-00000007" / "mine").touch()
+    (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000001")
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.warns(RuntimeWarning, match="newest checkpoint now"):
+            checkpoints.save(2, blocking=True)
+        assert checkpoints.latest_step() == 2
+    assert names_aside(tmp_path) == [f"abandoned-step-0000000{step}" for step in (4, 5, 6)]
+    assert {"step-00000007", "step-00000008"} <= set(entries(tmp_path))
+    assert len(list(tmp_path.glob("abandoned-step-00000006-*/thesis.txt"))) == 1
+
+
+def test_a_step_that_is_replaced_below_the_newest_is_the_newest(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    saved(tmp_path, optimizer, 2, 4, 6)
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        with pytest.raises(FileExistsError, match="step-00000004 exists"):
+            checkpoints.save(4)
+        assert checkpoints.all_steps() == [2, 4, 6]
+        with pytest.warns(RuntimeWarning, match="abandoned-step-00000006-"):
+            checkpoints.save(4, {"n": 1}, blocking=True, overwrite=True)
+        assert checkpoints.all_steps() == [2, 4]
+    assert names_aside(tmp_path) == ["abandoned-step-00000006"]
+    assert zero.open_checkpoint(tmp_path / "step-00000004").state == {"n": 1}
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_save_that_fails_sets_nothing_aside(
+    again: bool, tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever rename fails, and ``again``: if the first one fails, too, that should undo the others."""
+    saved(tmp_path, optimizer, 2, 4, 6, 8)
+    rename = files.rename
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        for failing in range(5):  # 4, 6, 8, then 2, which is replaced, and the new one
+            left = [failing, 0] if again else [failing]
+
+            def fails(source: Path, target: Path, left: list[int] = left) -> None:
+                if source.parent == tmp_path and left:
+                    left[0] -= 1
+                    if left[0] < 0:
+                        del left[0]
+                        raise OSError(errno.EIO, "it fails")
+                rename(source, target)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(files, "rename", fails)
+                with pytest.raises(RuntimeError, match="it fails"):
+                    checkpoints.save(2, overwrite=True, blocking=True)
+            assert not left or failing == 0, "there was nothing to undo"
+            assert checkpoints.all_steps() == [2, 4, 6, 8]
+    assert entries(tmp_path) == names(2, 4, 6, 8)
+
+
 # -- retention ---------------------------------------------------------------------------------------------------------
 
 
@@ -446,6 +661,7 @@ def test_what_is_left_of_other_saves_is_not_counted_as_kept(tmp_path: Path, opti
     assert entries(tmp_path) == [".lock", foreign.name, "step-00000002", "step-00000003"]
 
 
+@pytest.mark.assumes("no warning")
 def test_a_checkpoint_that_the_user_has_removed_is_not_missed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     with (
         CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints,
@@ -541,6 +757,7 @@ def test_the_checkpoint_that_was_resumed_from_stays_until_the_next_commit(
         assert checkpoints.all_steps() == [4]
 
 
+@pytest.mark.assumes("flock")
 def test_the_lock_says_who_holds_it(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     with CheckpointManager(tmp_path / "a" / "b", optimizer):
         found = json.loads((tmp_path / "a" / "b" / ".lock").read_text())

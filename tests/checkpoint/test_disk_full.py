@@ -124,7 +124,7 @@ def calls(tmp_path_factory: pytest.TempPathFactory) -> dict[int, int]:
         failed, disk = run(tmp_path_factory.mktemp("whole") / "run", [None, None, None], patch)
     assert failed == [False] * 3
     counts = {rank: len({(call.name, call.path) for call in disk.of(rank)}) for rank in range(WORLD)}
-    assert min(counts.values()) > 20
+    assert min(counts.values()) > 10
     return counts
 
 
@@ -156,6 +156,7 @@ def test_a_disk_that_fails_at_any_call_does_no_harm(
     assert sum(failed) > len(failed) / 2
 
 
+@pytest.mark.assumes("posix_fallocate", "pwrite")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_found_before_a_byte_is_written_and_says_how_much_is_missing(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -206,6 +207,7 @@ def test_the_third_failure_in_a_row_is_an_error_on_every_rank(tmp_path: Path, mo
     assert entries(tmp_path / "run") == [".lock", "step-00000004", "step-00000014"]
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_blocking_save_that_fails_on_one_rank_ends_at_once_on_all_with_its_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -275,6 +277,7 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     assert entries(tmp_path / "run") == [".lock"]
 
 
+@pytest.mark.assumes("no warning")
 def test_a_warning_that_is_an_error_on_one_rank_ends_the_next_save_on_all(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         training = Training(transport, 1)

@@ -100,6 +100,7 @@ def test_a_pickle_is_never_unpickled(copy: Path, path: str, how: str) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.assumes("open")
 def test_only_files_of_the_folder_are_opened(copy: Path) -> None:
     for call in EVERYTHING:
         opened = recorded(call, copy)

@@ -249,6 +249,7 @@ def test_a_save_makes_so_many_calls_for_a_parameter_and_a_later_one_none(tmp_pat
     assert later <= fewer + 10  # clocks may end a wait one look later
 
 
+@pytest.mark.assumes("pwrite")
 def test_saves_with_other_sizes_of_blocks_and_files_use_no_plan_of_before(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         optimizer = Changing(transport, 2, None).optimizer

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import zero
 from collectives import CollectiveError, Transport, on_threads
@@ -23,6 +24,7 @@ from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
+from zero.checkpoint.write.whole import WholeContents, write_whole
 
 from ..plain import assert_same_states
 from ..pool import GROUP_TIMEOUT, GlooPool
@@ -244,6 +246,55 @@ def test_an_argument_that_is_wrong_on_one_rank_is_an_error_on_all(
     on_threads(2, program)
 
 
+def test_a_tensor_cannot_have_the_name_that_a_safetensors_file_keeps_for_itself(tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        model = nn.Sequential(nn.Linear(2, 2))
+        model.register_parameter("__metadata__", nn.Parameter(torch.ones(2)))
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=transport)
+        words = "a parameter or a buffer of the name '__metadata__', which a safetensors file keeps .*: give it another"
+        with CheckpointManager(tmp_path / "run", optimizer) as checkpoints, pytest.raises(ValueError, match=words):
+            checkpoints.save(1)
+        with pytest.raises(ValueError, match=words):
+            zero.save(tmp_path / "saved", optimizer)
+        optimizer.close()
+        model[0].register_parameter("__metadata__", model._parameters.pop("__metadata__"))
+        zero.save(tmp_path / "below", ZeroOptimizer(model, torch.optim.SGD, process_group=transport))
+
+    on_threads(2, program)
+    assert entries(tmp_path) == ["below", "run"]
+    assert zero.open_checkpoint(tmp_path / "below").model_state_dict()["0.__metadata__"].tolist() == [1, 1]
+    with pytest.raises(ValueError, match="one is called '__metadata__'"):
+        write_whole(tmp_path / "imported", WholeContents({"__metadata__": torch.ones(2)}))
+
+
+@pytest.mark.parametrize("path", ["/", ".."])
+@pytest.mark.by_default
+def test_a_path_without_a_name_is_refused_on_every_rank(path: str, tmp_path: Path) -> None:
+    def program(transport: Transport) -> None:
+        with pytest.raises(ValueError, match=r"path is '.*', which no checkpoint can have as its name: name a folder"):
+            zero.save(path if transport.rank == 1 else tmp_path / "saved", Training(transport, 0).optimizer)
+
+    on_threads(2, program, timeout=PATIENCE)
+    with pytest.raises(ValueError, match=r"name a folder inside it"):
+        zero.save(path, Training(None, 0).optimizer)
+    assert entries(tmp_path) == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_folders_above_a_checkpoint_are_made(world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def program(transport: Transport) -> None:
+        optimizer = Training(transport, 1).optimizer
+        zero.save(tmp_path / "a" / "b" / "saved", optimizer)
+        with pytest.raises(ValueError, match=r"/file/b cannot be written on host \S+: .*File exists: '.*/file'"):
+            zero.save(tmp_path / "file" / "b" / "saved", optimizer)
+
+    on_threads(world_size, program)
+    assert (entries(tmp_path), entries(tmp_path / "a" / "b")) == (["a", "file"], ["saved"])
+    zero.open_checkpoint(tmp_path / "a" / "b" / "saved").verify()
+
+
 def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,10 +332,11 @@ def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
     assert entries(tmp_path / "run") == [".lock"]
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_folder_that_loses_what_a_rank_writes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_at = files.write_at
     monkeypatch.setattr(
-        files, "write_at", lambda n, data, at: None if at == 1 and len(data) == 1 else write_at(n, data, at)
+        files, "write_at", lambda n, data, at: None if at == 3 and len(data) == 1 else write_at(n, data, at)
     )
 
     def program(transport: Transport) -> None:
@@ -377,6 +429,7 @@ def waiting(folder: Path, script: Callable[[float], None], monkeypatch: pytest.M
     return SaveFolder(folder / "step-00000001", "0" * 16, 1, 2, timeout=10.0), clock
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_waits_as_long_as_the_others_write_and_not_longer_than_the_group_s_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -387,13 +440,14 @@ def test_a_rank_waits_as_long_as_the_others_write_and_not_longer_than_the_group_
             os.utime(written, ns=(0, 4 * 10**18 + int(now * 1e9)))
 
     folder, clock = waiting(tmp_path, writes_for_a_minute, monkeypatch)
-    with pytest.raises(SaveError, match=r"rank 0 did not commit .*step-00000001 in time \(10 s\)"):
+    with pytest.raises(SaveError, match=r"rank 1 cannot see whether .*step-00000001 is complete.*in time \(10 s\)"):
         folder.wait_until_committed()
     assert 68 < clock.now < 72
     with pytest.raises(SaveError, match=r"rank 1 did not write its part of .* in time"):
         SaveFolder(tmp_path / "step-00000001", "0" * 16, 0, 2, timeout=10.0).collect()
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_that_is_told_of_a_failure_waits_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, clock = waiting(tmp_path, lambda now: folder.abandon("rank 0 is gone", 5) if now > 1 else None, monkeypatch)
     with pytest.raises(SaveError, match="rank 0 is gone"):
@@ -401,6 +455,7 @@ def test_a_rank_that_is_told_of_a_failure_waits_no_longer(tmp_path: Path, monkey
     assert 6 < clock.now < 6.1
 
 
+@pytest.mark.assumes("pwrite")
 def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -470,10 +525,10 @@ def leaves(group: Any, rank: int, folder: str, how: str) -> tuple[str, float]:
     victim = 0 if how == "dies after the rename" else 1
     sync_folder = files.sync_folder
 
-    def dies(path: Path) -> None:
+    def dies(path: Path) -> bool:
         if (Path(folder) / "step-00000002").exists():
             os.kill(os.getpid(), signal.SIGKILL)
-        sync_folder(path)
+        return sync_folder(path)
 
     def never(*_: Any) -> None:
         threading.Event().wait()

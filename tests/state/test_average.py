@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -467,3 +469,10 @@ def averaged_on_a_process(group: Any, rank: int, stage: int) -> Any:
     found = average.gather(to=None)
     optimizer.close()
     return found
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_an_average_is_refused_and_says_what_has_its_values(copied: Callable[[Any], Any]) -> None:
+    average = ShardedAverage(ZeroOptimizer(model_of(), torch.optim.SGD, process_group=solo()), name="ema")
+    with pytest.raises(TypeError, match=r"the ShardedAverage 'ema' cannot be copied or pickled: .*gather\(\) returns"):
+        copied(average)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     mutants_checkpoints_commit,
+    mutants_checkpoints_folders,
     mutants_checkpoints_ranks,
     mutants_checkpoints_read,
     mutants_checkpoints_verified,
@@ -59,6 +60,7 @@ MUTANTS = (
     *mutants_compiled.MUTANTS,
     *mutants_checkpoints_written.MUTANTS,
     *mutants_checkpoints_commit.MUTANTS,
+    *mutants_checkpoints_folders.MUTANTS,
     *mutants_checkpoints_ranks.MUTANTS,
     *mutants_checkpoints_read.MUTANTS,
     *mutants_checkpoints_verified.MUTANTS,

@@ -8,7 +8,7 @@ COMMIT, DIRECTORY, FULL = (f"checkpoint/test_{name}.py" for name in ("commit", "
 SYNCED = f"{COMMIT}::test_everything_is_synced_before_the_rename_and_the_rename_after"
 CRASH = f"{COMMIT}::test_after_any_crash_the_newest_checkpoint_is_whole_and_none_is_lost[2]"
 LEFT = f"{COMMIT}::test_after_any_crash_the_next_run_removes_what_a_save_or_a_removal_has_left[False]"
-FOLDER = "zero.checkpoint.write.save_folder.SaveFolder"
+FOLDER, RENAMES = "zero.checkpoint.write.save_folder.SaveFolder", "zero.checkpoint.write.commit.Commit"
 
 MUTANTS = (
     Mutant(
@@ -44,9 +44,9 @@ MUTANTS = (
         "A save is reported as complete while its rename may still be lost in a crash.",
         (
             Edit(
-                f"{FOLDER}.commit",
-                "        try:\n            files.sync_folder(self.target.parent)\n        except",
-                "        try:\n            assert self.target.exists()\n        except",
+                f"{RENAMES}.run",
+                "        try:\n            files.sync_folder(parent)\n        except",
+                "        try:\n            assert self._target.exists()\n        except",
             ),
         ),
         (SYNCED,),
@@ -72,9 +72,9 @@ MUTANTS = (
             Edit(f"{FOLDER}.commit", "        files.write_new(self.temporary / NAME, manifest.to_bytes())\n", ""),
             Edit(
                 f"{FOLDER}.commit",
-                "            files.rename(self.temporary, self.target)\n",
-                "            files.rename(self.temporary, self.target)\n"
-                "            files.write_new(self.target / NAME, manifest.to_bytes())\n",
+                "        self._commit.run(manifest.content, [*aside, *replaced])\n",
+                "        self._commit.run(manifest.content, [*aside, *replaced])\n"
+                "        files.write_new(self.target / NAME, manifest.to_bytes())\n",
             ),
         ),
         (f"{COMMIT}::test_after_any_crash_a_checkpoint_that_is_replaced_is_the_old_one_or_the_new_one",),
@@ -138,8 +138,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.files.create",
-                "            reserve(number, nbytes)\n",
-                "            os.ftruncate(number, nbytes)\n",
+                "not nbytes or reserve(number, nbytes)",
+                "not nbytes or os.ftruncate(number, nbytes) is None",
             ),
         ),
         (f"{FULL}::test_a_full_disk_is_found_before_a_byte_is_written_and_says_how_much_is_missing",),
@@ -163,7 +163,7 @@ MUTANTS = (
         "A checkpoint of a step that exists replaces it, although nobody asked for that.",
         (
             Edit("zero.checkpoint.directory.check_free", "    if not overwrite:\n", "    if overwrite is None:\n"),
-            Edit(f"{FOLDER}.commit", "            if not overwrite:\n", "            if overwrite is None:\n"),
+            Edit(f"{FOLDER}.commit", "        if replaced and not overwrite:\n", "        if overwrite is None:\n"),
         ),
         (f"{DIRECTORY}::test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked",),
     ),
@@ -174,7 +174,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.directory.steps_in",
-                "return dict(sorted({**replaced, **found}.items()))",
+                "return dict(sorted({**moved, **found}.items()))",
                 "return dict(sorted(found.items()))",
             ),
         ),
@@ -200,8 +200,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.directory.steps_in",
-                "step and entry.name == step_name(int(step[1]))",
-                'step and entry.name == f"step-{int(step[1])}"',
+                "entry.name == step_name(int(step[1]))",
+                'entry.name == f"step-{int(step[1])}"',
             ),
         ),
         (f"{DIRECTORY}::test_a_step_whose_name_is_written_otherwise_is_none",),
@@ -212,8 +212,8 @@ MUTANTS = (
         "A second run, or an orphan of the last one, writes into the folder, too.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory.__init__",
-                "not files.lock(self._number) and not self._take_from_replaced_worker()",
+                "zero.checkpoint.lock._Flock.take",
+                "not files.lock(self._number)",
                 "not files.lock(self._number) and self._number < 0",
             ),
         ),
@@ -226,8 +226,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.StepDestination.commit",
-                "self._directory.check)",
-                "lambda: None)",
+                "self._directory.check, above)",
+                "lambda: None, above)",
             ),
         ),
         (f"{DIRECTORY}::test_a_lock_that_is_lost_while_a_save_is_under_way_fences_its_commit",),
@@ -238,7 +238,7 @@ MUTANTS = (
         "A forked child, a worker of a data loader say, holds the lock after its parent has ended: no run can go on.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory.__init__",
+                "zero.checkpoint.lock.FolderLock.__init__",
                 "        os.register_at_fork(after_in_child=self._closing)\n",
                 "",
             ),
@@ -335,9 +335,9 @@ MUTANTS = (
         (
             Edit(
                 f"{FOLDER}.make_files",
-                '        files.sync_file(self._note("nonce"))\n        files.sync_folder(self.temporary / NOTES)\n'
-                "        files.sync_folder(self.temporary)\n",
-                "",
+                '            files.sync_file(self._note("nonce"))\n        files.sync_folder(self.temporary / NOTES)\n'
+                "        if not files.sync_folder(self.temporary):\n",
+                "            assert self.nonce\n        if not self.nonce:\n",
             ),
         ),
         (LEFT,),
@@ -361,9 +361,9 @@ MUTANTS = (
         "When the second rename of a replacement fails, the old checkpoint is not put back to its place.",
         (
             Edit(
-                f"{FOLDER}.commit",
-                "            if replaces:\n                files.rename(self.trash, self.target)\n            raise\n",
-                "            raise\n",
+                f"{RENAMES}.take_back",
+                "                    files.rename(place, source)\n",
+                "                    assert place != source\n",
             ),
         ),
         (f"{FULL}::test_a_checkpoint_whose_replacement_fails_stays_at_its_place",),

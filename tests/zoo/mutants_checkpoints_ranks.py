@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from typing import Any
 
-AGREEMENT, FULL, MOMENTS, SNAPSHOT = (
-    f"checkpoint/test_{name}.py" for name in ("save_agreement", "disk_full", "moments", "snapshot")
+from .mutant import Edit, Mutant, Wrap
+
+AGREEMENT, COMMIT, FULL, MOMENTS, SNAPSHOT = (
+    f"checkpoint/test_{name}.py" for name in ("save_agreement", "commit", "disk_full", "moments", "snapshot")
 )
 DIFFERENT = f"{AGREEMENT}::test_ranks_that_save_other_things_learn_the_rank_and_the_key_before_a_byte_is_written"
 SENT = f"{AGREEMENT}::test_a_run_that_saves_after_every_step_sends_what_one_sends_that_never_saves[1]"
 SAVING = "zero.checkpoint.write.save_thread.Saving"
 SAVER = "zero.checkpoint.write.saver.Saver"
+
+
+def looks_for_the_checkpoint(real: Callable[..., str]) -> Callable[..., str]:
+    """Let a rank look whether the checkpoint is at its place, and not for what rank 0 has announced."""
+
+    def wrong(this: Any) -> str:
+        from zero.checkpoint.write.save_folder import _committed
+
+        nonce, content = _committed(this.target)
+        if nonce != this.nonce:
+            raise this._given_up()
+        return content
+
+    return wrong
+
+
+def never_settles(real: Callable[..., None]) -> Callable[..., None]:
+    """Let every rank keep what it has seen itself of the end of a save."""
+    return lambda this, outcomes: None
+
 
 MUTANTS = (
     Mutant(
@@ -169,6 +192,20 @@ MUTANTS = (
             ),
         ),
         (SENT,),
+    ),
+    Mutant(
+        "a-checkpoint-that-was-moved-was-given-up",
+        ("P41",),
+        "Rank 0 moves a checkpoint as soon as it is complete, and a rank that looks for it later says that it failed.",
+        (Wrap("zero.checkpoint.write.save_folder.SaveFolder._announced", looks_for_the_checkpoint),),
+        (f"{COMMIT}::test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned[True-moved]",),
+    ),
+    Mutant(
+        "what-a-rank-could-not-see-it-never-learns",
+        ("P41",),
+        "A rank that cannot look at the folder calls a save failed that is complete for all others.",
+        (Wrap(f"{SAVING}.settle", never_settles),),
+        (f"{COMMIT}::test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_0",),
     ),
     Mutant(
         "a-second-save-does-not-wait",

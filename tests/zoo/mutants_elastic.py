@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 LOCK = "checkpoint/test_directory.py::test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does"
-TAKE = "zero.checkpoint.directory.LockedDirectory._take_from_replaced_worker"
+TAKE = "zero.checkpoint.lock.FolderLock._take"
 ELASTIC = "commands/test_elastic.py"
 
 MUTANTS = (
@@ -52,21 +52,21 @@ MUTANTS = (
         "a-stopped-worker-keeps-the-lock",
         ("P49",),
         "A worker that was stopped and replaced holds the lock, and writes once it is continued.",
-        (Edit(TAKE, "if older and state == _STOPPED:", "if not older:"),),
+        (Edit(TAKE, "if older and state == STOPPED:", "if not older:"),),
         (f"{LOCK}[stopped]",),
     ),
     Mutant(
         "a-worker-that-runs-loses-the-lock",
         ("P49",),
         "A worker that may be saving is killed by the one that replaces it.",
-        (Edit(TAKE, "if older and state == _STOPPED:", "if older:"),),
+        (Edit(TAKE, "if older and state == STOPPED:", "if older:"),),
         (f"{LOCK}[running]",),
     ),
     Mutant(
         "a-job-without-a-name-is-every-job",
         ("P49",),
         "A stopped process of a job to which nobody gave a name is killed by another such job.",
-        (Edit("zero.checkpoint.directory._Holder.me", '"" if job == _NO_JOB else job', "job"),),
+        (Edit("zero.checkpoint.holder.Holder.me", '"" if job == _NO_JOB else job', "job"),),
         (f"{LOCK}[of a job without a name]",),
     ),
 )

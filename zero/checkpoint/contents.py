@@ -26,6 +26,7 @@ from ..runtime.flat_states import Options, PieceState
 from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
+from .format.tensorfile import METADATA
 
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
 
@@ -127,6 +128,11 @@ class Contents:
         for key, (names, tensor, is_buffer) in found.items():
             index = listed[key].index if key in listed else None
             name, *aliases = sorted(names, key=lambda name: name != "format")  # a header has no alias of this name
+            if name == METADATA:
+                raise ValueError(
+                    f"the model has a parameter or a buffer of the name {name!r}, which a safetensors file keeps for "
+                    "itself: give it another name, or put it into a submodule"
+                )
             if key in places:
                 spec = self.buckets[places[key][0]].specs[places[key][1]]
                 yield StoredTensor(name, tuple(aliases), spec.dtypes.param_dtype, spec.shape, places[key], index=index)

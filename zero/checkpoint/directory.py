@@ -2,10 +2,15 @@
 
 Knows: names of folders, the lock, what a removal may touch. Does not know: how a checkpoint is written or read.
 
-    .lock                              held by the run that writes here (flock): host, pid, nonce of the run, and job
+    .lock, .lease                      see `lock`
     step-00000100/                     exists if and only if it is complete
     .tmp-step-00000200-<nonce>/        a save under way, or one that a run has left
     .trash-step-00000050-<nonce>/      a checkpoint that is being removed or replaced
+    .saved-<nonce>-<content>           a save of which other ranks may not know yet that it is complete
+    abandoned-step-00000300-<nonce>/   a step that was above the one that the save of this nonce has made the newest
+
+A save makes its step the newest. Before the rename that completes it, steps above it get their new names, which count
+only when that save is no longer under way: so that rename decides about all of them at once.
 
 Only rank 0 of the run that holds the lock renames and removes, and only what is known to be a checkpoint or a save:
 every entry has a name that this library gives, none is a symbolic link. Everything else is left, and reported.
@@ -13,24 +18,19 @@ every entry has a name that this library gives, none is a symbolic link. Everyth
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
-import signal
-import socket
 import stat
-import time
-import weakref
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.statetree import FormatError
 from . import files
 from .format.manifest import LONGEST, NAME, Manifest, VersionError
 from .format.names import COPIED, NOTES, copied_in
+from .lock import FolderLock
 from .visibility import is_probe
 
 _STEP = re.compile(r"step-(\d{8,})")
@@ -42,13 +42,10 @@ _OURS = (
     re.compile(r"ranks(/rank-\d{5,}\.safetensors)?"),
     re.compile(rf"state\.safetensors|{re.escape(NAME)}"),
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
+    re.compile(r"parts(/rank-\d{5,})?"),
 )
-_LOCK = ".lock"
-PATIENCE = 5.0  # seconds in which a worker that was replaced must end
-_GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
-_PAUSE = 0.05  # seconds between two tries
-_STOPPED = "T"  # by a signal, in proc(5)
-_NO_JOB = "none"  # torchrun's id of a job to which nobody gave one
+_ABANDONED = re.compile(r"abandoned-(step-\d{8,})-([0-9a-f]{16})")
+_SAVED = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}")
 
 
 def step_name(step: int) -> str:
@@ -74,88 +71,42 @@ def is_complete(folder: Path) -> bool:
 
 
 def steps_in(directory: Path) -> dict[int, Path]:
-    """Return the folders of the steps, in ascending order. A step that was being replaced is in its trash folder."""
+    """Return the folders of the steps, in ascending order.
+
+    A step that was being replaced is in its trash folder. One that a save was about to set aside has its new name.
+    """
     found: dict[int, Path] = {}
-    replaced: dict[int, Path] = {}
+    moved: dict[int, Path] = {}
+    under_way: set[str] = set()  # nonces of saves
+    aside: list[tuple[int, str, Path]] = []
     with suppress(FileNotFoundError):
         for entry in directory.iterdir():
             if entry.is_symlink() or not entry.is_dir():
                 continue
-            step, trash = _STEP.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
-            if step and entry.name == step_name(int(step[1])):
+            if (step := _STEP.fullmatch(entry.name)) and entry.name == step_name(int(step[1])):
                 found[int(step[1])] = entry
-            elif trash and (old := _STEP.fullmatch(trash[1])) and is_complete(entry):
-                replaced[int(old[1])] = entry
-    return dict(sorted({**replaced, **found}.items()))
+            elif (trash := _TRASH.fullmatch(entry.name)) and is_complete(entry):
+                moved[_number(trash[1])] = entry
+            elif temporary := _TEMPORARY.fullmatch(entry.name):
+                under_way.add(temporary[2])
+            elif abandoned := _ABANDONED.fullmatch(entry.name):
+                aside.append((_number(abandoned[1]), abandoned[2], entry))
+    moved.update((number, entry) for number, nonce, entry in aside if nonce in under_way)
+    return dict(sorted({**moved, **found}.items()))
+
+
+def _number(name: str) -> int:
+    return int(name.removeprefix("step-"))
+
+
+def set_aside(directory: Path, step: int) -> list[Path]:
+    """Return the folders of a step that saves of lower steps have set aside."""
+    return sorted(directory.glob(f"abandoned-{step_name(step)}-*"))
 
 
 def complete_steps(directory: Path) -> list[int]:
     """Return the steps whose folders are complete, in ascending order."""
     return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """The process that holds a lock. ``started``: in ticks since the boot of its host. ``job``: the launcher's id of
-    the job whose worker it is; empty if there is none."""
-
-    host: str = ""
-    pid: int = 0
-    nonce: str = ""
-    started: int = 0
-    job: str = ""
-
-    @classmethod
-    def me(cls, nonce: str) -> _Holder:
-        job = os.environ.get("TORCHELASTIC_RUN_ID", _NO_JOB)
-        _, started = _state_and_start(os.getpid())
-        return cls(socket.gethostname(), os.getpid(), nonce, started, "" if job == _NO_JOB else job)
-
-    @classmethod
-    def unpack(cls, text: bytes) -> _Holder:
-        """Read what `pack` has written; any other text makes a holder without a host."""
-        try:
-            found = json.loads(text)
-            known = (str(found["host"]), int(found["pid"]), str(found["nonce"]))
-            return cls(*known, int(found.get("started", 0)), str(found.get("job", "")))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return cls()
-
-    def pack(self) -> bytes:
-        return json.dumps(vars(self)).encode()
-
-    def state(self) -> str:
-        """Return the state of the process, a letter of proc(5); "?" if that cannot be known; an empty text if it has
-        ended, or if the new holder has not written yet."""
-        if not self.host:
-            return ""
-        if self.host != socket.gethostname() or not self.started:
-            return "?"
-        state, started = _state_and_start(self.pid)
-        return state if started == self.started else ""
-
-    def is_older_worker_of_this_job(self) -> bool:
-        """Return whether it is a worker of this process's job and host that has started earlier."""
-        me = self.me("")
-        return bool(self.job) and (self.host, self.job) == (me.host, me.job) and 0 < self.started < me.started
-
-    def __str__(self) -> str:
-        if not self.host:
-            return "another run"
-        me = (self.pid, self.host) == (os.getpid(), socket.gethostname())
-        which = " (this process: a CheckpointManager that was not closed)" if me else ""
-        return f"pid {self.pid} on host {self.host}{which}"
-
-
-def _state_and_start(pid: int) -> tuple[str, int]:
-    """Return state and start of a process of this host, as proc(5) has them; no state and 0 if there is no process, or
-    no /proc."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return "", 0
-    fields = text.rpartition(")")[2].split()  # from field 3 on; the name of the process may have blanks
-    return fields[0], int(fields[19])
 
 
 class LockedDirectory:
@@ -166,61 +117,22 @@ class LockedDirectory:
         self.path = directory
         self._unremoved: set[Path] = set()  # of this run
         files.make_folders(directory)
-        self._number = files.open_lock(directory / _LOCK)
-        self._closing = weakref.finalize(self, files.close, self._number)  # also if nobody calls `close`
-        try:
-            if not files.lock(self._number) and not self._take_from_replaced_worker():
-                raise ValueError(f"{self._holder()} still trains into {directory}: stop it, or use another folder")
-            files.overwrite(self._number, _Holder.me(nonce).pack())
-            self.check()
-        except BaseException:
-            self.close()
-            raise
-        # a forked child, a worker of a data loader say, must not hold the lock after us
-        os.register_at_fork(after_in_child=self._closing)
+        self._lock = FolderLock(directory, nonce)
 
-    def _holder(self) -> _Holder:
-        text = bytearray(4096)
-        count = files.read_at(self._number, memoryview(text), 0)
-        return _Holder.unpack(bytes(text[:count]))
-
-    def _take_from_replaced_worker(self) -> bool:
-        """Take the lock from a worker of this job that this process replaces. Return whether it is taken.
-
-        The worker may be about to leave, and has some seconds for it. One that is stopped would hold the lock for ever,
-        and write once it is continued: it is killed.
-        """
-        begin = time.monotonic()
-        while not files.lock(self._number):
-            holder = self._holder()
-            state = holder.state()
-            older = holder.is_older_worker_of_this_job()
-            if state and not older:
-                return False
-            if time.monotonic() - begin > (PATIENCE if state else _GONE):
-                return files.lock(self._number)  # its holder may have ended just now
-            if older and state == _STOPPED:
-                with suppress(ProcessLookupError):
-                    os.kill(holder.pid, signal.SIGKILL)
-            time.sleep(_PAUSE)
-        return True
+    @property
+    def remark(self) -> str | None:
+        """What is weaker here than a lock of the kernel; None if it is one."""
+        return self._lock.remark
 
     def check(self) -> None:
-        """Raise `RuntimeError` if this run does not hold the lock any more: the file was removed or replaced."""
-        try:
-            there = os.stat(self.path / _LOCK, follow_symlinks=False)
-            mine = os.fstat(self._number)
-        except OSError as error:
-            raise RuntimeError(f"{self.path / _LOCK} is gone: this run may not write here any more") from error
-        if (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino):
-            raise RuntimeError(f"{self.path / _LOCK} belongs to another run: this one may not write here any more")
+        """Raise an error unless this run holds the lock; see `FolderLock.check`."""
+        self._lock.check()
 
     def close(self) -> None:
         """Give up the lock."""
-        if self._closing.alive:
-            with suppress(OSError, RuntimeError):
-                self.remove([])
-            self._closing()
+        with suppress(OSError, RuntimeError, ValueError):
+            self.remove([])
+        self._lock.close()
 
     def clean(self) -> list[str]:
         """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
@@ -237,7 +149,9 @@ class LockedDirectory:
 
     def _clean(self, entry: Path) -> list[str]:
         temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
-        if is_probe(entry):
+        if temporary:
+            self._bring_back(temporary[2])
+        if is_probe(entry) or (_SAVED.fullmatch(entry.name) and _is_empty_file(entry)):
             files.remove(entry)
         elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
             files.rename(entry, self.path / trash[1])
@@ -249,6 +163,28 @@ class LockedDirectory:
             if os.path.lexists(entry):
                 return [f"{entry} is left, because nothing in it shows that it is a checkpoint or a save"]
         return []
+
+    def _bring_back(self, nonce: str) -> None:
+        """Give the steps their names back that a save was about to set aside, which was not completed."""
+        moved = [(found[1], entry) for entry in self.path.iterdir() if (found := _ABANDONED.fullmatch(entry.name))]
+        moved = [(name, entry) for name, entry in moved if entry.name.endswith(nonce)]
+        for name, entry in moved:
+            if not os.path.lexists(self.path / name):
+                files.rename(entry, self.path / name)
+        if moved:
+            files.sync_folder(self.path)  # before the folder of that save is removed
+
+    def above(self, step: int, nonce: str) -> list[tuple[Path, Path]]:
+        """Return the checkpoints of higher steps, with the names that they get if the save of ``nonce`` is complete."""
+        found: list[tuple[Path, Path]] = []
+        for number, folder in steps_in(self.path).items():
+            if number > step and (is_complete(folder) or _has_manifest(folder)):
+                home = self.path / step_name(number)
+                if folder != home:  # a save that failed has left it under another name
+                    self.check()
+                    files.rename(folder, home)
+                found.append((home, self.path / f"abandoned-{home.name}-{nonce}"))
+        return found
 
     def remove(self, steps: Iterable[int]) -> list[str]:
         """Remove these steps. Return, as text, what was left instead. A crash leaves a trash folder for `clean`."""
@@ -279,6 +215,13 @@ class LockedDirectory:
             return [f"{trash} could not be removed yet ({error})"]
         self._unremoved.discard(trash)
         return left
+
+    def remove_announcements(self, but: str) -> None:
+        """Remove what lets ranks see that saves are complete, of all saves but the one of this nonce."""
+        for entry in list(self.path.iterdir()):
+            found = _SAVED.fullmatch(entry.name)
+            if found and found[1] != but and _is_empty_file(entry):
+                files.remove(entry)
 
     def check_free(self, step: int, *, overwrite: bool) -> None:
         """Raise `FileExistsError` if a checkpoint of this step may not be written. `RuntimeError`: see `check`."""
@@ -368,6 +311,11 @@ def _has_nonce(folder: Path, nonce: str) -> bool:
     with suppress(OSError, FormatError):
         return read_manifest(folder).written_by.get("nonce") == nonce
     return False
+
+
+def _is_empty_file(path: Path) -> bool:
+    status = os.lstat(path)
+    return stat.S_ISREG(status.st_mode) and status.st_size == 0
 
 
 def _remove_empty(folder: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .options import warn_caller
-from .write.save_folder import SaveError
+from .write.save_folder import SaveError, UnseenError
 from .write.save_thread import LATE, Saving
 from .write.saver import REPORT
 
@@ -24,12 +24,16 @@ class Failures:
         self._directory = directory
         self._told: Saving | None = None
         self._in_a_row = 0
+        self._weaker: set[str] = set()  # what was said of the file system
 
     def hear(self, saving: Saving, reports: Sequence[Mapping[str, str]]) -> None:
-        """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step."""
+        """Warn if some rank has reported that this save has failed. All ranks hear the same, in the same step.
+
+        A rank that knows it to be complete does not: rank 0 has decided before the other one was interrupted, say.
+        """
         name = REPORT.format(nonce=saving.nonce)
         found = [report[name] for report in reports if name in report]
-        if found:
+        if found and not (saving.done() and saving.error is None):
             why = min(found, key=lambda text: text.startswith(LATE)).removeprefix(LATE)
             saving.learn(why)
             self._warn(saving, why)
@@ -37,22 +41,27 @@ class Failures:
     def note(self, saving: Saving) -> None:
         """Take note of how a save has ended, and warn if it has failed. It must be over."""
         remarks, saving.remarks = saving.remarks, []
-        for remark in remarks:
-            warn_caller(remark)
-        if saving.error is not None:
-            self._warn(saving, str(saving.error))
-        else:
+        weaker = [text for text in saving.weaker if text not in self._weaker]
+        self._weaker.update(weaker)
+        for text in (*weaker, *remarks):
+            warn_caller(text)
+        if saving.error is None:
             self._in_a_row = 0
+        elif not isinstance(saving.error, UnseenError):
+            self._warn(saving, str(saving.error))
+        elif saving is not self._told and not saving.was_raised:
+            self._told = saving
+            warn_caller(str(saving.error))
 
     def _warn(self, saving: Saving, why: str) -> None:
         if saving is self._told or saving.was_raised:
             return
         self._told = saving
         self._in_a_row += 1
+        there = f"; older checkpoints in {self._directory} are as they were" if self._directory.is_dir() else ""
         warn_caller(
-            f"the save of step {saving.step} has failed, and training goes on: {why}; older checkpoints in "
-            f"{self._directory} are as they were; the next save tries again: remove the cause, since {MOST} failures "
-            "in a row are an error"
+            f"the save of step {saving.step} has failed, and training goes on: {why}{there}; the next save tries "
+            f"again: remove the cause, since {MOST} failures in a row are an error"
         )
 
     def third(self, saving: Saving | None) -> SaveError | None:

@@ -5,21 +5,27 @@ Knows: paths and descriptors. Does not know: checkpoints. No call follows a symb
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | _NO_LINK  # a pipe is opened without waiting
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_LINK
 _WRITE = os.O_RDWR | os.O_CLOEXEC | _NO_LINK
 _FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
 DIRECT = getattr(os, "O_DIRECT", 0)
 MOST_AT_ONCE = 8
 _MOST_PIECES = 1024  # of one read: IOV_MAX of Linux
+_ENOTSUPP = 524  # of the kernel, which it should keep to itself, and NFS does not
+UNSUPPORTED = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, _ENOTSUPP})  # the file system lacks the call
+NO_LOCKS = UNSUPPORTED | {errno.ENOLCK}
+_NO_FOLDER_SYNC = UNSUPPORTED | {errno.EBADF}  # of a descriptor that was opened to read
 
 
 @contextmanager
@@ -49,16 +55,37 @@ def read_only(folder: Path, path: str) -> Iterator[int]:
         yield number
 
 
-def create(path: Path, nbytes: int) -> None:
-    """Create a file with room for ``nbytes``, all zero. Raises `OSError` if the disk has no room for it."""
-    with opened(path, _WRITE | os.O_CREAT | os.O_EXCL) as number:
-        if nbytes:
-            reserve(number, nbytes)
+@contextmanager
+def _needs(what: str) -> Iterator[None]:
+    """Let the error of a file system that lacks a call say what a checkpoint needs it for."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in UNSUPPORTED:
+            error.strerror = f"{error.strerror}: this file system cannot {what}"
+        raise
 
 
-def reserve(number: int, nbytes: int) -> None:
-    """Reserve room on the disk for the first ``nbytes`` of a file."""
-    os.posix_fallocate(number, 0, nbytes)
+def create(path: Path, nbytes: int) -> bool:
+    """Create a file of ``nbytes``, all zero. Raises `OSError` if the disk has no room for it.
+
+    Returns whether there is room for all of them: on a file system that reserves none, it may be missing later.
+    """
+    with opened(path, NEW) as number:
+        return not nbytes or reserve(number, nbytes)
+
+
+def reserve(number: int, nbytes: int) -> bool:
+    """Reserve room on the disk for the first ``nbytes`` of a file. Return False if the file system reserves none."""
+    try:
+        os.posix_fallocate(number, 0, nbytes)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        with suppress(OSError):  # it only keeps the file from growing while several hosts write
+            os.ftruncate(number, nbytes)
+        return False
+    return True
 
 
 def write_at(number: int, data: bytes | memoryview, offset: int) -> None:
@@ -102,7 +129,8 @@ def read_whole(path: Path, longest: int) -> bytes:
 
 def sync(number: int) -> None:
     """Wait until all that was written to a file is on the disk."""
-    os.fsync(number)
+    with _needs("put a file on the disk (fsync), so that a crash could leave a checkpoint without its bytes"):
+        os.fsync(number)
 
 
 def sync_file(path: Path) -> None:
@@ -121,30 +149,46 @@ def sync_files(paths: Sequence[Path]) -> None:
             sync_file(path)
 
 
-def sync_folder(path: Path) -> None:
-    """Wait until the entries of a folder are on the disk."""
-    with opened(path, _FOLDER) as number:
-        sync(number)
+def sync_folder(path: Path) -> bool:
+    """Wait until the entries of a folder are on the disk. Return False if the file system cannot."""
+    try:
+        with opened(path, _FOLDER) as number:
+            sync(number)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+        return False
+    return True
 
 
 def write_new(path: Path, data: bytes) -> None:
     """Create a file with this content, and wait until it is on the disk."""
-    with opened(path, _WRITE | os.O_CREAT | os.O_EXCL) as number:
+    with opened(path, NEW) as number:
         write_at(number, data, 0)
         sync(number)
 
 
-def put_note(path: Path, data: bytes) -> None:
-    """Create a file that other processes see with its whole content or not at all. It may be lost in a crash."""
+def put_note(path: Path, data: bytes, *, synced: bool = False) -> None:
+    """Create a file that other processes see with its whole content or not at all.
+
+    Unless it is ``synced``, it may be lost in a crash.
+    """
     beside = path.with_name(f".{path.name}.part")
-    with opened(beside, _WRITE | os.O_CREAT | os.O_TRUNC) as number:
+    with opened(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | _NO_LINK) as number:
         write_at(number, data, 0)
-    rename(beside, path)
+        if synced:
+            sync(number)
+    try:
+        rename(beside, path)
+    except OSError:
+        if exists(beside) or not exists(path):  # else it was renamed: NFS may send a rename twice
+            raise
 
 
 def make_folder(path: Path) -> None:
     """Create a folder in one that exists."""
-    os.mkdir(path)
+    with _needs("make folders"):
+        os.mkdir(path)
 
 
 def make_folders(path: Path) -> None:
@@ -159,18 +203,35 @@ def make_folders(path: Path) -> None:
         sync_folder(path.parent)
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is anything at a path. Raises `OSError` if that cannot be known."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
 def rename(source: Path, target: Path) -> None:
-    os.rename(source, target)
+    with _needs("rename, and it is a rename that makes a checkpoint complete"):
+        os.rename(source, target)
 
 
 def remove(path: Path) -> None:
     """Remove a file."""
-    os.unlink(path)
+    with _needs("remove files"):
+        os.unlink(path)
 
 
 def remove_folder(path: Path) -> None:
     """Remove an empty folder."""
-    os.rmdir(path)
+    with _needs("remove folders"):
+        os.rmdir(path)
+
+
+def open_folder(path: Path) -> int:
+    """Open a folder. Returns its descriptor, which `close` closes."""
+    return os.open(path, _FOLDER)
 
 
 def open_lock(path: Path) -> int:
@@ -188,11 +249,10 @@ def lock(number: int) -> bool:
 
 
 def overwrite(number: int, data: bytes) -> None:
-    """Replace the content of a file."""
-    os.ftruncate(number, 0)
-    write_at(number, data, 0)
+    """Replace the content of a file by a text, which gets blanks at its end if it is shorter."""
+    write_at(number, data.ljust(os.fstat(number).st_size), 0)
 
 
 def close(number: int) -> None:
-    """Close a descriptor of `open_lock`."""
+    """Close a descriptor of `open_folder` or `open_lock`."""
     os.close(number)

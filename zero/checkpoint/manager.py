@@ -18,6 +18,7 @@ from collectives import Kind, Tag
 from ..optimizer import ZeroOptimizer
 from .directory import LockedDirectory, complete_steps, step_name
 from .failures import Failures
+from .lacks import no_writes_in_place
 from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
@@ -86,7 +87,9 @@ class CheckpointManager:
         except Exception as error:
             problem = str(error)
         try:
-            check_visible(optimizer, self.directory, problem)
+            self._in_parts = check_visible(optimizer, self.directory, problem)
+            if self._in_parts and optimizer.rank == 0:
+                warn_caller(no_writes_in_place(self.directory))
         except BaseException:
             self._unlock()
             raise
@@ -96,7 +99,8 @@ class CheckpointManager:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
         if self._optimizer.rank == 0:
             self._lock = LockedDirectory(self.directory, secrets.token_hex(8))
-            for text in self._lock.clean():
+            remark = self._lock.remark
+            for text in (*([] if remark is None else [remark]), *self._lock.clean()):
                 warn_caller(text)
 
     # -- save ---------------------------------------------------------------------------------------------------------
@@ -113,7 +117,7 @@ class CheckpointManager:
         """Save a checkpoint. All ranks, with equal arguments, between two steps.
 
         Args:
-            step: its number, at least 0.
+            step: its number, at least 0. It becomes the newest: higher steps are set aside, with a warning.
             state: what training needs beside model and optimizer, equal on all ranks: schedulers, a `GradScaler`, any
                 object with ``state_dict``, and plain values. Restored at any number of ranks.
             rank_state: this rank's own. Restored at the same number of ranks, or by ``reshard``.
@@ -152,6 +156,7 @@ class CheckpointManager:
             staging_bytes=self._staging_bytes,
             max_shard_bytes=self._max_shard_bytes,
             assets=assets,
+            in_parts=self._in_parts,
             problem=problem,
         )
         lock = self._lock
@@ -256,15 +261,16 @@ class CheckpointManager:
             self._failures.note(saving)
 
     def _compare(self, saving: Saving) -> None:
-        """Let every rank know why the last save has failed, and remove what it has left."""
+        """Let every rank know how the last save has ended, and remove what it has left."""
         transport, tag = self._engine.parts.transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
         if not transport.broken:
-            for why in filter(None, transport.exchange(saving.known_cause().encode(), tag)):
-                saving.learn(why.decode())
+            saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
 
     def _release(self) -> None:
         self._closed = True
+        if self._saving is not None:
+            self._saving.leave()
         self._saver.withdraw()
         if self in self._engine.watchers:
             self._engine.watchers.remove(self)

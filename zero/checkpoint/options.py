@@ -52,4 +52,5 @@ def warn_caller(text: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _INSIDE:
         level, frame = level + 1, frame.f_back
+    text = text.encode(errors="backslashreplace").decode()  # a path may have bytes that are no text
     warnings.warn(text, RuntimeWarning, stacklevel=level)

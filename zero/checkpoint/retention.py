@@ -6,6 +6,7 @@ Knows: the rule. Does not know: how a checkpoint is removed. Runs on rank 0, in 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from .directory import LockedDirectory, complete_steps, steps_in
@@ -69,15 +70,29 @@ class StepDestination:
 
     def __init__(self, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool) -> None:
         self._directory, self._retention, self._step, self._overwrite = directory, retention, step, overwrite
+        self._aside: list[Path] = []
 
     def check(self) -> None:
         self._directory.check_free(self._step, overwrite=self._overwrite)
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
-        folder.commit(manifest, self._overwrite, self._directory.check)
+        above = self._directory.above(self._step, folder.nonce)
+        folder.commit(manifest, self._overwrite, self._directory.check, above)
+        self._aside = [place for _, place in above]
 
     def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
-        left: list[str] = []
+        left = [_set_aside(folder.target, self._aside)] if self._aside else []
         if os.path.lexists(folder.trash):
-            left = self._directory.remove_trash(folder.trash)
-        return left + self._retention.apply(self._directory, manifest.step)
+            left += self._directory.remove_trash(folder.trash)
+        left += self._retention.apply(self._directory, manifest.step)
+        self._directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
+        return left
+
+
+def _set_aside(newest: Path, folders: Sequence[Path]) -> str:
+    names = ", ".join(folder.name for folder in folders)
+    return (
+        f"{newest} is the newest checkpoint now; what was there under higher steps is set aside in the same folder: "
+        f"{names}; zero.load() and zero.open_checkpoint() read these by path, nothing removes them, and one that is "
+        "renamed to its step is the newest again"
+    )

@@ -6,14 +6,17 @@ Knows: the two public calls. Does not know: how a save or a load works, locks, w
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..optimizer import ZeroOptimizer
-from .options import check_step, parse_size, read_assets, warn_caller
+from . import files
+from .lacks import no_writes_in_place
+from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
-from .visibility import check_visible
+from .visibility import check_visible, needs_parts
 from .write.one_path import OnePath
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
@@ -32,17 +35,23 @@ def save(
 ) -> Saving:
     """Save one checkpoint at ``path``, and return when it is complete. All ranks; see `CheckpointManager.save`.
 
-    Raises `ValueError` also if a rank does not see the folder of ``path``.
+    Folders above ``path`` are made. Raises `ValueError` also if a rank does not see them.
     """
     target = Path(path).absolute()
-    if optimizer.world_size > 1:
-        check_visible(optimizer, target.parent, None)
     problem: Exception | None = None
-    files: dict[str, bytes] = {}
+    unusable = _make_parents(target, optimizer.rank)
+    if optimizer.world_size > 1:
+        in_parts = check_visible(optimizer, target.parent, unusable)
+    else:
+        require(unusable is None, str(unusable))
+        in_parts = needs_parts(target.parent)
+    if in_parts and optimizer.rank == 0:
+        warn_caller(no_writes_in_place(target.parent))
+    copied: dict[str, bytes] = {}
     max_bytes = 0
     try:
         check_step(step)
-        max_bytes, files = parse_size(max_shard_size), read_assets(assets)
+        max_bytes, copied = parse_size(max_shard_size), read_assets(assets)
     except (ValueError, OSError) as error:
         problem = error
     request = SaveRequest(
@@ -53,10 +62,23 @@ def save(
         overwrite=overwrite,
         blocking=True,
         max_shard_bytes=max_bytes,
-        assets=files,
+        assets=copied,
+        in_parts=in_parts,
         problem=problem,
     )
     return save_one(optimizer, request)
+
+
+def _make_parents(target: Path, rank: int) -> str | None:
+    """Make the folders above a checkpoint on rank 0. Return, as text, why there can be none at this path."""
+    if target.name in ("", ".."):
+        return f"path is {str(target)!r}, which no checkpoint can have as its name: name a folder inside it"
+    if rank == 0:
+        try:
+            files.make_folders(target.parent)
+        except OSError as error:
+            return f"{target.parent} cannot be written on host {socket.gethostname()}: {error}"
+    return None
 
 
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
@@ -65,14 +87,12 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
     assert saving is not None, "no rank skips it"
-    for why in optimizer.exchange(saving.known_cause().encode()):  # every rank has seen how it ended
-        if why:
-            saving.learn(why.decode())
+    saving.settle(optimizer.exchange(saving.outcome()))
     saver.withdraw()
     saving.remove_rest()
     saving.result()
-    for remark in saving.remarks:
-        warn_caller(remark)
+    for text in (*saving.weaker, *saving.remarks):
+        warn_caller(text)
     return saving
 
 

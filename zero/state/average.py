@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,6 +120,12 @@ class ShardedAverage:
         if self._all.by_name.get(self.name) is self:
             del self._all.by_name[self.name]
         self._flat.clear()
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            f"the ShardedAverage {self.name!r} cannot be copied or pickled: it belongs to an optimizer, each of whose "
+            "ranks has a part; gather() returns its values, and a checkpoint has them"
+        )
 
     # -- for the engine and for checkpoints ---------------------------------------------------------------------------
 

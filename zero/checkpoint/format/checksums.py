@@ -29,6 +29,10 @@ class Fragment:
     length: int
     crc32: int
 
+    def packed(self) -> tuple[int, ...]:
+        """Return what the constructor takes."""
+        return self.begin, self.length, self.crc32
+
 
 def split(begin: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield the parts of ``[begin, end)`` between borders of blocks, in order."""

@@ -105,7 +105,9 @@ def tensors_text(tensors: Sequence[TensorEntry]) -> str:
             "data_offsets": [entry.begin, entry.end],
         }
     if len(entries) != len(tensors) + 1:
-        raise ValueError("two tensors of a file have one name")
+        raise ValueError(
+            f"two tensors of a file have one name, or one is called {METADATA!r}, which it keeps for itself"
+        )
     del entries[METADATA]
     return _json(entries)[1:-1]
 

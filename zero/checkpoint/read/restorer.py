@@ -22,7 +22,7 @@ import torch
 from ...core.cuts import EvenCuts
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
-from ..directory import step_name, steps_in
+from ..directory import set_aside, step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..user_state import check_generators, check_keys, restored, set_generators
@@ -109,6 +109,11 @@ class Restorer:
             there = steps_in(directory)
         except OSError as error:
             raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
+        if step is not None and step not in there and (aside := set_aside(directory, step)):
+            raise CheckpointError(
+                f"step {step} of {directory} was set aside as {', '.join(path.name for path in aside)} by a save of a "
+                "lower step: zero.load() reads it by path, and renamed to its step it is the newest again"
+            )
         wanted = reversed(there) if step is None else [step]
         paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
         return paths, [] if step is None else [number for number in there if number < step]

@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -29,23 +30,49 @@ from ..format.tensorfile import PAGE
 SMALLEST_DIRECT = 64 * 1024  # below, two system calls cost more than the copy into the cache
 
 
-class ChunkWriter:
-    """Writes chunks, file after file. They are on the disk after `finish`."""
+class Writer(ABC):
+    """Writes chunks. They are on the disk after `finish`."""
 
-    def __init__(self, folder: Path, block_bytes: int) -> None:
-        """``folder``: to which paths are relative. ``block_bytes``: of the largest chunk."""
-        self._folder, self._block_bytes = folder, block_bytes
-        self._memory = mmap.mmap(-1, block_bytes + PAGE)
-        self._view = memoryview(self._memory)
-        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+    def __init__(self, block_bytes: int) -> None:
+        """``block_bytes``: of the largest chunk."""
+        self._block_bytes = block_bytes
         self._open = ExitStack()
-        self._path: str | None = None
-        self._file = self._direct = -1
         self.fragments: dict[str, list[Fragment]] = {}
         self.nbytes = 0
 
+    @abstractmethod
     def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
         """Write ``nbytes`` at ``begin`` of the file ``path``. ``fill``: puts the bytes into a 1-D uint8 tensor."""
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write the first bytes of the file ``path``."""
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        for begin, end in split(0, len(data), self._block_bytes):
+            self.write(path, begin, end - begin, partial(_copy, whole[begin:end]))
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all that was written is on the disk."""
+
+    def close(self) -> None:
+        """Close what is open. Called also after an error."""
+        self._open.close()
+
+
+class ChunkWriter(Writer):
+    """Writes each chunk at its place in its file, file after file."""
+
+    def __init__(self, folder: Path, block_bytes: int) -> None:
+        """``folder``: to which paths are relative."""
+        super().__init__(block_bytes)
+        self._folder = folder
+        self._memory = mmap.mmap(-1, block_bytes + PAGE)
+        self._view = memoryview(self._memory)
+        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._path: str | None = None
+        self._file = self._direct = -1
+
+    def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
         if path != self._path:
             self._begin(path)
         place = begin % PAGE
@@ -69,12 +96,6 @@ class ChunkWriter:
         files.write_at(self._file, data[: low - begin], begin)
         files.write_at(self._file, data[high - begin :], high)
 
-    def write_bytes(self, path: str, data: bytes) -> None:
-        """Write the first bytes of the file ``path``."""
-        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        for begin, end in split(0, len(data), self._block_bytes):
-            self.write(path, begin, end - begin, partial(_copy, whole[begin:end]))
-
     def _begin(self, path: str) -> None:
         self._open.close()
         self._path, self._direct = path, -1
@@ -85,12 +106,10 @@ class ChunkWriter:
                 self._direct = self._open.enter_context(files.opened(self._folder / path, os.O_WRONLY | files.DIRECT))
 
     def finish(self) -> None:
-        """Wait until all that was written is on the disk."""
         files.sync_files([self._folder / path for path in self.fragments])
 
     def close(self) -> None:
-        """Close what is open. Called also after an error."""
-        self._open.close()
+        super().close()
         self._path = None
         del self._buffer
         self._view.release()

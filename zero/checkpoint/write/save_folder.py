@@ -9,9 +9,11 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
         notes/failed                why there will be no checkpoint
-
+        parts/rank-00000 ...        see `part_writer`
 Ranks need no message for it, so a thread of each can do it while others train. A rank waits for another one as long as
 something in the folder changes. If rank 0 gives up and cannot even leave a note, it removes the folder.
+
+Rank 0 knows how a save has ended. The other ranks see it by names in the folder above, and read nothing: see `commit`.
 """
 
 from __future__ import annotations
@@ -28,13 +30,22 @@ from .. import files
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
+from ..lacks import no_room_reserved, no_sync_of_folders
+from .chunk_writer import ChunkWriter, Writer
+from .commit import Commit, announced_content, nonce_and_content, trash_of
+from .part_writer import PARTS, PartFragment, PartWriter, put_together
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
+_BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class SaveError(RuntimeError):
     """A checkpoint could not be written. Training can go on, and older checkpoints are as they were."""
+
+
+class UnseenError(SaveError):
+    """This rank has done its part, and cannot see how the save has ended: rank 0 knows."""
 
 
 class GivenUpError(SaveError):
@@ -48,12 +59,19 @@ class LateError(SaveError):
 class SaveFolder:
     """One save, on one rank."""
 
-    def __init__(self, target: Path, nonce: str, rank: int, world_size: int, timeout: float) -> None:
-        """``target``: the checkpoint's folder. ``timeout``: seconds for which a rank waits while nothing changes."""
+    def __init__(
+        self, target: Path, nonce: str, rank: int, world_size: int, timeout: float, *, in_parts: bool = False
+    ) -> None:
+        """``target``: the checkpoint's folder. ``timeout``: seconds for which a rank waits while nothing changes.
+
+        ``in_parts``: ranks cannot write into one file.
+        """
         self.target, self.nonce = target, nonce
         self.temporary = target.with_name(f".tmp-{target.name}-{nonce}")
-        self.trash = target.with_name(f".trash-{target.name}-{nonce}")
-        self._rank, self._world_size, self._timeout = rank, world_size, timeout
+        self.trash = trash_of(target, nonce)
+        self.weaker: list[str] = []  # on rank 0, what this file system lacks, and what follows from it
+        self._commit = Commit(self.temporary, target, nonce, announces=world_size > 1)
+        self._rank, self._world_size, self._timeout, self._in_parts = rank, world_size, timeout, in_parts
         self._abandoned: tuple[str, float] | None = None
 
     def abandon(self, why: str, after: float = 0.0) -> None:
@@ -66,35 +84,38 @@ class SaveFolder:
         """Create the folder. Raises `OSError`."""
         files.make_folder(self.temporary)
         files.make_folder(self.temporary / NOTES)
-        files.put_note(self._note("nonce"), self.nonce.encode())
+        files.put_note(self._note("nonce"), self.nonce.encode(), synced=self._in_parts)
 
     def make_files(self, sizes: Mapping[str, int]) -> None:
         """Create all files with room for their bytes. Raises `SaveError` if the disk is full."""
-        files.sync_file(self._note("nonce"))
+        if not self._in_parts:  # else it was synced at once, since it cannot be opened again to be written
+            files.sync_file(self._note("nonce"))
         files.sync_folder(self.temporary / NOTES)
-        files.sync_folder(self.temporary)
+        if not files.sync_folder(self.temporary):
+            self.weaker.append(no_sync_of_folders(self.target.parent))
         if copied := [path for path in sizes if is_copied(path)]:
-            files.put_note(self._note(COPIED), json.dumps(copied).encode())
-            files.sync_file(self._note(COPIED))
+            files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
             files.sync_folder(self.temporary / NOTES)
-        for folder in _folders(sizes):
+        for folder in (*_folders(sizes), *([Path(PARTS)] if self._in_parts else [])):
             files.make_folder(self.temporary / folder)
+        now = {} if self._in_parts else sizes
         try:
-            for path, nbytes in sizes.items():
-                files.create(self.temporary / path, nbytes)
+            reserved = [files.create(self.temporary / path, nbytes) for path, nbytes in now.items()]
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            disk = os.statvfs(self.target.parent)
             raise SaveError(
                 f"rank 0 could not save {self.target}: the disk is full ({error.strerror}): the checkpoint needs "
-                f"{sum(sizes.values()):,} bytes, and {disk.f_bavail * disk.f_frsize:,} are free"
+                f"{sum(sizes.values()):,} bytes{_free(self.target.parent)}"
             ) from error
+        if not all(reserved):
+            self.weaker.append(no_room_reserved(self.target.parent))
         files.put_note(self._note("ready"), b"")
 
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
+        kind = PartFragment if self._in_parts else Fragment
         done: set[str] = set()
 
         def all_done() -> bool:
@@ -104,7 +125,7 @@ class SaveFolder:
                 if name.endswith(".done") and name not in done:
                     done.add(name)
                     for path, fragments in json.loads(_read(self._note(name)) or b"{}").items():
-                        found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
+                        found.setdefault(path, []).extend(kind(*fragment) for fragment in fragments)
             return len(done) == self._world_size
 
         def missing() -> str:
@@ -114,13 +135,32 @@ class SaveFolder:
         self._wait(all_done, missing)
         return found
 
-    def commit(self, manifest: Manifest, overwrite: bool, check: Callable[[], None]) -> None:
-        """Make the folder the checkpoint. ``check``: raises if this run may not write here any more.
+    def put_together(self, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
+        """Make the files from what ranks have written, unless they have written it into the files."""
+        if self._in_parts:
+            put_together(self.temporary, paths, fragments)
+
+    def commit(
+        self,
+        manifest: Manifest,
+        overwrite: bool,
+        check: Callable[[], None],
+        aside: Sequence[tuple[Path, Path]] = (),
+    ) -> None:
+        """Make the folder the checkpoint.
 
         Every file and every entry is on the disk before the rename, and the rename before this returns.
+
+        Args:
+            manifest: of all files.
+            overwrite: whether a checkpoint that exists is replaced.
+            check: raises if this run may not write here any more.
+            aside: further folders that are renamed if and only if this one becomes the checkpoint, with their new
+                names. Until then `directory.steps_in` takes them by their old names.
         """
         files.write_new(self.temporary / NAME, manifest.to_bytes())
-        files.sync_files([self.temporary / path for path in manifest.files])
+        if not self._in_parts:
+            files.sync_files([self.temporary / path for path in manifest.files])
         for folder in (*_folders(manifest.files), Path()):
             files.sync_folder(self.temporary / folder)
         for note in sorted((self.temporary / NOTES).iterdir()):  # after a crash the manifest names the nonce now
@@ -128,39 +168,34 @@ class SaveFolder:
         files.remove_folder(self.temporary / NOTES)
         files.sync_folder(self.temporary)
         check()
-        replaces = os.path.lexists(self.target)
-        if replaces:
-            if not overwrite:
-                raise SaveError(f"rank 0 could not save {self.target}: it exists by now, another run has made it")
-            files.rename(self.target, self.trash)
-        try:
-            files.sync_folder(self.target.parent)
-            files.rename(self.temporary, self.target)
-        except OSError:
-            if replaces:
-                files.rename(self.trash, self.target)
-            raise
-        try:
-            files.sync_folder(self.target.parent)
-        except OSError as error:
-            raise SaveError(
-                f"rank 0 could not sync {self.target.parent} ({error}): {self.target} is complete, but may be lost if "
-                "the machine crashes"
-            ) from error
+        replaced = [(self.target, self.trash)] if files.exists(self.target) else []
+        if replaced and not overwrite:
+            raise SaveError(f"rank 0 could not save {self.target}: it exists by now, another run has made it")
+        self._commit.run(manifest.content, [*aside, *replaced])
+
+    @property
+    def unsynced(self) -> str | None:
+        """Why the commit may be lost if the machine crashes; None if it is on the disk."""
+        return self._commit.unsynced
+
+    def leave(self) -> None:
+        """Remove the announcement if the checkpoint is where the other ranks look for it otherwise."""
+        self._commit.withdraw_if_in_place()
 
     def give_up(self, why: str) -> None:
         """Leave the reason for the other ranks, and remove everything else. Raises nothing."""
         told = self._leave(why)
         self._remove(keep_notes=True)
-        if not told and not self._leave(why):  # by now there may be room
+        if not told and not self._leave(why) and self._commit.take_back():  # by now there may be room
             self._remove()
 
     def remove_rest(self) -> None:
-        """Remove what `give_up` has left. No rank may be waiting for this save any more."""
-        self._remove()
+        """Remove all that is left beside a checkpoint. No rank may be waiting for this save any more."""
+        if self._commit.take_back() and files.exists(self.temporary):
+            self._remove()
 
     def _leave(self, why: str) -> bool:
-        if not self.temporary.exists():
+        if not files.exists(self.temporary):
             return False
         with suppress(OSError):
             files.make_folder(self.temporary / NOTES)
@@ -197,9 +232,15 @@ class SaveFolder:
 
         self._wait(ready, lambda: f"rank 0 did not make the files of {self.target} in time")
 
+    def writer(self, block_bytes: int) -> Writer:
+        """Return what writes this rank's chunks."""
+        if self._in_parts:
+            return PartWriter(self.temporary, self._rank, block_bytes)
+        return ChunkWriter(self.temporary, block_bytes)
+
     def report_done(self, fragments: Mapping[str, Sequence[Fragment]]) -> None:
         """Leave the checksums of what this rank has written."""
-        told = {path: [(f.begin, f.length, f.crc32) for f in found] for path, found in fragments.items()}
+        told = {path: [fragment.packed() for fragment in found] for path, found in fragments.items()}
         files.put_note(self._note(f"rank-{self._rank:05d}.done"), json.dumps(told).encode())
 
     def report_failed(self, why: str) -> None:
@@ -208,36 +249,53 @@ class SaveFolder:
             files.put_note(self._note(f"rank-{self._rank:05d}.failed"), why.encode())
 
     def wait_until_committed(self) -> str:
-        """Return the checkpoint's ``content`` when rank 0 has committed, and the rename is synced. Raises `SaveError`.
+        """Return the checkpoint's ``content`` when rank 0 has renamed the folder. Raises `SaveError`.
 
-        This rank syncs, too, since rank 0 may die in between. If that fails, rank 0 decides how the save has ended.
+        Raises `UnseenError` if it cannot be seen. This rank syncs the rename, too, since rank 0 may die before it does.
         """
         found: list[str] = []
+        blind: float | None = None  # since when every look has failed
 
         def committed() -> bool:
-            self._check_note()
-            if self.temporary.exists():
-                return False
-            nonce, content = _committed(self.target)
-            if nonce != self.nonce:
-                raise self._given_up()
-            found.append(content)
-            return True
+            nonlocal blind
+            try:
+                if files.exists(self.temporary):
+                    self._check_note()
+                else:
+                    found.append(self._announced())
+                blind = None
+            except OSError as error:
+                blind = time.monotonic() if blind is None else blind
+                if time.monotonic() - blind > _BLIND:
+                    raise UnseenError(f"{self._cannot_see()}: {type(error).__name__}: {error}") from error
+            return bool(found)
 
-        self._wait(committed, lambda: f"rank 0 did not commit {self.target} in time")
+        self._wait(committed, lambda: f"{self._cannot_see()}: rank 0 did not commit it in time", UnseenError)
         _try(files.sync_folder, self.target.parent)
         return found[0]
+
+    def _announced(self) -> str:
+        """Return the content that rank 0 has announced. The temporary folder is gone. Raises `OSError`, `SaveError`."""
+        announced = announced_content(self.target.parent, self.nonce)
+        nonce, content = (self.nonce, announced) if announced else nonce_and_content(self.target)
+        if nonce != self.nonce:
+            raise self._given_up()
+        return content
+
+    def _cannot_see(self) -> str:
+        return f"rank {self._rank} cannot see whether {self.target} is complete, which rank 0 knows"
 
     def check(self) -> None:
         """Raise `SaveError` if rank 0 has given up."""
         self._check_note()
-        if not self.temporary.exists():
+        if not files.exists(self.temporary):
             raise self._given_up()
 
     def _check_note(self) -> None:
-        why = _read(self._note("failed"))
-        if why is not None:
-            raise SaveError(why.decode())
+        if files.exists(self._note("failed")):
+            with suppress(OSError):
+                raise SaveError(files.read_whole(self._note("failed"), LONGEST).decode())
+            raise self._given_up()
 
     def _given_up(self) -> SaveError:
         if self._abandoned is not None:
@@ -247,7 +305,7 @@ class SaveFolder:
     def _note(self, name: str) -> Path:
         return self.temporary / NOTES / name
 
-    def _wait(self, holds: Callable[[], bool], late: Callable[[], str]) -> None:
+    def _wait(self, holds: Callable[[], bool], late: Callable[[], str], error: type[SaveError] = LateError) -> None:
         begin = look = time.monotonic()
         newest, end = -1, begin + self._timeout
         while not holds():
@@ -259,7 +317,7 @@ class SaveFolder:
                 if seen != newest:
                     newest, end = seen, now + self._timeout
             if now >= end:
-                raise LateError(f"{late()} ({self._timeout:g} s)")
+                raise error(f"{late()} ({self._timeout:g} s)")
             time.sleep(min(max(_SHORTEST, (now - begin) / 20), _LONGEST))  # late by a twentieth at most
 
     def _newest(self) -> int:
@@ -278,18 +336,16 @@ def _folders(paths: Iterable[str]) -> list[Path]:
     return sorted(found, key=lambda folder: (len(folder.parts), folder))
 
 
-def _try(call: Callable[[Path], None], path: Path) -> None:
+def _free(folder: Path) -> str:
+    with suppress(OSError):
+        disk = os.statvfs(folder)
+        return f", and {disk.f_bavail * disk.f_frsize:,} are free"
+    return ""
+
+
+def _try(call: Callable[[Path], object], path: Path) -> None:
     with suppress(OSError):
         call(path)
-
-
-def _committed(folder: Path) -> tuple[str, str]:
-    """Return nonce and content of a checkpoint, which this run may have committed; two empty texts if there is none."""
-    try:  # less is checked than by a reader: if the nonce is that of this run, it has just written the text
-        found = json.loads(files.read_whole(folder / NAME, LONGEST))
-        return found["written_by"]["nonce"], found["content"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "", ""
 
 
 def _read(path: Path) -> bytes | None:

@@ -12,6 +12,7 @@ The thread sends no message. If it fails, its error waits in `error`, and every 
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 import traceback
@@ -23,12 +24,12 @@ from typing import Protocol
 from ..format.checksums import Fragment, block_sums
 from ..format.extents import Chunk
 from ..format.manifest import FileSums, Manifest
-from .chunk_writer import ChunkWriter
-from .save_folder import GivenUpError, LateError, SaveError, SaveFolder
+from .save_folder import GivenUpError, LateError, SaveError, SaveFolder, UnseenError
 from .snapshot import Snapshot
 
 LONGEST_CAUSE = 500  # characters
 LATE = "late: "  # before a report that another rank may know better
+_UNKNOWING = (GivenUpError, LateError, UnseenError)  # errors of a rank that does not know why, or whether, it failed
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,11 @@ class Saving:
             self.blocked_ms += 1000 * (time.perf_counter() - began)
 
     @property
+    def weaker(self) -> list[str]:
+        """What the file system lacks, and what is weaker for it. On rank 0."""
+        return self._folder.weaker
+
+    @property
     def nonce(self) -> str:
         """What distinguishes this save from every other one."""
         return self._folder.nonce
@@ -161,25 +167,38 @@ class Saving:
         """Note that the save has failed on another rank."""
         if not self.done():
             self._folder.abandon(why)
-        elif self.error is None or isinstance(self.error, (GivenUpError, LateError)):
+        elif isinstance(self.error, _UNKNOWING):
             self.error = SaveError(why)
 
-    def known_cause(self) -> str:
-        """Return why the save has failed, as far as this rank knows; otherwise an empty text."""
-        return (
-            ""
-            if self.error is None or isinstance(self.error, (GivenUpError, LateError))
-            else str(self.error)[:LONGEST_CAUSE]
-        )
+    def outcome(self) -> bytes:
+        """Return, as a message for `settle` on all ranks, how the save has ended, as far as this rank knows."""
+        if self.error is None:
+            return json.dumps({"content": self._content}).encode()
+        known = not isinstance(self.error, _UNKNOWING)
+        return json.dumps({"cause": str(self.error)[:LONGEST_CAUSE]} if known else {}).encode()
+
+    def settle(self, outcomes: Sequence[bytes]) -> None:
+        """Take note of how the save has ended on all ranks, whose `outcome` are given: rank 0 decides."""
+        found = [json.loads(outcome) for outcome in outcomes]
+        if "content" not in found[0]:
+            for why in (theirs["cause"] for theirs in found if "cause" in theirs):
+                self.learn(why)
+        elif isinstance(self.error, _UNKNOWING):
+            self.error, self._content = None, found[0]["content"]
 
     def abandon(self, why: str, after: float) -> None:
         """End all waits for other ranks, ``after`` so many seconds."""
         self._folder.abandon(why, after)
 
     def remove_rest(self) -> None:
-        """Remove what a failed save has left. On rank 0; every other rank has seen that it failed."""
-        if self._rank == 0 and self.error is not None:
+        """Remove what the save has left beside a checkpoint. On rank 0; every other rank has seen how it ended."""
+        if self._rank == 0:
             self._folder.remove_rest()
+
+    def leave(self) -> None:
+        """Remove what no other rank needs any more to see how the save has ended. On rank 0, without the others."""
+        if self._rank == 0 and self.done():
+            self._folder.leave()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +226,8 @@ class Saving:
         self.error = self._as_save_error(error)
         text = str(self.error).encode(errors="backslashreplace").decode()  # a path may have bytes that are no text
         self.error.args = (text,)
+        if isinstance(self.error, UnseenError):
+            return  # this rank has done its part: it is no failure of the save
         if not isinstance(self.error, GivenUpError):
             self._report(f"{LATE if isinstance(self.error, LateError) else ''}{self.error}")
         self._folder.report_failed(str(self.error))
@@ -223,7 +244,10 @@ class Saving:
                 pass
         if isinstance(error, SaveError):
             return error
-        told = SaveError(f"rank {self._rank} could not save {self.path}: {type(error).__name__}: {error}")
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and not self.path.parent.is_dir():
+            text = f"{self.path.parent} was removed ({text}): make it again, and saves go on"
+        told = SaveError(f"rank {self._rank} could not save {self.path}: {text}")
         told.__cause__ = error
         return told
 
@@ -234,7 +258,7 @@ class Saving:
             folder.make_files(plan.sizes)
         else:
             folder.wait_until_ready()
-        writer = ChunkWriter(folder.temporary, plan.block_bytes)
+        writer = folder.writer(plan.block_bytes)
         try:
             for path, data in plan.heads.items():
                 writer.write_bytes(path, data)
@@ -247,12 +271,16 @@ class Saving:
         if self._destination is None:
             self._content = folder.wait_until_committed()
             return None
-        manifest = plan.manifest(sums_of(folder.collect(), plan.sizes, plan.block_bytes))
+        fragments = folder.collect()
+        manifest = plan.manifest(sums_of(fragments, plan.sizes, plan.block_bytes))
+        folder.put_together(list(plan.sizes), fragments)
         self._destination.commit(folder, manifest)
         self._content = manifest.content
         return manifest
 
     def _tidy(self, destination: Destination, manifest: Manifest) -> list[str]:
+        if self._folder.unsynced is not None:
+            return [self._folder.unsynced]
         try:
             return destination.tidy(self._folder, manifest)
         except Exception as error:  # the checkpoint is complete, whatever happens to older ones

@@ -53,6 +53,7 @@ class SaveRequest:
         max_shard_bytes: of a file.
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
+        in_parts: whether ranks cannot write into one file there; see `part_writer`.
         problem: an error that the caller has found; every rank raises it.
     """
 
@@ -67,6 +68,7 @@ class SaveRequest:
     max_shard_bytes: int = 5 * 10**9
     assets: Mapping[str, bytes] | None = None
     block_bytes: int = BLOCK_BYTES
+    in_parts: bool = False
     problem: Exception | None = None
 
 
@@ -148,9 +150,8 @@ class Saver:
         self._engine.parts.reducer.agreement.report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
-        return SaveFolder(
-            request.target, nonce, self._transport.rank, self._transport.world_size, self._transport.timeout
-        )
+        rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
+        return SaveFolder(request.target, nonce, rank, world_size, timeout, in_parts=request.in_parts)
 
     def _collect(self, request: SaveRequest) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""

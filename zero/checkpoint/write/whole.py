@@ -22,6 +22,9 @@ from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
 from ..format.tensorfile import TensorEntry
+from ..lacks import no_writes_in_place
+from ..options import warn_caller
+from ..visibility import needs_parts
 from .capture import TreeFile
 from .one_path import OnePath
 from .plan import lay_out
@@ -114,8 +117,9 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
         written_by = {"nonce": nonce, **versions()}
         return Manifest(step, _parameters(contents), tuple(groups), sums, BLOCK_BYTES, (), written_by)
 
-    save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0)
     make_folders(path.parent)
+    in_parts = needs_parts(path.parent)
+    save = SaveFolder(path, nonce, rank=0, world_size=1, timeout=1.0, in_parts=in_parts)
     save.make()
     heads = {file.path: file.header for file in files} | plain
     snapshot = Snapshot(staged, {}, planned)
@@ -123,7 +127,10 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     saving = Saving(step, save, 0, plan, OnePath(path, overwrite=False), lambda _: None)
     saving.start(asynchronous=False)
     saving.remove_rest()
-    return saving.result()
+    content = saving.result()
+    for text in (*([no_writes_in_place(path.parent)] if in_parts else []), *saving.weaker):
+        warn_caller(text)
+    return content
 
 
 def _parameters(contents: WholeContents) -> tuple[SavedParameter, ...]:

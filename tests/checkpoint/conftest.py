@@ -1,0 +1,28 @@
+"""The file system of the tests of this folder: see `file_systems`."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .file_systems import FILE_SYSTEMS, VARIABLE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that are about what the file system of this session lacks."""
+    system = FILE_SYSTEMS.get(os.environ.get(VARIABLE, ""))
+    if system is not None:
+        lacks = {*system.lacks, *([] if system.warning is None else ["no warning"])}
+        for item in items:
+            marker = item.get_closest_marker("assumes")
+            if marker is not None and lacks & {*marker.args}:
+                item.add_marker(pytest.mark.skip(f"is about {', '.join(marker.args)}"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def file_system() -> None:
+    """Use the file system that the environment names, if it names one."""
+    name = os.environ.get(VARIABLE)
+    if name is not None:
+        FILE_SYSTEMS[name].use(pytest.MonkeyPatch())
