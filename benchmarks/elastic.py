@@ -31,7 +31,7 @@ except ModuleNotFoundError as absent:
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from zero.checkpoint.directory import steps_in
+from zero.checkpoint.folder.directory import steps_in
 from zero.commands.elastic import RENDEZVOUS
 
 from . import tables

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from zero.checkpoint.directory import steps_in
+from zero.checkpoint.folder.directory import steps_in
 from zero.commands.elastic import RENDEZVOUS
 
 from .resumes import ROOT, Cadence, TrainedRun, command_line, kill, outcome, processes, undisturbed, verified

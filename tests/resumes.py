@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from zero import open_checkpoint
-from zero.checkpoint.directory import steps_in
+from zero.checkpoint.folder.directory import steps_in
 
 ROOT = Path(__file__).resolve().parents[1]
 RANK_MODULE = "zero.commands.train.rank"

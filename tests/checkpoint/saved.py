@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from zero import ZeroOptimizer
+from zero.checkpoint.folder.visibility import needs_parts
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
 from zero.checkpoint.single import save_one
-from zero.checkpoint.visibility import needs_parts
 from zero.checkpoint.write.saver import SaveRequest
 
 BLOCK = 4096

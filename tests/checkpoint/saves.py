@@ -16,8 +16,8 @@ from torch import Tensor
 
 from zero import ZeroOptimizer
 from zero.checkpoint import manager, single
+from zero.checkpoint.folder.lock import LEASE
 from zero.checkpoint.format.extents import Chunk
-from zero.checkpoint.lock import LEASE
 from zero.checkpoint.write import snapshot
 from zero.checkpoint.write.saver import SaveRequest
 

@@ -24,7 +24,7 @@ import zero
 from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
-from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.write.save_folder import SaveFolder, UnseenError
 from zero.checkpoint.write.save_thread import Saving
 

@@ -23,9 +23,10 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
-from zero.checkpoint import files, holder
-from zero.checkpoint.directory import LockedDirectory, complete_steps, steps_in
-from zero.checkpoint.lock import LOCK
+from zero.checkpoint import files
+from zero.checkpoint.folder import holder
+from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
+from zero.checkpoint.folder.lock import LOCK
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
@@ -125,7 +126,7 @@ def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: Zer
 def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does(
     job: str, later: str, is_stopped: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zero.checkpoint.lock.PATIENCE", PATIENCE if taken else 0.3)
+    monkeypatch.setattr("zero.checkpoint.folder.lock.PATIENCE", PATIENCE if taken else 0.3)
     told, tell = os.pipe()
 
     def lock(name: str, then: Callable[[], object]) -> int:
@@ -321,7 +322,7 @@ def test_a_disk_that_fails_when_the_lock_is_looked_at_fails_the_save_and_not_the
 ) -> None:
     with CheckpointManager(tmp_path, optimizer) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr("zero.checkpoint.lock.os", Module(os, {"stat": fails_on_lock}))
+            patch.setattr("zero.checkpoint.folder.lock.os", Module(os, {"stat": fails_on_lock}))
             saving = checkpoints.save(1)
             assert saving is not None
             with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):

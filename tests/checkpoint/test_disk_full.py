@@ -19,7 +19,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
-from zero.checkpoint.directory import complete_steps
+from zero.checkpoint.folder.directory import complete_steps
 
 from ..pool import GlooPool
 from ..warned import own

@@ -20,10 +20,11 @@ import pytest
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager
-from zero.checkpoint import files, holder
-from zero.checkpoint.directory import complete_steps
-from zero.checkpoint.lock import LEASE, FolderLock
-from zero.checkpoint.visibility import needs_parts
+from zero.checkpoint import files
+from zero.checkpoint.folder import holder
+from zero.checkpoint.folder.directory import complete_steps
+from zero.checkpoint.folder.lock import LEASE, FolderLock
+from zero.checkpoint.folder.visibility import needs_parts
 from zero.checkpoint.write.part_writer import PartWriter
 
 from .disk import Disk

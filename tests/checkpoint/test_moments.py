@@ -19,7 +19,7 @@ import zero
 from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
-from zero.checkpoint.directory import complete_steps
+from zero.checkpoint.folder.directory import complete_steps
 from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero import open_checkpoint
-from zero.checkpoint.directory import LockedDirectory
+from zero.checkpoint.folder.directory import LockedDirectory
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands import cli
 from zero.commands.train import command as train

@@ -85,7 +85,7 @@ MUTANTS = (
         "The newest folder is the newest checkpoint, whatever it has.",
         (
             Edit(
-                "zero.checkpoint.directory.complete_steps",
+                "zero.checkpoint.folder.directory.complete_steps",
                 "for step, folder in steps_in(directory).items() if is_complete(folder)]",
                 "for step, folder in steps_in(directory).items() if folder.is_dir()]",
             ),
@@ -162,7 +162,9 @@ MUTANTS = (
         ("S73",),
         "A checkpoint of a step that exists replaces it, although nobody asked for that.",
         (
-            Edit("zero.checkpoint.directory.check_free", "    if not overwrite:\n", "    if overwrite is None:\n"),
+            Edit(
+                "zero.checkpoint.folder.directory.check_free", "    if not overwrite:\n", "    if overwrite is None:\n"
+            ),
             Edit(f"{FOLDER}.commit", "        if replaced and not overwrite:\n", "        if overwrite is None:\n"),
         ),
         (f"{DIRECTORY}::test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked",),
@@ -173,7 +175,7 @@ MUTANTS = (
         "Between the two renames of a replacement the step has no checkpoint, neither the old one nor the new one.",
         (
             Edit(
-                "zero.checkpoint.directory.steps_in",
+                "zero.checkpoint.folder.directory.steps_in",
                 "return dict(sorted({**moved, **found}.items()))",
                 "return dict(sorted(found.items()))",
             ),
@@ -186,7 +188,7 @@ MUTANTS = (
         "A run that begins removes the old checkpoint of a replacement that was not completed.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory._clean",
+                "zero.checkpoint.folder.directory.LockedDirectory._clean",
                 "is_complete(entry) and not os.path.lexists(self.path / trash[1])",
                 "is_complete(entry) and os.path.lexists(entry / trash[1])",
             ),
@@ -199,7 +201,7 @@ MUTANTS = (
         "Steps are written with eight digits and looked for without: no checkpoint is ever found.",
         (
             Edit(
-                "zero.checkpoint.directory.steps_in",
+                "zero.checkpoint.folder.directory.steps_in",
                 "entry.name == step_name(int(step[1]))",
                 'entry.name == f"step-{int(step[1])}"',
             ),
@@ -212,7 +214,7 @@ MUTANTS = (
         "A second run, or an orphan of the last one, writes into the folder, too.",
         (
             Edit(
-                "zero.checkpoint.lock._Flock.take",
+                "zero.checkpoint.folder.lock._Flock.take",
                 "not files.lock(self._number)",
                 "not files.lock(self._number) and self._number < 0",
             ),
@@ -238,7 +240,7 @@ MUTANTS = (
         "A forked child, a worker of a data loader say, holds the lock after its parent has ended: no run can go on.",
         (
             Edit(
-                "zero.checkpoint.lock.FolderLock.__init__",
+                "zero.checkpoint.folder.lock.FolderLock.__init__",
                 "        os.register_at_fork(after_in_child=self._closing)\n",
                 "",
             ),
@@ -290,12 +292,12 @@ MUTANTS = (
         "A checkpoint is removed with everything in it, also with files that somebody has put there.",
         (
             Edit(
-                "zero.checkpoint.directory.LockedDirectory.remove",
+                "zero.checkpoint.folder.directory.LockedDirectory.remove",
                 "            strange = foreign(there[step])\n",
                 "            strange = None\n",
             ),
             Edit(
-                "zero.checkpoint.directory.remove_checkpoint",
+                "zero.checkpoint.folder.directory.remove_checkpoint",
                 "    strange = foreign(folder)\n",
                 "    strange = None\n",
             ),
@@ -348,7 +350,7 @@ MUTANTS = (
         "A removal that is interrupted leaves files of which nothing shows that they were a checkpoint's.",
         (
             Edit(
-                "zero.checkpoint.directory.remove_checkpoint",
+                "zero.checkpoint.folder.directory.remove_checkpoint",
                 "            if (Path(parent) / name) not in marks:\n",
                 "            if Path(parent) / name != folder:\n",
             ),
@@ -373,8 +375,8 @@ MUTANTS = (
         ("L20",),
         "A run that has lost its lock after a commit removes checkpoints of the run that has it.",
         (
-            Edit("zero.checkpoint.directory.LockedDirectory.remove", "            self.check()\n", ""),
-            Edit("zero.checkpoint.directory.LockedDirectory.remove_trash", "        self.check()\n", ""),
+            Edit("zero.checkpoint.folder.directory.LockedDirectory.remove", "            self.check()\n", ""),
+            Edit("zero.checkpoint.folder.directory.LockedDirectory.remove_trash", "        self.check()\n", ""),
         ),
         (f"{DIRECTORY}::test_a_lock_that_is_lost_after_a_commit_fences_the_removal_of_older_checkpoints",),
     ),

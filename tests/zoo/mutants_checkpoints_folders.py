@@ -13,7 +13,7 @@ from .mutant import Mutant, Wrap
 COMMIT, DIRECTORY, SYSTEMS = (f"checkpoint/test_{name}.py" for name in ("commit", "directory", "file_systems"))
 WEAKER = f"{SYSTEMS}::test_what_can_be_left_out_or_done_otherwise_is_with_one_warning_and_the_same_bytes"
 WENT_BACK = f"{COMMIT}::test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_the_newest[1]"
-LOCKED = "zero.checkpoint.directory.LockedDirectory"
+LOCKED = "zero.checkpoint.folder.directory.LockedDirectory"
 
 
 def none_is_above(real: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def is_an_error_of_the_run(real: Callable[..., Any]) -> Callable[..., Any]:
     return wrong
 
 
-LEASES, TOGETHER = "zero.checkpoint.lock._Lease.take", "zero.checkpoint.write.part_writer.put_together"
+LEASES, TOGETHER = "zero.checkpoint.folder.lock._Lease.take", "zero.checkpoint.write.part_writer.put_together"
 
 MUTANTS = (
     Mutant(
@@ -102,7 +102,7 @@ MUTANTS = (
         "a-branch-is-left-before-the-save-is-complete",
         ("P60", "P36"),
         "A crash of a save below the newest step leaves neither the old newest step nor the new one as the newest.",
-        (Wrap("zero.checkpoint.directory.steps_in", under_their_own_names_alone),),
+        (Wrap("zero.checkpoint.folder.directory.steps_in", under_their_own_names_alone),),
         (WENT_BACK,),
     ),
     Mutant(
@@ -123,7 +123,7 @@ MUTANTS = (
         "a-run-on-another-host-is-taken-for-dead",
         ("L20", "P61"),
         "On a file system without locks a run on another host, or before a reboot of one with this name, is overtaken.",
-        (Wrap("zero.checkpoint.holder.Holder.has_ended", every_other_process_has_ended),),
+        (Wrap("zero.checkpoint.folder.holder.Holder.has_ended", every_other_process_has_ended),),
         (
             f"{SYSTEMS}::test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_that_names_it"
             "[False-changes0]",
@@ -147,7 +147,7 @@ MUTANTS = (
         "a-folder-that-was-removed-ends-the-run",
         ("P40",),
         "The folder is removed under the run: every later save is an error, also when the folder is there again.",
-        (Wrap("zero.checkpoint.lock.FolderLock.check", is_an_error_of_the_run),),
+        (Wrap("zero.checkpoint.folder.lock.FolderLock.check", is_an_error_of_the_run),),
         (f"{DIRECTORY}::test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes_it_again",),
     ),
 )

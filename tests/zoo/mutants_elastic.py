@@ -5,7 +5,7 @@ from __future__ import annotations
 from .mutant import Edit, Mutant
 
 LOCK = "checkpoint/test_directory.py::test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does"
-TAKE = "zero.checkpoint.lock.FolderLock._take"
+TAKE = "zero.checkpoint.folder.lock.FolderLock._take"
 ELASTIC = "commands/test_elastic.py"
 
 MUTANTS = (
@@ -66,7 +66,7 @@ MUTANTS = (
         "a-job-without-a-name-is-every-job",
         ("P49",),
         "A stopped process of a job to which nobody gave a name is killed by another such job.",
-        (Edit("zero.checkpoint.holder.Holder.me", '"" if job == _NO_JOB else job', "job"),),
+        (Edit("zero.checkpoint.folder.holder.Holder.me", '"" if job == _NO_JOB else job', "job"),),
         (f"{LOCK}[of a job without a name]",),
     ),
 )

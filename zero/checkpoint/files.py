@@ -1,4 +1,5 @@
-"""The system calls of a checkpoint: every write, sync, rename and removal is one of these.
+"""The system calls of a checkpoint: every write, sync, rename and removal is one of these. The warnings at the end tell
+of a file system that lacks one.
 
 Knows: paths and descriptors. Does not know: checkpoints. No call follows a symbolic link at the end of its path.
 """
@@ -256,3 +257,41 @@ def overwrite(number: int, data: bytes) -> None:
 def close(number: int) -> None:
     """Close a descriptor of `open_folder` or `open_lock`."""
     os.close(number)
+
+
+# -- warnings: what is weaker on a file system that lacks a call -------------------------------------------------------
+
+
+def no_locks(folder: Path, why: str | None, lease: str) -> str:
+    """Return the warning for `flock`. ``lease``: the file in the place of the lock."""
+    return (
+        f"{folder} is on a file system where no file can be locked ({why}): the file {lease} keeps other runs out "
+        "instead, and is removed when this one ends; if this one is killed, and the next one begins on another host, "
+        "remove the file yourself"
+    )
+
+
+def no_sync_of_folders(folder: Path) -> str:
+    """Return the warning for `fsync` of a folder."""
+    return (
+        f"{folder} is on a file system that cannot put the entries of a folder on the disk (fsync): after a crash of "
+        "the machine the last checkpoints may be missing or lack files, and restore() takes an older one: keep several "
+        "of them (max_to_keep)"
+    )
+
+
+def no_room_reserved(folder: Path) -> str:
+    """Return the warning for `posix_fallocate`."""
+    return (
+        f"{folder} is on a file system that reserves no room for files (posix_fallocate): a full disk is found while a "
+        "checkpoint is written, and not before; that save fails then, and nothing is lost"
+    )
+
+
+def no_writes_in_place(folder: Path) -> str:
+    """Return the warning for `pwrite` at any place."""
+    return (
+        f"{folder} is on a file system that writes a file from its beginning to its end alone: each rank writes a "
+        "part, and rank 0 puts the files together, so a save takes longer, needs room twice, and finds a full disk "
+        "while it writes; where a folder is renamed file by file, a crash meanwhile costs that save"
+    )

@@ -16,13 +16,13 @@ from typing import Any, Literal
 from collectives import Kind, Tag
 
 from ..optimizer import ZeroOptimizer
-from .directory import LockedDirectory, complete_steps, step_name
 from .failures import Failures
-from .lacks import no_writes_in_place
+from .files import no_writes_in_place
+from .folder.directory import LockedDirectory, complete_steps, step_name
+from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
-from .visibility import check_visible
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .directory import LockedDirectory, complete_steps, steps_in
+from .folder.directory import LockedDirectory, complete_steps, steps_in
 from .format.manifest import Manifest
 from .options import require
 from .read.reader import open_checkpoint

@@ -13,10 +13,9 @@ from typing import Any
 
 from ..optimizer import ZeroOptimizer
 from . import files
-from .lacks import no_writes_in_place
+from .folder.visibility import check_visible, needs_parts
 from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
-from .visibility import check_visible, needs_parts
 from .write.one_path import OnePath
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
@@ -46,7 +45,7 @@ def save(
         require(unusable is None, str(unusable))
         in_parts = needs_parts(target.parent)
     if in_parts and optimizer.rank == 0:
-        warn_caller(no_writes_in_place(target.parent))
+        warn_caller(files.no_writes_in_place(target.parent))
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:

@@ -22,7 +22,7 @@ import torch
 from ...core.cuts import EvenCuts
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
-from ..directory import set_aside, step_name, steps_in
+from ..folder.directory import set_aside, step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..user_state import check_generators, check_keys, restored, set_generators

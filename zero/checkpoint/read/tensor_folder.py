@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...core.bits import as_bytes, laid_out, memory_of
 from ...core.statetree import DTYPES, FormatError
-from ..directory import read_manifest, steps_in
+from ..folder.directory import read_manifest, steps_in
 from ..format.manifest import NAME, Manifest
 from ..format.names import AVERAGES, FOLDERS, MASTERS, MODEL, averages_in, index_file
 from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index, with_strides

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..directory import check_free, remove_checkpoint
+from ..folder.directory import check_free, remove_checkpoint
 from ..format.manifest import NAME, Manifest
 from .save_folder import SaveFolder
 

@@ -30,7 +30,6 @@ from .. import files
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
-from ..lacks import no_room_reserved, no_sync_of_folders
 from .chunk_writer import ChunkWriter, Writer
 from .commit import Commit, announced_content, nonce_and_content, trash_of
 from .part_writer import PARTS, PartFragment, PartWriter, put_together
@@ -92,7 +91,7 @@ class SaveFolder:
             files.sync_file(self._note("nonce"))
         files.sync_folder(self.temporary / NOTES)
         if not files.sync_folder(self.temporary):
-            self.weaker.append(no_sync_of_folders(self.target.parent))
+            self.weaker.append(files.no_sync_of_folders(self.target.parent))
         if copied := [path for path in sizes if is_copied(path)]:
             files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
             files.sync_folder(self.temporary / NOTES)
@@ -109,7 +108,7 @@ class SaveFolder:
                 f"{sum(sizes.values()):,} bytes{_free(self.target.parent)}"
             ) from error
         if not all(reserved):
-            self.weaker.append(no_room_reserved(self.target.parent))
+            self.weaker.append(files.no_room_reserved(self.target.parent))
         files.put_note(self._note("ready"), b"")
 
     def collect(self) -> dict[str, list[Fragment]]:

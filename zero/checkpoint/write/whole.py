@@ -16,15 +16,14 @@ from torch import Tensor
 from ...core.bits import as_bytes, noted_stride
 from ...core.statetree import NAMES, NO_OPTIONS, encode, encode_options, encode_states
 from ..contents import stride_to_note
-from ..files import make_folders
+from ..files import make_folders, no_writes_in_place
+from ..folder.visibility import needs_parts
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
 from ..format.manifest import FileSums, Manifest, SavedParameter
 from ..format.names import MASTERS, MODEL, OPTIMIZER, STATE_FILE, averages_folder, state_key
 from ..format.tensorfile import TensorEntry
-from ..lacks import no_writes_in_place
 from ..options import warn_caller
-from ..visibility import needs_parts
 from .capture import TreeFile
 from .one_path import OnePath
 from .plan import lay_out

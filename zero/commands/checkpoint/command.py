@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import CheckpointError, open_checkpoint
-from ...checkpoint.directory import steps_in
+from ...checkpoint.folder.directory import steps_in
 from ...checkpoint.format.manifest import NAME
 from ...checkpoint.read.reader import Checkpoint
 from ..console import Console

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...checkpoint.directory import LockedDirectory
+from ...checkpoint.folder.directory import LockedDirectory
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..elastic import launch_elastic
 from ..runner import (

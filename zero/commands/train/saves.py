@@ -22,7 +22,7 @@ import torch
 from torch.amp import GradScaler
 
 from ... import CheckpointError, CheckpointManager, ZeroOptimizer, load, open_checkpoint
-from ...checkpoint.directory import steps_in
+from ...checkpoint.folder.directory import steps_in
 from ...checkpoint.read.restorer import Restored
 from ...checkpoint.stop_request import StopOnSignal
 from ...checkpoint.write.save_folder import SaveError

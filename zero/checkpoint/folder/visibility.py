@@ -16,8 +16,8 @@ import socket
 from contextlib import suppress
 from pathlib import Path
 
-from ..optimizer import ZeroOptimizer
-from . import files
+from ...optimizer import ZeroOptimizer
+from .. import files
 
 _NAME = re.compile(r"\.probe-[0-9a-f]{16}(?:\.(\d+))?")
 _LARGEST = 1 << 20

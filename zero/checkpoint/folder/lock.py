@@ -15,9 +15,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
-from . import files
+from .. import files
 from .holder import STOPPED, Holder
-from .lacks import no_locks
 
 LOCK, LEASE = ".lock", ".lease"
 PATIENCE = 5.0  # seconds in which a worker that was replaced must end
@@ -150,7 +149,7 @@ class FolderLock:
         except OSError as error:
             if error.errno not in files.NO_LOCKS:
                 raise
-            self.remark = no_locks(self._path, error.strerror, LEASE)
+            self.remark = files.no_locks(self._path, error.strerror, LEASE)
             return None
         if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
             raise ValueError(f"{lease.holder()} still trains into {self._path}{lease.remedy}")

@@ -26,10 +26,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ..core.statetree import FormatError
-from . import files
-from .format.manifest import LONGEST, NAME, Manifest, VersionError
-from .format.names import COPIED, NOTES, copied_in
+from ...core.statetree import FormatError
+from .. import files
+from ..format.manifest import LONGEST, NAME, Manifest, VersionError
+from ..format.names import COPIED, NOTES, copied_in
 from .lock import FolderLock
 from .visibility import is_probe
 
