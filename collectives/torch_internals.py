@@ -35,7 +35,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _optimizer_...                  Optimizer        zero.step.inner (keys that begin so are hooks, which are not
                                                      copied)
     hooked, __wrapped__             Optimizer.step   zero.step.inner
-    _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
+    _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.events (without it: as if a profiler ran)
     _should_skip_dynamo             a dispatch mode  zero.planning.models.meta_results (torch reads it)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.parameter_specs import is_released
 from ..core.units import UnitModule
-from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
+from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # they hide no tensor
 Before = Callable[[nn.Module], None]
