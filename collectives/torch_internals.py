@@ -181,16 +181,16 @@ DeviceContext: type = _find("torch.utils._device:DeviceContext", "tells whether 
 TracingContext: Any = _find("torch._guards:TracingContext", "tells whether a compiler looks at a gradient")
 # `torch.compiler.disable` would import Dynamo with this library, and wrap every call.
 set_code_exec_strategy: Callable[..., None] = _find(
-    "torch._C._dynamo.eval_frame:set_code_exec_strategy", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy", "keeps calls and hooks of this library out of compiled graphs"
 )
 FrameExecStrategy: Callable[[Any, Any], Any] = _find(
-    "torch._C._dynamo.eval_frame:_FrameExecStrategy", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy", "keeps calls and hooks of this library out of compiled graphs"
 )
 SKIP_FRAME: Any = _find(
-    "torch._C._dynamo.eval_frame:_FrameAction.SKIP", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameAction.SKIP", "keeps calls and hooks of this library out of compiled graphs"
 )
 DEFAULT_FRAME: Any = _find(
-    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT", "keeps calls and hooks of this library out of compiled graphs"
 )
 get_eval_frame_callback: Callable[[], Any] = _find(
     "torch._C._dynamo.eval_frame:get_eval_frame_callback", "tells whether a hook has broken a compiled graph"

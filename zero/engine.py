@@ -24,6 +24,7 @@ from collectives.torch_internals import current_graph_task_id
 from .consistency import compare
 from .core.stage import Placement
 from .gradients.join import Call, adopt_options, digests_of
+from .runtime.compiled_calls import untraced
 from .runtime.events import LOG, Event
 from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
@@ -95,6 +96,7 @@ class Engine:
 
     # -- join ---------------------------------------------------------------------------------------------------------
 
+    @untraced
     @contextmanager
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
@@ -234,6 +236,7 @@ class Engine:
         self._check_rank(to, "gather")
         return self.averages.gather(average, to)
 
+    @untraced
     @contextmanager
     def apply_average(self, average: str) -> Iterator[None]:
         """Return a context in which the model's weights are an average."""
@@ -243,6 +246,7 @@ class Engine:
         with self.averages.applied(average, purpose, problem), self.parts.streams.block():
             yield
 
+    @untraced
     @contextmanager
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
         """Return a context in which ``chosen`` parameters (None: all) are whole.

@@ -22,6 +22,7 @@ from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .runtime.compiled_calls import untraced_methods
 from .setup import Builder, error_of
 from .state.describe import Description, describe
 from .step.classes import InnerOptimizers
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@untraced_methods
 class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
@@ -268,7 +270,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
         self.engine.check()
@@ -276,7 +277,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step(self.param_groups)
+        with torch.no_grad():
+            self.engine.step(self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

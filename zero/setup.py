@@ -197,8 +197,11 @@ class Builder:
     def cast_problem(self) -> str | None:
         """Return an error text if the whole model was cast or moved since construction, else None.
 
-        Only the first parameter is inspected: it changes with the whole model.
+        Only the first parameter is inspected: it changes with the whole model. At stage 3 `diagnose` finds a cast, and
+        a compiler could not trace a use of a released parameter.
         """
+        if self.stage.parameters is Placement.SHARD:
+            return None
         return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 
     def _cast_inputs(self) -> None:

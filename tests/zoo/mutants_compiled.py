@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
 
+from .mutant import Edit, Mutant, Wrap
+
+STEPS = "contract/test_compiled_steps.py"
 TESTS = "parameters/test_units_compile.py"
 GRAPHS = f"{TESTS}::test_a_compiled_unit_has_the_graphs_of_the_plain_model"
 
+
+def undecorated(_: Any) -> Callable[[type], type]:
+    """Leave the methods of each class to Dynamo."""
+    return lambda cls: cls
+
+
+def traced(function: FunctionType) -> FunctionType:
+    """Return the same function with code that Dynamo does not know."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
+
+
 MUTANTS = (
+    Mutant(
+        "a-compiled-step-is-traced",
+        ("L1",),
+        "`torch.compile(optimizer.step)` traces into the library: other bits than the eager step, or an error.",
+        (Wrap("zero.runtime.compiled_calls.untraced_methods", undecorated),),
+        (f"{STEPS}::test_a_compiled_step_has_the_eager_bits_and_is_compiled_once[step-1]",),
+    ),
+    Mutant(
+        "a-hook-of-a-graph-is-traced",
+        ("L1",),
+        "A backward inside what is compiled has Dynamo trace the hook that installs a unit: graphs of our own code.",
+        (Wrap("zero.parameters.module_hooks.ModuleHooks._reached", traced),),
+        (f"{STEPS}::test_a_compiled_step_has_the_eager_bits_and_is_compiled_once[function-3]",),
+    ),
     Mutant(
         "hooks-lie-inside-a-compiled-unit",
         ("L1",),

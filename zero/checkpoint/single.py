@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optimizer import ZeroOptimizer
+from ..runtime.compiled_calls import untraced
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .visibility import check_visible
@@ -19,6 +20,7 @@ from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
 
+@untraced
 def save(
     path: str | os.PathLike[str],
     optimizer: ZeroOptimizer,
@@ -76,6 +78,7 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     return saving
 
 
+@untraced
 def load(
     path: str | os.PathLike[str],
     optimizer: ZeroOptimizer,

@@ -35,6 +35,7 @@ from collectives.torch_internals import (
 )
 
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced, untraced_methods
 
 _NO_TASK = -1
 
@@ -63,6 +64,7 @@ class Listener(Protocol):
         """A graph task ended that accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
 
+@untraced_methods
 class ShardedGradient(torch.Tensor):
     """The placeholder in ``p.grad`` of a gradient that this rank does not hold whole.
 
@@ -203,6 +205,7 @@ class _Arrival:
     def __init__(self, owner: GradientHooks, bucket: Bucket, slot: int) -> None:
         self.owner, self._bucket, self._slot = weakref.ref(owner), weakref.ref(bucket), slot
 
+    @untraced
     def __call__(self, parameter: Tensor) -> None:
         owner, bucket = self.owner(), self._bucket()
         listener = None if owner is None else owner.listener()
@@ -279,6 +282,7 @@ class GradientHooks:
     def _watch_ahead(self, parameter: Tensor, index: int) -> None:
         reference = weakref.ref(self)
 
+        @untraced
         def about(gradient: Tensor) -> None:
             hooks = reference()
             if hooks is not None:
@@ -348,6 +352,7 @@ class GradientHooks:
             listener.backward_is_near()
             _at_end(self._left)
 
+    @untraced
     def _ended(self) -> None:
         listener = self.listener()
         if listener is not None:
@@ -357,6 +362,7 @@ class GradientHooks:
             for index in self._before.keys() - self._leaders:
                 self._before.pop(index).remove()
 
+    @untraced
     def _left(self) -> None:
         listener = self.listener()
         if listener is not None and self.task == _NO_TASK:

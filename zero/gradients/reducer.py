@@ -25,6 +25,7 @@ from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced
 from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.streams import Streams
@@ -360,6 +361,7 @@ class Reducer:
         self.finish_interrupted()
         self._slots.zero_grad(set_to_none)
 
+    @untraced
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Make backwards inside the block add to this rank's own contribution; they are not rounds."""

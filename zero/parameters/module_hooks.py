@@ -43,6 +43,7 @@ class ForwardMethod:
         self.__signature__ = inspect.signature(plain)
         module.__dict__[name] = self
 
+    @interrupting
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
@@ -55,6 +56,7 @@ class ForwardMethod:
             self._after(module, None, output)
         return output
 
+    @untraced
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         if self._own is not None:
             return self._own
@@ -263,6 +265,7 @@ class ModuleHooks:
                 node.register_prehook(self._reached)
         return bool(nodes), hides
 
+    @untraced
     def _reached(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:

@@ -35,6 +35,7 @@ import torch
 from collectives.torch_internals import current_graph_task_id, queue_callback
 
 from ..core.units import ROOT, Units
+from ..runtime.compiled_calls import untraced
 from ..runtime.streams import Streams
 from .gathered.prefetch_order import PrefetchOrder
 from .gathered.saved_tensor_hooks import SavedTensorHooks
@@ -372,6 +373,7 @@ class UnitHooks:
             for unit in self._opaque:
                 self.manager.install(unit)  # another backward may have ended since its forward
 
+    @untraced
     def _over(self) -> None:
         self._task_thread = None
         self._task = NO_TASK

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
+from ..runtime.compiled_calls import untraced_methods
 
 
 class ParameterStates(dict[str, Any]):
@@ -22,6 +23,7 @@ class ParameterStates(dict[str, Any]):
         raise KeyError(f"{name!r}: {self._why_missing()}")
 
 
+@untraced_methods
 class States(Mapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: maps each parameter to the states that this rank holds, live.
 
