@@ -45,6 +45,7 @@ The library also relies on what torch does under public names: autograd adds to 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
 from types import FunctionType
@@ -127,6 +128,23 @@ call_impl: FunctionType = _find("torch.nn:Module._call_impl", "tells which threa
 wrapped_call_impl: FunctionType = _find(
     "torch.nn:Module._wrapped_call_impl", "tells which threads are inside a forward"
 )
+
+# Modules that wrap another one: the name of the attribute that holds it, and the class. Where the module of the class
+# was not imported, there is no such wrapper. It is not imported here, because that takes long.
+WRAPPERS = {
+    "_orig_mod": ("torch._dynamo.eval_frame", "OptimizedModule"),
+    "_checkpoint_wrapped_module": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
+}
+
+
+def wrapped_key(module: torch.nn.Module) -> str | None:
+    """Return the name of the attribute that holds the module which ``module`` wraps; None if it is no wrapper."""
+    for key, (place, name) in WRAPPERS.items():
+        found = getattr(sys.modules.get(place), name, None)
+        if found is not None and isinstance(module, found):
+            return key
+    return None
+
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
 from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters, why_one_device
 from .gradients.hooks import check_free
@@ -358,7 +359,7 @@ class Builder:
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
         settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
-        buffers = [] if self.module is None else self.module.named_buffers()
+        buffers = [] if self.module is None else named_buffers(self.module)
         return [
             settings,
             f"precision {self.precision}",

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.names import named_parameters, named_parts
 from ..core.parameter_specs import is_released
 from ..core.units import UnitModule
 from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
@@ -331,7 +332,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     for hooks in found:
         hooks.register(module, name)
     if not found and not any(_hooks_of(part) for part in module.modules()):
-        for own, parameter in module.named_parameters():
+        for own, parameter in named_parameters(module):
             if is_released(parameter):
                 raise ValueError(
                     f"register_forward_method: {type(module).__name__}, with the parameter {own!r}, lies inside a "
@@ -347,7 +348,7 @@ def _hooks_of(module: nn.Module) -> list[ModuleHooks]:
 
 def check_not_in_units(module: nn.Module | None) -> None:
     """Raise `ValueError` if another optimizer gathers a part of the module."""
-    for name, part in () if module is None else module.named_modules():
+    for name, part in () if module is None else named_parts(module):
         if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
             where = f"{name!r}" if name else "the module"
             raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
