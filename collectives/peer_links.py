@@ -86,6 +86,7 @@ class PeerState:
         self.posted: deque[PendingBytes] = deque()  # receives of headers
         self.expected: deque[Expected] = deque()
         self.unread_header: bytes | None = None  # was read and put back
+        self.promised = 0  # bytes of a control message whose header was sent, and which will follow
         self.exposed: dict[int, Tensor] = {}  # to the peer, by number, as both sides count
         self.times_exposed = self.times_mapped = 0
         self.pending_release: PendingBytes | None = None
@@ -311,7 +312,8 @@ class PeerLinks:
                 kept.append(self.backend.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
                 if self.states[to].remote:
-                    for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED)):
+                    promised = FAILED + bytes(self.states[to].promised)
+                    for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED), (CONTROL_PORT, promised)):
                         kept.append(self.backend.send_bytes(failed, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
                     for port in (
