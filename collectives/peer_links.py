@@ -119,6 +119,7 @@ class PeerLinks:
         self.counted: Counters = Counters() if like is None else like.counted
         self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
+        self.advice: str = "" if like is None else like.advice  # what errors of ranks in different collectives end with
         self.broken: str | None = None
         self._aborted_collectives = False
         self._process = os.getpid()
@@ -145,9 +146,16 @@ class PeerLinks:
         for reference in other._family:
             member = reference()
             if member is not None:
-                member.counted, member._family = self.counted, self._family
+                member.counted, member._family, member.advice = self.counted, self._family, self.advice
                 member.labels = tuple(self.labels[ranks[label]] for label in member.labels)
                 self._family.append(reference)
+
+    def advise(self, text: str) -> None:
+        """Let errors of ranks in different collectives end with a text, over these links and those attached."""
+        for reference in self._family:
+            member = reference()
+            if member is not None:
+                member.advice = text
 
     def slot(self, port: int) -> int:
         return self.number * PORTS + port
@@ -272,7 +280,7 @@ class PeerLinks:
             MismatchError(
                 f"{self.rank_label} is in {describe(mine)}, but rank {self.labels[source]} is in {describe(theirs)}"
                 f"{sizes}: all ranks of a group must make the same calls in the same order, with the same parameters "
-                "trainable"
+                f"trainable{self.advice}"
             )
         )
 

@@ -156,6 +156,8 @@ class Builder:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
                     self.storage.end()
+                if self.storage.unit_hooks is not None:
+                    self.reducer.agreement.unit_order = self.storage.unit_hooks.unit_order
                 self._materializer = None
                 self._cast_inputs()
 

@@ -59,7 +59,7 @@ class Reducer:
         self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas)
         self.means = OwnedMeans(buckets)
         self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
-        self.agreement = Agreement(transport)
+        self.agreement = Agreement(transport, shards.world_size)
         rank = transport.rank_label
         self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
         self._unscaling = Event("unscale", rank)
@@ -270,8 +270,6 @@ class Reducer:
             known.trainable(),
             message if norm is None or known.is_open else norm(),
         )
-
-    # -- errors -------------------------------------------------------------------------------------------------------
 
     def _name(self, number: int) -> str:
         """Return the name of a parameter by its number among the flags of a record."""
