@@ -151,11 +151,11 @@ class PeerLinks:
                 self._family.append(reference)
 
     def advise(self, text: str) -> None:
-        """Let errors of ranks in different collectives end with a text, over these links and those attached."""
+        """Let errors of ranks in different collectives end with a text, too, over these links and those attached."""
         for reference in self._family:
             member = reference()
-            if member is not None:
-                member.advice = text
+            if member is not None and text not in member.advice:
+                member.advice += text
 
     def slot(self, port: int) -> int:
         return self.number * PORTS + port

@@ -303,7 +303,7 @@ class Transport:
         return self._messenger.abort(reason)
 
     def advise(self, text: str) -> None:
-        """Let errors of ranks in different collectives end with a text, here and over the transports attached."""
+        """Let errors of ranks in different collectives end with a text, too, here and over the transports attached."""
         self._messenger.advise(text)
 
     @property

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, Traffic, Transport
+from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, MixedPrecision, Offload, check_divisor
 from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
@@ -133,9 +133,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             device,
             lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, config.landing),
         )
-        self._builder, self._transport, self._inners = parts, parts.transport, inners
-        self._storage, self._reducer = parts.storage, parts.reducer
-        self.engine = Engine(parts)
+        self._builder, self._inners, self._transport, self._storage = parts, inners, parts.transport, parts.storage
+        self._reducer, self.engine = parts.reducer, Engine(parts)
         problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
             lambda: super(ZeroOptimizer, self).__init__(groups, inners.main.defaults)
         )
@@ -277,8 +276,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self.engine.step(self.param_groups)
+        self.engine.step(self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -332,17 +330,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
         Parameters that were replaced, tied or cast since construction stay as they are; a warning names the values that
         are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
-        another exception propagates (a call in ``finally``, say), even these errors are warnings.
+        another exception propagates (in ``finally``, say), this is a warning, or nothing if the ranks had failed.
         """
         if self.engine.is_closed:
             return
-        first = sys.exc_info()[1]
+        first, was_broken = sys.exc_info()[1], self._transport.broken
         try:
             self.engine.close()
         except Exception as error:
             if first is None:
                 raise
-            warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            if not (was_broken and isinstance(first, CollectiveError)):  # else the reason is on its way
+                warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

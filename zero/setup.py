@@ -24,7 +24,7 @@ from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters, why_one_device
-from .gradients.hooks import check_free
+from .gradients.free_parameters import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
 from .parameters.materialize import Materializer
@@ -83,6 +83,7 @@ class Builder:
         self.transport, self.shards = self.collective.transport, self.choice.shards
         self._offload_backend: OffloadBackend | None = None
         post_forward_group = self._post_forward_group(device)
+        self.transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
         try:
             check_modules(self.module)
             check_not_in_units(self.module)
@@ -251,7 +252,10 @@ class Builder:
             check_one_device(
                 [*self.storage.layout.parameters, *described], why_one_device(self.stage, self.offload is not None)
             )
-            check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
+            named = [(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)]
+            check_free(named)
+            if first and self.reducer.is_open:  # else they are cleared before anything uses them
+                check_no_gradients(named)
             self.storage.prepare(found)
             described, said, states = choose_partitions(self.inners, all_groups, described, asked)
         except Exception as error:

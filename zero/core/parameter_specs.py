@@ -22,8 +22,9 @@ from .layout import Dtypes, ParameterSpec
 from .names import all_without_wrappers, child_name, named_buffers, named_parameters, named_parts, own_parameters
 
 HELD_ELSEWHERE = (
-    "{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build the model "
-    "anew"
+    "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
+    "anew. To train parts of a model differently, give one optimizer param groups, each with an optimizer_class and "
+    "options of its own, or build one optimizer over each submodule"
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -310,7 +311,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if is_lazy(parameter):
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
-        raise ValueError(HELD_ELSEWHERE.format(name=name))
+        raise ValueError(HELD_ELSEWHERE.format(what=repr(name)))
     if parameter.requires_grad and not is_laid_out(parameter):
         raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:

@@ -140,7 +140,7 @@ class GradSlots:
             return None
         return (
             f"the gradient of {foreign[min(foreign)]!r} was assigned from outside: only backward() can say what this "
-            "rank contributes"
+            "rank contributes; set it to None, and run the backward again"
         )
 
     def _detect_zeroed(self) -> None:

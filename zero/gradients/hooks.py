@@ -224,6 +224,7 @@ class _Arrival:
             listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
 
 
+@untraced_methods
 class GradientHooks:
     """The hooks on the parameters of one optimizer, until `remove`. They hold the listener weakly.
 
@@ -310,9 +311,8 @@ class GradientHooks:
 
     def take_over(self, parameter: Tensor) -> None:
         """Supersede any other owner of ``parameter``: remove all its hooks."""
-        for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
-            owner = hook.owner() if isinstance(hook, _Arrival) else None
-            if owner is not None and owner is not self:
+        for owner in owners_of(parameter):
+            if owner is not self:
                 owner.superseded = True
                 owner.remove()
         if isinstance(parameter.grad, ShardedGradient):
@@ -352,7 +352,6 @@ class GradientHooks:
             listener.backward_is_near()
             _at_end(self._left)
 
-    @untraced
     def _ended(self) -> None:
         listener = self.listener()
         if listener is not None:
@@ -362,20 +361,17 @@ class GradientHooks:
             for index in self._before.keys() - self._leaders:
                 self._before.pop(index).remove()
 
-    @untraced
     def _left(self) -> None:
         listener = self.listener()
         if listener is not None and self.task == _NO_TASK:
             listener.outside_backward()
 
 
-def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise `ValueError` if a parameter has an exclusive owner; the error names the parameter."""
-    for name, parameter in parameters:
-        for hook in (_untyped(parameter)._post_accumulate_grad_hooks or {}).values():
-            owner = hook.owner() if isinstance(hook, _Arrival) else None
-            if owner is not None and owner.exclusive:
-                raise ValueError(f"{name!r} belongs to another stage-3 optimizer: close() that one first")
+def owners_of(parameter: Tensor) -> list[GradientHooks]:
+    """Return the objects that watch a parameter."""
+    found = (_untyped(parameter)._post_accumulate_grad_hooks or {}).values()
+    owners = (hook.owner() for hook in found if isinstance(hook, _Arrival))
+    return [owner for owner in owners if owner is not None]
 
 
 def _untyped(parameter: Tensor) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
-from ..runtime.compiled_calls import untraced
+from ..runtime.compiled_calls import untraced_context
 from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.streams import Streams
@@ -60,11 +60,9 @@ class Reducer:
         self.means = OwnedMeans(buckets)
         self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
         self.agreement = Agreement(transport, shards.world_size)
-        rank = transport.rank_label
-        self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
-        self._unscaling = Event("unscale", rank)
-        self._sync = True
-        self._found = FoundInf()
+        events = (Event(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
+        self._agreeing, self._catching_up, self._unscaling = events
+        self._sync, self._found = True, FoundInf()
         self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
@@ -308,11 +306,9 @@ class Reducer:
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Return the context around a call that all ranks make. Inside `join` it broadcasts the call to ranks without
         batches."""
-        return (
-            nullcontext()
-            if self._join_protocol is None
-            else self._join_protocol.broadcast(name, arguments, self.divisor)
-        )
+        if self._join_protocol is None:
+            return nullcontext()
+        return self._join_protocol.broadcast(name, arguments, self.divisor)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
@@ -327,6 +323,11 @@ class Reducer:
             mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
             self._found.tell(found, any(told[0] for told in self._transport.exchange(mine, tag)))
+
+    @property
+    def is_open(self) -> bool:
+        """True if backwards may add gradients; else these must be cleared before."""
+        return self._schedule.is_open
 
     def stepped(self) -> None:
         """Note that a step has used the gradients."""
@@ -359,8 +360,7 @@ class Reducer:
         self.finish_interrupted()
         self._slots.zero_grad(set_to_none)
 
-    @untraced
-    @contextmanager
+    @untraced_context
     def no_sync(self) -> Iterator[None]:
         """Make backwards inside the block add to this rank's own contribution; they are not rounds."""
         before, self._sync = self._sync, False

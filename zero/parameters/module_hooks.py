@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.names import named_parameters, named_parts
-from ..core.parameter_specs import is_released
+from ..core.parameter_specs import HELD_ELSEWHERE, is_released
 from ..core.units import UnitModule
 from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
@@ -350,8 +350,7 @@ def check_not_in_units(module: nn.Module | None) -> None:
     """Raise `ValueError` if another optimizer gathers a part of the module."""
     for name, part in () if module is None else named_parts(module):
         if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
-            where = f"{name!r}" if name else "the module"
-            raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
+            raise ValueError(HELD_ELSEWHERE.format(what=repr(name) if name else "the module"))
 
 
 def _open(output: Any, tensors: list[Tensor]) -> bool:

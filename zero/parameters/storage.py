@@ -86,7 +86,7 @@ class ParameterStorage:
         """Raise `ValueError` or `TypeError` if further parameters, or the remaining ones, cannot be stored."""
         for binding in self._bindings:
             if is_released(binding.parameter):
-                raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
+                raise ValueError(HELD_ELSEWHERE.format(what=repr(binding.name)))
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 

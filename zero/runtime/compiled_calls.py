@@ -10,9 +10,10 @@ Knows: Dynamo, and the compiled call of a module. Does not know: units, memory o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from collectives.torch_internals import (
     DEFAULT_FRAME,
@@ -26,6 +27,8 @@ from collectives.torch_internals import (
 _Call = Callable[..., Any]
 _Function = TypeVar("_Function", bound=_Call)
 _Class = TypeVar("_Class", bound=type)
+_Arguments = ParamSpec("_Arguments")
+_Value = TypeVar("_Value")
 
 
 def _untraced(function: _Function, below: Any) -> _Function:
@@ -44,6 +47,13 @@ def untraced(function: _Function) -> _Function:
     Unlike that, it costs nothing if nothing is compiled. Calls inside ``function`` that are compiled stay compiled.
     """
     return _untraced(function, SKIP_FRAME)
+
+
+def untraced_context(
+    function: Callable[_Arguments, Iterator[_Value]],
+) -> Callable[_Arguments, AbstractContextManager[_Value]]:
+    """Make a context of a generator, as `contextlib.contextmanager` does, whose ends Dynamo does not trace."""
+    return untraced(contextmanager(function))
 
 
 def untraced_methods(cls: _Class) -> _Class:

@@ -32,6 +32,7 @@ from .trial import (
     Placed,
     Setting,
     Whole,
+    check_steps_alone,
     distinct,
     equal_values,
     random_state_kept,
@@ -174,6 +175,7 @@ def check_by_parameter(
         try:
             return _compare(inner, options, shapes)
         except ClassFailedError as error:
+            check_steps_alone(inner, error)
             _find_refused(inner, options, settings, parameters)
             raise _needs_all(inner, f"a step over throw-away parameters failed ({error})") from error
 
