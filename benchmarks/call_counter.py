@@ -28,7 +28,7 @@ ORDER = (PARAMETER, SAVED, UNIT, BUCKET, STEP)
 # The beginning of module:function -> the event. The longest one counts.
 EVENTS = {
     "zero.gradients.hooks:_Arrival.__call__": PARAMETER,
-    "zero.gradients.hooks:ShardedGradient": PARAMETER,
+    "zero.gradients.placeholder:ShardedGradient": PARAMETER,
     "zero.gradients.hooks:GradientHooks": STEP,
     "zero.parameters.released:": PARAMETER,
     "zero.parameters.gathered.saved_tensor_hooks:SavedTensorHooks._hooks": SAVED,

@@ -143,6 +143,7 @@ class Tree:
     def __init__(self, messenger: Messenger, hosts: Sequence[Sequence[int]]) -> None:
         """``hosts``: the ranks of each host, the same on every rank."""
         self._messenger = messenger
+        messenger.by_tree = True
         place = Place.of(messenger.rank, hosts)
         self._parent, self._below = place.parent, place.below
         self._neighbours = [*place.below] if place.parent is None else [*place.below, place.parent]
@@ -175,7 +176,7 @@ class Tree:
         packed = self._up_and_down(data, tag, most)
         if packed is None:
             return None
-        self._send(packed, self._below, tag)
+        self._send(packed, self._below, tag, acked=True)
         DeferredSends(self._messenger, self._sends).wait()
         self._sends, self._told_at = [], time.monotonic()
         return packed
@@ -196,8 +197,8 @@ class Tree:
         self._send(packed, [self._parent], tag)
         return self._hear(self._parent, tag, [*self._below])
 
-    def _send(self, data: bytes, ranks: Iterable[int], tag: Tag) -> None:
-        self._sends += [self._messenger.send_control(data, to, tag) for to in ranks]
+    def _send(self, data: bytes, ranks: Iterable[int], tag: Tag, *, acked: bool = False) -> None:
+        self._sends += [self._messenger.send_control(data, to, tag, acked=acked) for to in ranks]
         self._sends += self._messenger.send_rest(data, ranks, tag)
 
     def _hear(self, source: int, tag: Tag, waiting: Sequence[int]) -> bytes | None:
@@ -208,7 +209,10 @@ class Tree:
             return None
         self._tell(waiting, tag)
         recv.post_rest()
-        return recv.wait()
+        data = recv.wait()
+        if source == self._parent and recv.size <= SMALL:
+            self._messenger.acknowledge_control(source, tag)
+        return data
 
     def _tell(self, ranks: Sequence[int], tag: Tag) -> None:
         """Tell ranks that this one is here and waits, unless they have heard of it a short while ago."""

@@ -9,8 +9,9 @@ The receiver knows which header it expects. Another header is an error that name
 abort is a header, too.
 
 A control message (a meeting, an exchange) has a size that its receiver does not know before. Its bytes travel on a port
-of their own, and before its header: when the header has come, they are on their way, and nothing has to be asked for.
-If they are many, they follow as a message, after all headers have come.
+of their own, inside a host before its header. A network moves them only when the receiver has asked for them. There
+they follow when this rank has read all headers and asked for the bytes of the others: a rank that has these knows that
+its own were asked for, and may end. If they are many, they follow as a message.
 
 If a peer dies, a network may not report it for the receive of a large message, nor for a send, but it does for the
 receive of a short message. So over a network a short message follows each large one: its header, or, if the payload is
@@ -57,6 +58,7 @@ class Messenger(PeerLinks):
         self.deferred: list[Send] = []  # sends whose wait is put off
         self._packed: tuple[Tag | None, int, bytes] = (None, 0, b"")
         self._unposted: deque[Recv] = deque()  # parts behind the first ones of messages
+        self.by_tree = False  # control messages go by a tree, and not from each rank to every other
 
     # -- headers --------------------------------------------------------------------------------------------------
 
@@ -233,28 +235,61 @@ class Messenger(PeerLinks):
         while len(self.deferred) > MOST_DEFERRED:
             self.deferred.pop(0).wait()
 
-    def send_control(self, data: bytes, to: int, tag: Tag) -> Send:
-        """Send the bytes of a control message, unless they are many, and a header with their number."""
+    def follows(self, size: int, peer: int) -> bool:
+        """Return whether the bytes of a control message to or from a rank follow its header."""
+        return size > SMALL or (size > 0 and self.states[peer].remote and not self.by_tree)
+
+    def send_control(self, data: bytes, to: int, tag: Tag, *, acked: bool = False) -> Send:
+        """Send the bytes of a control message, unless they follow, and a header with their number.
+
+        ``acked``: the receiver calls `acknowledge_control` if they are few. Pass it unless this rank, before its own
+        call returns, waits for something that ``to`` sends after it has asked for the bytes.
+        """
         pendings: list[Pending] = []
-        few = len(data) if len(data) <= SMALL else 0
+        ack_number, state = 0, self.states[to]
+        few = 0 if self.follows(len(data), to) else len(data)
         try:
+            if acked and state.remote and len(data) <= SMALL:
+                ack_number = self._expect_ack(to)
             if few:
                 pendings.append(self.backend.send_bytes(data, self.ranks[to], self.slot(CONTROL_PORT)))
+            state.promised = len(data) - few if len(data) <= SMALL else 0
             pendings.append(self.send_header(self.packed(tag, len(data)), to))
         except BaseException as error:
             raise self.cut_off(error, to, tag) from error
         self.counted.control_sent += few
-        return Send(self, to, tag, few, pendings)
+        sent = Send(self, to, tag, few, pendings)
+        sent.ack_number = ack_number
+        return sent
 
     def send_rest(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
-        """Send the bytes that `send_control` left, to several ranks, whose headers have come."""
-        if len(data) <= SMALL:
-            return []
-        part, sends = torch.frombuffer(bytearray(data), dtype=torch.uint8), list[Send]()
+        """Send the bytes that `send_control` left to several ranks, of which this rank has asked for theirs."""
+        sends = list[Send]()
+        many = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) > SMALL else None
         for to in ranks:
-            self.counted.control_sent += len(data)
-            sends.append(self.send([part], to, tag))
+            if self.follows(len(data), to):
+                self.counted.control_sent += len(data)
+                sends.append(self._send_promised(data, to, tag) if many is None else self.send([many], to, tag))
         return sends
+
+    def _send_promised(self, data: bytes, to: int, tag: Tag) -> Send:
+        """Send the bytes that a header has announced. The marker before them tells them from those of a failed rank."""
+        try:
+            pending = self.backend.send_bytes(MARKER + data, self.ranks[to], self.slot(CONTROL_PORT))
+        except BaseException as error:
+            raise self.cut_off(error, to, tag) from error
+        self.states[to].promised = 0
+        self.counted.control_sent += len(MARKER)
+        return Send(self, to, tag, len(data), [pending])
+
+    def acknowledge_control(self, source: int, tag: Tag) -> None:
+        """Acknowledge a control message of few bytes."""
+        state = self.states[source]
+        if state.remote:
+            state.acks_due += 1
+            read = Expected(source, tag, 0, b"")
+            read.ack_number = state.acks_due
+            self.acknowledge(read)
 
 
 def _size(parts: Sequence[Tensor]) -> int:
@@ -292,9 +327,10 @@ class DeferredSends:
 
     def wait(self) -> None:
         deferred = self._messenger.deferred
-        for send in (*deferred, *(send for send in self._sends if not send.remote or send.size > SMALL)):
+        later = [send for send in self._sends if send.remote and send.size <= SMALL and not send.ack_number]
+        for send in (*deferred, *(send for send in self._sends if send not in later)):
             send.wait()
-        deferred[:] = [send for send in self._sends if send.remote and send.size <= SMALL]
+        deferred[:] = later
         self._sends = ()
 
 
@@ -303,25 +339,35 @@ class ControlRecv:
 
     def __init__(self, messenger: Messenger, source: int, tag: Tag, size: int) -> None:
         """``tag``, ``size``: those of the header."""
-        self._messenger, self._source, self._tag, self._size = messenger, source, tag, size
+        self._messenger, self._source, self._tag, self.size = messenger, source, tag, size
         self._pending: PendingBytes | None = None
         self._rest: tuple[Recv, Tensor] | None = None
-        if 0 < size <= SMALL:
+        self._follows = messenger.follows(size, source)
+        if size and not self._follows:
             self._pending = messenger.recv_bytes(size, source, CONTROL_PORT, tag)
             messenger.counted.control_received += size
 
     def post_rest(self) -> None:
-        """Post the receive of many bytes, which are sent when all headers have come."""
-        if self._size > SMALL:
-            data = torch.empty(self._size, dtype=torch.uint8, device="cpu")
+        """Post the receive of bytes that follow, which are sent when all headers have come."""
+        if not self._follows:
+            return
+        size = self.size
+        if size <= SMALL:
+            size += len(MARKER)
+            self._pending = self._messenger.recv_bytes(size, self._source, CONTROL_PORT, self._tag)
+        else:
+            data = torch.empty(size, dtype=torch.uint8, device="cpu")
             (work,) = self._messenger.recv([data], self._source, self._tag)
             self._rest = work, data
-            self._messenger.counted.control_received += self._size
+        self._messenger.counted.control_received += size
 
     def wait(self) -> bytes:
-        """Return the bytes; none if they are many and were not asked for."""
+        """Return the bytes; none if they follow and were not asked for."""
         if self._pending is not None:
-            return self._messenger.wait_bytes(self._pending, self._source, self._tag)
+            told = self._messenger.wait_bytes(self._pending, self._source, self._tag)
+            if self._follows and told.startswith(FAILED):
+                raise self._messenger.aborted(self._source, self._tag)
+            return told[len(MARKER) :] if self._follows else told
         if self._rest is None:
             return b""
         work, data = self._rest

@@ -86,6 +86,7 @@ class PeerState:
         self.posted: deque[PendingBytes] = deque()  # receives of headers
         self.expected: deque[Expected] = deque()
         self.unread_header: bytes | None = None  # was read and put back
+        self.promised = 0  # bytes of a control message whose header was sent, and which will follow
         self.exposed: dict[int, Tensor] = {}  # to the peer, by number, as both sides count
         self.times_exposed = self.times_mapped = 0
         self.pending_release: PendingBytes | None = None
@@ -118,6 +119,7 @@ class PeerLinks:
         self.counted: Counters = Counters() if like is None else like.counted
         self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
+        self.advice: str = "" if like is None else like.advice  # what errors of ranks in different collectives end with
         self.broken: str | None = None
         self._aborted_collectives = False
         self._process = os.getpid()
@@ -144,9 +146,16 @@ class PeerLinks:
         for reference in other._family:
             member = reference()
             if member is not None:
-                member.counted, member._family = self.counted, self._family
+                member.counted, member._family, member.advice = self.counted, self._family, self.advice
                 member.labels = tuple(self.labels[ranks[label]] for label in member.labels)
                 self._family.append(reference)
+
+    def advise(self, text: str) -> None:
+        """Let errors of ranks in different collectives end with a text, too, over these links and those attached."""
+        for reference in self._family:
+            member = reference()
+            if member is not None and text not in member.advice:
+                member.advice += text
 
     def slot(self, port: int) -> int:
         return self.number * PORTS + port
@@ -271,7 +280,7 @@ class PeerLinks:
             MismatchError(
                 f"{self.rank_label} is in {describe(mine)}, but rank {self.labels[source]} is in {describe(theirs)}"
                 f"{sizes}: all ranks of a group must make the same calls in the same order, with the same parameters "
-                "trainable; if they have different numbers of batches, they train inside optimizer.join()"
+                f"trainable{self.advice}"
             )
         )
 
@@ -311,7 +320,8 @@ class PeerLinks:
                 kept.append(self.backend.send_bytes(report, self.ranks[to], self.slot(FAILURE_PORT), REPORT_WAIT))
                 kept.append(self.send_header(header, to))
                 if self.states[to].remote:
-                    for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED)):
+                    promised = FAILED + bytes(self.states[to].promised)
+                    for port, failed in ((ACK_PORT, NOTHING_READ), (MARKER_PORT, FAILED), (CONTROL_PORT, promised)):
                         kept.append(self.backend.send_bytes(failed, self.ranks[to], self.slot(port)))
                 if self.memory is not None:
                     for port in (

@@ -35,17 +35,18 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _optimizer_...                  Optimizer        zero.step.inner (keys that begin so are hooks, which are not
                                                      copied)
     hooked, __wrapped__             Optimizer.step   zero.step.inner
-    _torchdynamo_disable            a function       zero.parameters.compiled_calls (Dynamo reads it)
+    _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.events (without it: as if a profiler ran)
     _should_skip_dynamo             a dispatch mode  zero.planning.models.meta_results (torch reads it)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
-(`zero.gradients.hooks`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and a
-checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.thread_frames`).
+(`zero.gradients.placeholder`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and
+a checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.thread_frames`).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pkgutil import resolve_name
 from types import FunctionType
@@ -129,6 +130,23 @@ wrapped_call_impl: FunctionType = _find(
     "torch.nn:Module._wrapped_call_impl", "tells which threads are inside a forward"
 )
 
+# Modules that wrap another one: the name of the attribute that holds it, and the class. Where the module of the class
+# was not imported, there is no such wrapper. It is not imported here, because that takes long.
+WRAPPERS = {
+    "_orig_mod": ("torch._dynamo.eval_frame", "OptimizedModule"),
+    "_checkpoint_wrapped_module": ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"),
+}
+
+
+def wrapped_key(module: torch.nn.Module) -> str | None:
+    """Return the name of the attribute that holds the module which ``module`` wraps; None if it is no wrapper."""
+    for key, (place, name) in WRAPPERS.items():
+        found = getattr(sys.modules.get(place), name, None)
+        if found is not None and isinstance(module, found):
+            return key
+    return None
+
+
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
 make_wrapper_subclass: Callable[..., Any] = _find(
@@ -182,16 +200,16 @@ DeviceContext: type = _find("torch.utils._device:DeviceContext", "tells whether 
 TracingContext: Any = _find("torch._guards:TracingContext", "tells whether a compiler looks at a gradient")
 # `torch.compiler.disable` would import Dynamo with this library, and wrap every call.
 set_code_exec_strategy: Callable[..., None] = _find(
-    "torch._C._dynamo.eval_frame:set_code_exec_strategy", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy", "keeps calls and hooks of this library out of compiled graphs"
 )
 FrameExecStrategy: Callable[[Any, Any], Any] = _find(
-    "torch._C._dynamo.eval_frame:_FrameExecStrategy", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy", "keeps calls and hooks of this library out of compiled graphs"
 )
 SKIP_FRAME: Any = _find(
-    "torch._C._dynamo.eval_frame:_FrameAction.SKIP", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameAction.SKIP", "keeps calls and hooks of this library out of compiled graphs"
 )
 DEFAULT_FRAME: Any = _find(
-    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT", "keeps hooks of modules out of compiled graphs"
+    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT", "keeps calls and hooks of this library out of compiled graphs"
 )
 get_eval_frame_callback: Callable[[], Any] = _find(
     "torch._C._dynamo.eval_frame:get_eval_frame_callback", "tells whether a hook has broken a compiled graph"

@@ -302,6 +302,10 @@ class Transport:
         LOG.debug("%s: aborts: %s", self.rank_label, reason)
         return self._messenger.abort(reason)
 
+    def advise(self, text: str) -> None:
+        """Let errors of ranks in different collectives end with a text, too, here and over the transports attached."""
+        self._messenger.advise(text)
+
     @property
     def rank_label(self) -> str:
         """The name of this rank in errors."""

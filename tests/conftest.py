@@ -96,7 +96,7 @@ def the_sanitizer_overlooks_gradients_without_memory() -> Iterator[None]:
     """Torch's CUDA sanitizer asks every tensor on a GPU for its address, and a rank has none for others' gradients."""
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TORCH_CUDA_SANITIZER"):
-            from zero.gradients.hooks import ShardedGradient
+            from zero.gradients.placeholder import ShardedGradient
 
             patch.setattr(ShardedGradient, "is_cuda", False)
         yield

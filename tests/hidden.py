@@ -222,10 +222,10 @@ NEEDED_BY: dict[str, Callable[[], None]] = {
     "torch.overrides:_get_current_function_mode_stack": from_meta,
     "torch.utils._device:DeviceContext": from_meta,
     "torch._guards:TracingContext": read_the_placeholder,
-    "torch._C._dynamo.eval_frame:set_code_exec_strategy": at_stage_3,
-    "torch._C._dynamo.eval_frame:_FrameExecStrategy": at_stage_3,
-    "torch._C._dynamo.eval_frame:_FrameAction.SKIP": at_stage_3,
-    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT": at_stage_3,
+    "torch._C._dynamo.eval_frame:set_code_exec_strategy": at_stage_2,
+    "torch._C._dynamo.eval_frame:_FrameExecStrategy": at_stage_2,
+    "torch._C._dynamo.eval_frame:_FrameAction.SKIP": at_stage_2,
+    "torch._C._dynamo.eval_frame:_FrameAction.DEFAULT": at_stage_2,
     "torch._C._dynamo.eval_frame:get_eval_frame_callback": at_stage_3,
 }
 """Every name that the library calls, and what calls it."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
-from zero.gradients.hooks import ShardedGradient
+from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import staging, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams

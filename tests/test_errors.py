@@ -394,12 +394,61 @@ def test_a_gradient_that_was_assigned_is_told_before_a_backward_adds_to_it(stage
             backward()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_further_parameter_with_a_gradient_is_refused_on_every_rank_until_that_is_none(stage: int) -> None:
+    """After a step gradients are cleared before anything uses them, so there it is taken."""
+
+    def two() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.25)
+        return model
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+
+    def program(transport: Transport) -> tuple[str, nn.Module]:
+        model = two()
+        further = model[1].weight
+        optimizer = ZeroOptimizer(
+            model[0].parameters(), torch.optim.SGD, stage=stage, module=model, process_group=transport, lr=0.1
+        )
+        if transport.rank == 1:
+            further.grad = torch.ones(3, 3)
+        with pytest.raises(ValueError, match=r".") as raised:
+            optimizer.add_param_group({"params": [further]})
+        assert len(optimizer.param_groups) == 1
+        further.grad = None
+        optimizer.add_param_group({"params": [further]})
+        step(model, optimizer)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.add_param_group({"params": [model[1].bias]})
+        model.zero_grad()
+        step(model, optimizer)
+        optimizer.close()
+        return str(raised.value), model
+
+    plain = two()
+    optimizer = torch.optim.SGD([*plain[0].parameters(), plain[1].weight], lr=0.1)
+    for _ in range(2):
+        step(plain, optimizer)
+    optimizer.add_param_group({"params": [plain[1].bias]})
+    step(plain, optimizer)
+    for said, model in on_threads(2, program, timeout=5):
+        assert said.removeprefix("rank 1: ").startswith("add_param_group: '1.weight' has a gradient already")
+        assert "set p.grad = None" in said
+        assert_same_model(model, plain)
+
+
 @ALL_STAGES
 def test_a_gradient_from_before_the_optimizer_is_cleared_or_loud(stage: int) -> None:
     model = linear()
     model(torch.ones(1, 3)).sum().backward()
     optimizer = ZeroOptimizer(model, stage=stage)
-    with pytest.raises(RuntimeError, match="the gradient of 'weight' was assigned from outside"):
+    with pytest.raises(RuntimeError, match=r"'weight' was assigned from outside.*set it to None"):
         optimizer.step()
     optimizer.zero_grad()
     assert model.weight.grad is None

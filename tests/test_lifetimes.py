@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
-from zero.gradients.hooks import ShardedGradient
+from zero.gradients.placeholder import ShardedGradient
 
 from .generator import CALLS
 from .models import odd_batches, odd_loss

@@ -201,3 +201,12 @@ def check_divisor(value: float, rank: int) -> float:
     if isinstance(given, bool) or not isinstance(given, numbers.Real) or not math.isfinite(value) or value == 0:
         raise ValueError(f"rank {rank}: the divisor must be a finite number other than 0, not {value!r}")
     return value if isinstance(value, (int, float)) else float(value)
+
+
+def module_of(params: object, module: nn.Module | None) -> nn.Module | None:
+    """Return the module that the parameters belong to. Raises `ValueError` if two different ones are given."""
+    if not isinstance(params, nn.Module):
+        return module
+    if module is not None and module is not params:
+        raise ValueError("params and module are two different modules")
+    return params

@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .runtime.compiled_calls import untraced_context
 from .runtime.events import LOG, Event
 from .runtime.flat_states import Options
 from .setup import Builder
@@ -92,7 +93,7 @@ class Engine:
 
     # -- join ---------------------------------------------------------------------------------------------------------
 
-    @contextmanager
+    @untraced_context
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
@@ -132,8 +133,7 @@ class Engine:
                 assert self._storage.unit_hooks is not None, "only units are gathered"
                 self._storage.unit_hooks.gather(call.arguments["unit"])
             case "step":
-                with torch.no_grad():
-                    self.step(groups)
+                self.step(groups)
             case "unscale":
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
@@ -168,7 +168,7 @@ class Engine:
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
         self.averages.refuse_applied("step()")
-        with self._reducer.broadcast_call("step"), self._stepping():
+        with torch.no_grad(), self._reducer.broadcast_call("step"), self._stepping():
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
@@ -226,7 +226,7 @@ class Engine:
         self._check_rank(to, "gather")
         return self.averages.gather(average, to)
 
-    @contextmanager
+    @untraced_context
     def apply_average(self, average: str) -> Iterator[None]:
         """Return a context in which the model's weights are an average."""
         purpose = f"applied() of the average {average!r}"
@@ -235,7 +235,7 @@ class Engine:
         with self.averages.applied(average, purpose, problem), self.parts.streams.block():
             yield
 
-    @contextmanager
+    @untraced_context
     def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
         """Return a context in which ``chosen`` parameters (None: all) are whole.
 

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm, Traffic, Transport
+from collectives import Algorithm, CollectiveError, Traffic, Transport
 
-from .config import Config, MixedPrecision, Offload, check_divisor
+from .config import Config, MixedPrecision, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
 from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .runtime.compiled_calls import untraced_methods
 from .setup import Builder, error_of
 from .state.describe import Description, describe
 from .state.live_states import WithLiveStates
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+@untraced_methods
 class ZeroOptimizer(WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
@@ -106,10 +108,7 @@ class ZeroOptimizer(WithLiveStates):
         **defaults: Any,
     ) -> None:
         self._built = False
-        given = params if isinstance(params, nn.Module) else None
-        if module is not None and given is not None and module is not given:
-            raise ValueError("params and module are two different modules")
-        self._module = given if given is not None else module
+        self._module = module_of(params, module)
         config = Config(
             stage=stage_of(stage),
             module=self._module,
@@ -269,7 +268,6 @@ class ZeroOptimizer(WithLiveStates):
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
         self.engine.check()
@@ -331,17 +329,18 @@ class ZeroOptimizer(WithLiveStates):
 
         Parameters that were replaced, tied or cast since construction stay as they are; a warning names the values that
         are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
-        another exception propagates (a call in ``finally``, say), even these errors are warnings.
+        another exception propagates (in ``finally``, say), this is a warning, or nothing if the ranks had failed.
         """
         if self.engine.is_closed:
             return
-        first = sys.exc_info()[1]
+        first, was_broken = sys.exc_info()[1], self._transport.broken
         try:
             self.engine.close()
         except Exception as error:
             if first is None:
                 raise
-            warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
+            if not (was_broken and isinstance(first, CollectiveError)):  # else the reason is on its way
+                warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,10 @@ from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
 from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters, why_one_device
-from .gradients.hooks import check_free
+from .gradients.free_parameters import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
 from .parameters.materialize import Materializer
@@ -82,6 +83,7 @@ class Builder:
         self.transport, self.shards = self.collective.transport, self.choice.shards
         self._offload_backend: OffloadBackend | None = None
         post_forward_group = self._post_forward_group(device)
+        self.transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
         try:
             check_modules(self.module)
             check_not_in_units(self.module)
@@ -155,6 +157,8 @@ class Builder:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
                     self.storage.end()
+                if self.storage.unit_hooks is not None:
+                    self.reducer.agreement.unit_order = self.storage.unit_hooks.unit_order
                 self._materializer = None
                 self._cast_inputs()
         self.inners.lists.keep(all_groups, self.storage.listed())
@@ -198,8 +202,11 @@ class Builder:
     def cast_problem(self) -> str | None:
         """Return an error text if the whole model was cast or moved since construction, else None.
 
-        Only the first parameter is inspected: it changes with the whole model.
+        Only the first parameter is inspected: it changes with the whole model. At stage 3 `diagnose` finds a cast, and
+        a compiler could not trace a use of a released parameter.
         """
+        if self.stage.parameters is Placement.SHARD:
+            return None
         return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 
     def _cast_inputs(self) -> None:
@@ -246,7 +253,10 @@ class Builder:
             check_one_device(
                 [*self.storage.layout.parameters, *described], why_one_device(self.stage, self.offload is not None)
             )
-            check_free([(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)])
+            named = [(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)]
+            check_free(named)
+            if first and self.reducer.is_open:  # else they are cleared before anything uses them
+                check_no_gradients(named)
             self.storage.prepare(found)
             described, said, states = choose_partitions(self.inners, all_groups, described, asked)
         except Exception as error:
@@ -356,7 +366,7 @@ class Builder:
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
         settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
-        buffers = [] if self.module is None else self.module.named_buffers()
+        buffers = [] if self.module is None else named_buffers(self.module)
         return [
             settings,
             f"precision {self.precision}",

@@ -266,7 +266,8 @@ def test_pairwise_sends_all_but_its_own_slice() -> None:
 
 
 def test_an_exchange_is_control_traffic() -> None:
-    """A header has the number of bytes. If they are many, they follow as a message, which has a header, too."""
+    """A header has the number of bytes, which follow behind a marker. If they are many, they follow as a message, which
+    has a header, too."""
 
     def program(transport: Transport) -> tuple[Traffic, Traffic]:
         transport.exchange(b"x" * (10 + transport.rank), Tag(Kind.EXCHANGE, "step()"))
@@ -276,8 +277,8 @@ def test_an_exchange_is_control_traffic() -> None:
 
     many = Traffic(0, 0, 2 * HEADER_BYTES + SMALL + 1, 2 * HEADER_BYTES + SMALL + 1, 2)
     assert on_threads(2, program) == [
-        (Traffic(0, 0, HEADER_BYTES + 10, HEADER_BYTES + 11, 1), many),
-        (Traffic(0, 0, HEADER_BYTES + 11, HEADER_BYTES + 10, 1), many),
+        (Traffic(0, 0, HEADER_BYTES + 11, HEADER_BYTES + 12, 1), many),
+        (Traffic(0, 0, HEADER_BYTES + 12, HEADER_BYTES + 11, 1), many),
     ]
 
 

@@ -266,11 +266,11 @@ def test_64_ranks_on_several_hosts_train_as_the_plain_loop_does(
     sent: dict[tuple[int, str], int] = {}
     send_control = Messenger.send_control
 
-    def counted(messenger: Messenger, data: bytes, to: int, tag: Tag) -> Any:
+    def counted(messenger: Messenger, data: bytes, to: int, tag: Tag, **options: Any) -> Any:
         if len(messenger.ranks) == world_size:
             key = messenger.rank, tag.label
             sent[key] = sent.get(key, 0) + 1
-        return send_control(messenger, data, to, tag)
+        return send_control(messenger, data, to, tag, **options)
 
     monkeypatch.setattr(Messenger, "send_control", counted)
 

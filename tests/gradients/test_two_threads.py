@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport
 from zero import ZeroOptimizer
 from zero.gradients import hooks
-from zero.gradients.hooks import ShardedGradient
 from zero.gradients.owned_means import FoundInf
+from zero.gradients.placeholder import ShardedGradient
 
 from ..plain import assert_same_bits
 

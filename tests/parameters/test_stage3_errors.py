@@ -164,7 +164,48 @@ def test_a_second_optimizer_needs_the_first_one_closed(stage: int, inside: bool,
     for message, model in on_threads(2, program, timeout=5):
         assert message.startswith("ValueError: ")
         assert "belongs to another stage-3 optimizer" in message
+        assert "give one optimizer param groups, each with an optimizer_class" in message
+        assert "or build one optimizer over each submodule" in message
         assert_same_model(model, plain(2))
+
+
+@pytest.mark.parametrize("way", ["param groups", "submodules"])
+def test_both_ways_that_this_error_names_train_the_bits_of_two_plain_optimizers(way: str) -> None:
+    def halves() -> nn.Sequential:
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3)))
+        for number, parameter in enumerate(model.parameters()):
+            nn.init.constant_(parameter, 0.25 + number)
+        return model
+
+    def steps(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> nn.Module:
+        for _ in range(2):
+            model(INPUTS).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return model
+
+    def program(transport: Transport) -> nn.Module:
+        model = halves()
+        made: list[ZeroOptimizer]
+        if way == "submodules":
+            made = [ZeroOptimizer(model[0], torch.optim.AdamW, stage=3, process_group=transport.fork(), lr=0.1)]
+            made.append(zero(model[1], transport.fork()))
+        else:
+            groups = [
+                {"params": list(model[0].parameters()), "optimizer_class": torch.optim.AdamW, "lr": 0.1},
+                {"params": list(model[1].parameters())},
+            ]
+            made = [zero(groups, transport, module=model)]
+        steps(model, list(made))
+        for optimizer in made:
+            optimizer.close()
+        return model
+
+    plain = halves()
+    steps(plain, [torch.optim.AdamW(plain[0].parameters(), lr=0.1), torch.optim.SGD(plain[1].parameters(), lr=0.5)])
+    for model in on_threads(2, program, timeout=5):
+        assert_same_model(model, plain)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

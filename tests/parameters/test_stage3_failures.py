@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from zero import ZeroOptimizer
 
 from ..plain import assert_same_bits, assert_same_model
 from ..pool import GROUP_TIMEOUT, GlooPool
+from ..warned import own
 from ..wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
 
@@ -105,6 +107,8 @@ def assert_parted(results: list[tuple[str, str, list[str], float]], case: int) -
         for place in PARTED[case][2:]:
             assert place in found, found
         assert "all ranks of a group must make the same calls in the same order" in found
+        assert "Did one rank alone evaluate, generate or save?" in found
+        assert "synced_gpus=True" in found
         assert "this communicator is closed since an earlier failure" in then or "is released" in then
         assert wrong == []
         assert seconds < GROUP_TIMEOUT, "a message brought it, no time limit"
@@ -151,6 +155,114 @@ def test_where_no_bytes_of_a_unit_travel_a_rank_without_a_backward_catches_up(gl
     for found in gloo.run(alone, enters):
         for parameter, expected in zip(found, model.parameters(), strict=True):
             assert_same_bits(parameter, expected)
+
+
+# -- ranks that differ where they may ----------------------------------------------------------------------------------
+
+
+def generate(model: Net, optimizer: ZeroOptimizer) -> None:
+    """Run forwards without gradients, of which each rank needs another number."""
+    with torch.no_grad():
+        for _ in range(1 + optimizer.rank):
+            model(INPUTS)
+
+
+def infer(model: Net, optimizer: ZeroOptimizer) -> None:
+    with torch.inference_mode():
+        for _ in range(1 + optimizer.rank):
+            model(INPUTS)
+
+
+def evaluate_alone(model: Net, optimizer: ZeroOptimizer) -> None:
+    if optimizer.rank == 1:
+        evaluate(model, optimizer)
+
+
+def in_another_order(model: Net, optimizer: ZeroOptimizer) -> None:
+    with torch.no_grad():
+        for number in (1, 2) if optimizer.rank else (2, 1):
+            model.blocks[number](INPUTS)
+
+
+def save_alone(model: Net, optimizer: ZeroOptimizer) -> None:
+    if optimizer.rank == 0:
+        with optimizer.gathered():
+            model.state_dict()
+
+
+def evaluate_alike(model: Net, optimizer: ZeroOptimizer) -> None:
+    for factor in (1, 2):
+        evaluate(model, optimizer)
+        with torch.inference_mode():
+            model.blocks[1](INPUTS * factor * optimizer.rank)
+    with optimizer.gathered(model.block(2).scalar):
+        pass
+
+
+def generate_in_gathered(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered():
+        generate(model, optimizer)
+
+
+def evaluate_in_join(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.join():
+        evaluate_alone(model, optimizer)
+        if optimizer.rank == 1:
+            optimizer.clip_grad_norm_(1.0)
+
+
+DIFFERENT: list[Call] = [generate, infer, evaluate_alone, in_another_order, save_alone]
+ALIKE: list[Call] = [evaluate_alike, generate_in_gathered, evaluate_in_join]
+
+
+def warned_of(group: Any, rank: int, case: Call, calls: int, **arguments: Any) -> tuple[list[str], list[str]]:
+    """Return the warnings of steps after ``calls`` of a case, and the parameters that are not the plain loop's."""
+    model = Net()
+    optimizer = zero(model, group, **arguments)
+    train(model, optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(calls):
+            case(model, optimizer)
+            train(model, optimizer)
+    wrong = wrong_values(model, steps=0)
+    optimizer.close()
+    expected = plain(1 + calls)
+    wrong += [name for name, p in model.named_parameters() if not torch.equal(p, expected.get_parameter(name))]
+    return [str(warning.message) for warning in own(caught)], wrong
+
+
+@pytest.mark.parametrize("case", DIFFERENT, ids=lambda case: case.__name__)
+@pytest.mark.by_default("generate", "infer", "save_alone")
+def test_where_no_bytes_of_a_unit_travel_ranks_that_use_other_units_are_told_once_and_train_on(
+    gloo: GlooPool, case: Call
+) -> None:
+    (told, wrong), *others = gloo.run(warned_of, case, 2)
+    assert len(told) == 1
+    assert told[0].startswith("before step(), rank 1 has run other units than rank 0 in forwards without gradients")
+    assert "Where units are gathered from other ranks it is an error" in told[0]
+    assert "synced_gpus=True" in told[0]
+    assert "optimizer.gathered()" in told[0]
+    assert [wrong, *others] == [[], ([], [])]
+
+
+@pytest.mark.parametrize("case", ALIKE, ids=lambda case: case.__name__)
+def test_ranks_that_use_the_same_units_or_may_differ_everywhere_are_told_nothing(gloo: GlooPool, case: Call) -> None:
+    assert gloo.run(warned_of, case, 2) == [([], [])] * 2
+
+
+def replicas_differ(group: Any, rank: int) -> tuple[list[str], list[str]]:
+    return warned_of(
+        group,
+        rank,
+        lambda model, optimizer: [evaluate(model, optimizer) for _ in range(rank // 2)],
+        1,
+        sharding_factor=2,
+    )
+
+
+def test_only_ranks_that_share_a_copy_are_compared(gloo: GlooPool) -> None:
+    assert gloo.run(replicas_differ, ranks=range(4)) == [([], [])] * 4
 
 
 @pytest.mark.full

@@ -289,6 +289,31 @@ def test_so_is_one_that_cannot_be_stepped(cls: type[torch.optim.Optimizer], said
         ZeroOptimizer(net(), cls, process_group=solo())
 
 
+class ScheduleFree(torch.optim.SGD):
+    """A class like those of `schedulefree`: its weights are others for evaluations, and `step` refuses these."""
+
+    trains = False
+
+    def train(self) -> None:
+        self.trains = True
+
+    def eval(self) -> None:
+        self.trains = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.trains:
+            raise Exception("Optimizer was not in train mode when step is called.")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("partition", [None, "element", "parameter"])
+def test_the_reason_against_a_schedule_free_class_is_the_calls_that_it_needs(partition: Any) -> None:
+    with pytest.raises(ValueError, match=r"ScheduleFree cannot be sharded: its train\(\) and eval\(\)") as raised:
+        ZeroOptimizer(net(), ScheduleFree, process_group=solo(), partition=partition)
+    assert "not in train mode" in str(raised.value)
+    assert "depends on nothing but" not in str(raised.value)
+
+
 def test_the_rates_of_all_groups_are_tried_and_raised() -> None:
     for rate in (0.0, 1e-9):
         with pytest.raises(ValueError, match="EstimatesTogether cannot be sharded"):

@@ -161,7 +161,7 @@ MUTANTS = (
         "a-placeholder-takes-data",
         ("L2", "L13"),
         "An assignment to `p.grad.data` is accepted where the rank has no gradient, and ignored.",
-        (Wrap("zero.gradients.hooks.ShardedGradient.data", taken),),
+        (Wrap("zero.gradients.placeholder.ShardedGradient.data", taken),),
         (f"{GRADIENTS}::test_every_read_of_a_sharded_gradient_raises_and_names_the_remedy[assign data-1]",),
     ),
     Mutant(

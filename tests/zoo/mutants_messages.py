@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 CLOSE = "test_close.py"
 TAKEN = f"{CLOSE}::test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_newer_alone"
@@ -11,7 +14,26 @@ TOLD = "test_messages.py"
 VERIFY = "commands/test_verify.py"
 DEVICES = "parameters/test_devices.py"
 
+
+def nothing(_: Any) -> Callable[..., None]:
+    return lambda *_: None
+
+
 MUTANTS = (
+    Mutant(
+        "a-further-parameter-brings-its-gradient",
+        ("L13", "L8"),
+        "`add_param_group` takes a parameter with a gradient, which the next backward finds, perhaps on one rank.",
+        (Wrap("zero.gradients.free_parameters.check_no_gradients", nothing),),
+        ("test_errors.py::test_a_further_parameter_with_a_gradient_is_refused_on_every_rank_until_that_is_none[2]",),
+    ),
+    Mutant(
+        "a-schedule-free-class-is-taken-for-another",
+        ("L12",),
+        "A class that needs train() and eval() is refused for looking at other parameters, which it does not.",
+        (Wrap("zero.step.trial.check_steps_alone", nothing),),
+        ("step/test_partition.py::test_the_reason_against_a_schedule_free_class_is_the_calls_that_it_needs[None]",),
+    ),
     Mutant(
         "a-step-does-not-wait-for-another-stream",
         ("S19", "S20"),

@@ -97,9 +97,9 @@ MUTANTS = (
         "Where memory comes, the second of two tied parameters is told apart from the first, and read as missing.",
         (
             Edit(
-                "zero.parameters.materialize._named",
-                "    yield from module.named_parameters(remove_duplicate=False)\n",
-                "    yield from module.named_parameters()\n",
+                "zero.core.names.named_tensors",
+                "    yield from named_parameters(module, remove_duplicate=False)\n",
+                "    yield from named_parameters(module)\n",
             ),
         ),
         (f"{TESTS}::test_a_tie_is_found_by_either_of_its_names[last.weight-1]",),

@@ -1,15 +1,53 @@
-"""Mutants of processes that are forked from a rank, and of several threads in one rank."""
+"""Mutants of processes that are forked from a rank or end at once, and of several threads in one rank."""
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from typing import Any
 
+from collectives.messenger import SMALL
+
+from .mutant import Edit, Mutant, Wrap
+
+ENDS = "collectives/test_ends.py::test_no_rank_needs_one_whose_call_has_returned"
 FORKS, THREADS = "parameters/test_forks.py", "parameters/test_threads.py"
 RAISES = f"{FORKS}::test_what_a_forked_child_does_at_stage_3_raises_at_once_and_the_ranks_go_on"
 COLLECTS = f"{FORKS}::test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks"
 BESIDE = f"{THREADS}::test_a_forward_beside_one_of_another_thread_is_refused_and_training_goes_on"
 
+
+def bytes_go_first(_: Any) -> Callable[..., bool]:
+    """Send the bytes of every short message before its header, also over a network."""
+    return lambda messenger, size, peer: size > SMALL
+
+
+def without_acks(real: Callable[..., Any]) -> Callable[..., Any]:
+    """Ask for no ack of a control message."""
+    return lambda messenger, data, to, tag, acked=False: real(messenger, data, to, tag)
+
+
+def nothing(_: Any) -> Callable[..., None]:
+    return lambda *_: None
+
+
 MUTANTS = (
+    Mutant(
+        "a-rank-ends-before-its-record-was-asked-for",
+        ("L8",),
+        "A rank returns from a meeting although others have not asked for its record: if it ends, they raise.",
+        (Wrap("collectives.messenger.Messenger.follows", bytes_go_first),),
+        (f"{ENDS}[pairwise-exchange-False]",),
+    ),
+    Mutant(
+        "a-rank-ends-before-its-tree-has-its-answer",
+        ("L8",),
+        "A rank returns from a meeting by a tree although those below lack the answer: if it ends, they raise.",
+        (
+            Wrap("collectives.messenger.Messenger.send_control", without_acks),
+            Wrap("collectives.messenger.Messenger.acknowledge_control", nothing),
+        ),
+        (f"{ENDS}[tree-meet-False]",),
+    ),
     Mutant(
         "a-fork-enters-what-is-shown",
         ("L2",),

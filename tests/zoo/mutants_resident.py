@@ -7,6 +7,7 @@ from typing import Any
 
 from .mutant import Edit, Mutant, Wrap
 
+TOLD = "parameters/test_stage3_failures.py"
 GRAPHS, MEMORY = "parameters/test_resident_graphs.py", "parameters/test_resident_memory.py"
 TRAIN = f"{GRAPHS}::test_units_train_as_in_the_plain_loop"
 
@@ -23,7 +24,20 @@ def without_travel(recall: Callable[..., bool]) -> Callable[..., bool]:
     return wrong
 
 
+def nothing(_: Any) -> Callable[..., None]:
+    return lambda *_: None
+
+
 MUTANTS = (
+    Mutant(
+        "a-lone-generation-is-not-told",
+        ("L8",),
+        "A program in which one rank alone evaluates runs on one host without a word, and fails where units travel.",
+        (Wrap("zero.runtime.unit_order.UnitOrder.note", nothing),),
+        (
+            f"{TOLD}::test_where_no_bytes_of_a_unit_travel_ranks_that_use_other_units_are_told_once_and_train_on[generate]",
+        ),
+    ),
     Mutant(
         "a-rank-writes-before-all-have-read",
         ("L5",),

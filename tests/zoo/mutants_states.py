@@ -104,8 +104,8 @@ MUTANTS = (
             ),
             Edit(
                 "zero.core.parameter_specs.specs",
-                "names.get(id(parameter)) or ([name]",
-                "names.get(parameter.data_ptr()) or ([name]",
+                "names.get(id(parameter)) or ([plain[name]]",
+                "names.get(parameter.data_ptr()) or ([plain[name]]",
             ),
         ),
         ("state/test_saving.py::test_states_of_parameters_without_elements_are_told_apart",),
@@ -160,7 +160,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.plain_dicts.check",
-                "if known and saved and known[position] != saved[position]:",
+                "if known and saved and known[position] != known_as(saved[position], all_known):",
                 "if known and saved and len(known) != len(saved):",
             ),
         ),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
+from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..engine import Engine
@@ -307,18 +308,17 @@ def _digest(model: Sequence[StoredTensor]) -> str:
 
 def _named_tensors(module: nn.Module | None) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield name, tensor, and whether it is a buffer, of all that a module's ``state_dict`` has, in its order."""
-    for prefix, part in () if module is None else module.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
+    for prefix, part in () if module is None else named_parts(module, remove_duplicate=False):
         for key, parameter in part._parameters.items():
             if parameter is not None:
-                yield dot + key, parameter, False
+                yield child_name(prefix, key), parameter, False
         for key, buffer in part._buffers.items():
             if buffer is not None and key not in part._non_persistent_buffers_set:
-                yield dot + key, buffer, True
+                yield child_name(prefix, key), buffer, True
 
 
 def _extra_states(module: nn.Module | None) -> Iterator[str]:
     """Yield the names under which a module's ``state_dict`` has what ``get_extra_state`` returns."""
-    for prefix, part in () if module is None else module.named_modules(remove_duplicate=False):
+    for prefix, part in () if module is None else named_parts(module, remove_duplicate=False):
         if type(part).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{prefix}._extra_state".removeprefix(".")
+            yield child_name(prefix, "_extra_state")

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from collectives import Kind, Tag
 
 from ..optimizer import ZeroOptimizer
+from ..runtime.compiled_calls import untraced_methods
 from .failures import Failures
 from .files import no_writes_in_place
 from .folder.directory import LockedDirectory, complete_steps, step_name
@@ -29,6 +30,7 @@ from .write.saver import Saver, SaveRequest
 _GRACE = 2.0  # seconds in which a save may still be completed after an error; a restart waits for it
 
 
+@untraced_methods
 class CheckpointManager:
     """Saves and restores the checkpoints of one optimizer, and all that training needs to go on, in one folder.
 

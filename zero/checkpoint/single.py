@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..optimizer import ZeroOptimizer
+from ..runtime.compiled_calls import untraced
 from . import files
 from .folder.visibility import check_visible, needs_parts
 from .options import check_step, parse_size, read_assets, require, warn_caller
@@ -21,6 +22,7 @@ from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
 
+@untraced
 def save(
     path: str | os.PathLike[str],
     optimizer: ZeroOptimizer,
@@ -95,6 +97,7 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     return saving
 
 
+@untraced
 def load(
     path: str | os.PathLike[str],
     optimizer: ZeroOptimizer,

@@ -11,10 +11,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from ..optimizer import ZeroOptimizer
+from ..runtime.compiled_calls import untraced_methods
 
 _REPORT = "stop"  # the name of the report
 
 
+@untraced_methods
 class StopOnSignal:
     """Whether some rank was asked by a signal to end. All ranks have the same answer after the same step.
 

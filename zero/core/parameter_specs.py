@@ -19,10 +19,12 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from .bits import dense_stride
 from .layout import Dtypes, ParameterSpec
+from .names import all_without_wrappers, child_name, named_buffers, named_parameters, named_parts, own_parameters
 
 HELD_ELSEWHERE = (
-    "{name!r} belongs to another stage-3 optimizer, which holds its values: close() that one first, or build the model "
-    "anew"
+    "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
+    "anew. To train parts of a model differently, give one optimizer param groups, each with an optimizer_class and "
+    "options of its own, or build one optimizer over each submodule"
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -104,7 +106,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
     """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    given = _in_order(params.named_parameters() if isinstance(params, nn.Module) else params, "params")
+    given = _in_order(own_parameters(params) if isinstance(params, nn.Module) else params, "params")
     if not given:
         raise ValueError("the parameter list is empty: there is nothing to optimise")
     if not any(isinstance(entry, dict) for entry in given):
@@ -169,7 +171,7 @@ def check_one_device(specs: Iterable[ParameterSpec], reason: str) -> None:
 
 def check_buffers(module: nn.Module | None) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
-    for name, buffer in () if module is None else module.named_buffers():
+    for name, buffer in () if module is None else named_buffers(module):
         if _overlaps_itself(buffer):
             raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
 
@@ -180,7 +182,7 @@ def check_modules(module: nn.Module | None) -> None:
     That is a ScriptModule, whose parameters are not Python objects, or a DistributedDataParallel, which reduces
     gradients itself.
     """
-    for name, part in () if module is None else module.named_modules():
+    for name, part in () if module is None else named_parts(module):
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"{name or 'the module'!r} is a DistributedDataParallel: take it away, and pass what it wraps "
@@ -227,7 +229,7 @@ def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> l
     """
     if any(isinstance(entry, tuple) for entry in entries):
         return list(entries)
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(module)}
     numbered = enumerate(entries, start=first_index)
     return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]
 
@@ -235,10 +237,10 @@ def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> l
 def bindings(module: nn.Module | None) -> list[Binding]:
     """Return all places in which ``module`` keeps a parameter, in order of registration, ties included."""
     found = []
-    for prefix, part in () if module is None else module.named_modules():
+    for prefix, part in () if module is None else named_parts(module):
         for key, parameter in part._parameters.items():
             if parameter is not None:
-                found.append(Binding(part._parameters, key, f"{prefix}.{key}" if prefix else key, parameter))
+                found.append(Binding(part._parameters, key, child_name(prefix, key), parameter))
     return found
 
 
@@ -271,12 +273,14 @@ def specs(
     for binding in bindings(module):
         names.setdefault(id(binding.parameter), []).append(binding.name)
         order.setdefault(id(binding.parameter), len(order))
+    written = [name for group in groups for name in group.get("param_names") or ()]
+    plain = dict(zip(written, all_without_wrappers(written), strict=True))
     found: list[tuple[int, Tensor, ParameterSpec]] = []
     index = first_index
     for number, group in enumerate(groups):
         given = group.get("param_names") or [None] * len(group["params"])
         for name, parameter in zip(given, group["params"], strict=True):
-            aliases = names.get(id(parameter)) or ([name] if name is not None else [])
+            aliases = names.get(id(parameter)) or ([plain[name]] if name is not None else [])
             label = aliases[0] if aliases else f"parameter {index}"
             _check(parameter, label, may_be_meta=meta is not None)
             laid_out = is_laid_out(parameter)
@@ -307,7 +311,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if is_lazy(parameter):
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
-        raise ValueError(HELD_ELSEWHERE.format(name=name))
+        raise ValueError(HELD_ELSEWHERE.format(what=repr(name)))
     if parameter.requires_grad and not is_laid_out(parameter):
         raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from .names import named_children, named_parts
 from .parameter_specs import is_laid_out
 
 Predicate = Callable[[nn.Module], bool]
@@ -93,9 +94,9 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
 def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are reached from ``module`` without entering a unit. A unit may contain them, too."""
     yield name, module
-    for key, child in module.named_children():
+    for below, child in named_children(module, name):
         if id(child) not in units:
-            yield from _outside(child, f"{name}.{key}" if name else key, units)
+            yield from _outside(child, below, units)
 
 
 def _sharded(module: nn.Module) -> list[Tensor]:
@@ -108,7 +109,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 
 def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Module]]:
-    found = [(name, module) for name, module in root.named_modules() if module is not root and predicate(module)]
+    found = [(name, module) for name, module in named_parts(root) if module is not root and predicate(module)]
     if not found:
         raise ValueError("units: the predicate matches no module below the root; leave it out for the default")
     for name, module in found:
@@ -124,8 +125,7 @@ def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Modul
 
 def _children_of_lists(module: nn.Module, prefix: str, listed: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield the callable children of the outermost lists below ``module``, in order of registration."""
-    for key, child in module.named_children():
-        name = f"{prefix}.{key}" if prefix else key
+    for name, child in named_children(module, prefix):
         if not (listed and _has_forward(child)):
             yield from _children_of_lists(child, name, listed or _is_list(child))
         elif any(True for _ in child.parameters()):

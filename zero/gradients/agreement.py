@@ -7,10 +7,14 @@ or what follows from a record.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from collectives import Kind, Tag, Transport
+
+from ..runtime.unit_order import SAME_UNITS, UnitOrder
 
 LONGEST_REPORT = 500  # characters: reports travel in every record
 
@@ -31,6 +35,7 @@ class Record:
         attachment: this rank's part of the gradient norm, if a clip needs it and the gradients are means already; or
             the message of a save.
         reports: of `Agreement.report`.
+        order: of the units that this rank has used beside its training since the last agreement, as a digest.
     """
 
     divisor: float
@@ -43,6 +48,7 @@ class Record:
     trainable: bytes
     attachment: bytes = b""
     reports: dict[str, str] = field(default_factory=dict)
+    order: int = 0
 
     def pack(self) -> bytes:
         head = {
@@ -54,6 +60,7 @@ class Record:
             "pending": self.pending,
             "error": self.error,
             "reports": self.reports,
+            "order": self.order,
         }
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
@@ -73,14 +80,18 @@ class Record:
             rest[count : 2 * count],
             rest[2 * count :],
             fields["reports"],
+            fields["order"],
         )
 
 
 class Agreement:
     """The meetings of the ranks of one optimizer."""
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, sharing: int) -> None:
+        """``sharing``: how many neighbouring ranks share one copy of what the stage shards."""
+        self._transport, self._sharing = transport, sharing
+        self.unit_order = UnitOrder()
+        self._warned = False  # of orders that differ
         self._own_reports: dict[str, str] = {}
         self.number = 0  # of the last meeting
         self.reports: list[dict[str, str]] = [{} for _ in range(transport.world_size)]  # by rank, of the last agreement
@@ -116,11 +127,28 @@ class Agreement:
     ) -> list[Record]:
         """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
         rank. ``record``: is called again after each round that this rank catches up."""
-        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), reports=dict(self._own_reports)).pack())
+        also: dict[str, Any] = {"reports": dict(self._own_reports), "order": self.unit_order.take()}
+        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
         records = [Record.unpack(data) for data in told]
         self.reports = [record.reports for record in records]
         check(records, purpose, name)
+        self._compare_orders([record.order for record in records], purpose)
         return records
+
+    def _compare_orders(self, orders: Sequence[int], purpose: str) -> None:
+        """Warn, once and on rank 0, if ranks that share a copy have used other units beside their training."""
+        for rank, order in enumerate(orders):
+            first = rank - rank % self._sharing
+            if order != orders[first] and not self._warned:
+                self._warned = True
+                if self._transport.rank == 0:
+                    warnings.warn(
+                        f"before {purpose}, rank {rank} has run other units than rank {first} in forwards without "
+                        "gradients or in gathered(): did one rank alone evaluate, generate or save? These ranks share "
+                        f"memory, and may. Where units are gathered from other ranks it is an error: {SAME_UNITS}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
 
 
 def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:

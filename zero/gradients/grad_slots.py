@@ -25,7 +25,7 @@ from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
 from ..runtime.bucket import Bucket
 from .backward_schedule import BackwardSchedule
-from .hooks import Listener, ShardedGradient
+from .placeholder import PlaceholderListener, ShardedGradient
 
 Place = tuple[Bucket, int]  # a bucket, and the number of a slot
 
@@ -34,7 +34,7 @@ class GradSlots:
     """The p.grad of all parameters of one optimizer on one rank."""
 
     def __init__(
-        self, listener: Listener, stage: Stage, schedule: BackwardSchedule, *, means_may_be_shown: bool
+        self, listener: PlaceholderListener, stage: Stage, schedule: BackwardSchedule, *, means_may_be_shown: bool
     ) -> None:
         """``listener``: of the placeholders; ``means_may_be_shown``: whole means, if the stage has them, have the dtype
         that p.grad must have."""
@@ -147,7 +147,7 @@ class GradSlots:
             return moved
         return (
             f"the gradient of {foreign[min(foreign)]!r} was assigned from outside: only backward() can say what this "
-            "rank contributes"
+            "rank contributes; set it to None, and run the backward again"
         )
 
     def _moved(self) -> str | None:

@@ -1,15 +1,11 @@
 """Translate autograd's hooks into events: a backward begins, a gradient is ready, a backward ends.
 
-Knows: autograd's hooks, graph tasks (one per backward call), and the placeholder that replaces a gradient which this
-rank does not hold. Does not know: buckets, ranks, stages.
+Knows: autograd's hooks and graph tasks (one per backward call). Does not know: buckets, ranks, stages.
 
     backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
                                             p.grad is a placeholder: its add_ captures the new gradient
                   post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad
                   callback of the task      ends the backward; an exception skips it, so a later event must check
-
-A placeholder has a shape, strides and a dtype, but no memory. Every operation that would read it raises. A rank that
-does not hold a gradient must not expose a part of it, nor None: a clip would take None for "no gradient".
 """
 
 from __future__ import annotations
@@ -19,27 +15,19 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from collectives.torch_internals import (
-    TracingContext,
-    aten_amp_unscale_,
-    aten_foreach_zero_,
-    current_graph_task_id,
-    engine_run_backward,
-    make_wrapper_subclass,
-    queue_callback,
-)
+from collectives.torch_internals import current_graph_task_id, engine_run_backward, queue_callback
 
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced, untraced_methods
+from .placeholder import NO_TASK, PlaceholderListener, ShardedGradient
 
-_NO_TASK = -1
 
-
-class Listener(Protocol):
+class Listener(PlaceholderListener, Protocol):
     """The receiver of a `GradientHooks` object's events."""
 
     def backward_began(self) -> None: ...
@@ -48,154 +36,11 @@ class Listener(Protocol):
 
     def backward_ended(self) -> None: ...
 
-    def gradient_zeroed(self, bucket: Bucket, slot: int) -> None: ...
-
-    def unscale(self, found: Tensor, inverse: Tensor) -> None:
-        """A `GradScaler` asks to multiply all gradients by ``inverse``, and to set ``found`` to 1 if any is not finite.
-
-        ``found`` and ``inverse`` are tensors of one element.
-        """
-
     def backward_is_near(self) -> None:
         """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
 
     def outside_backward(self) -> None:
         """A graph task ended that accumulated no parameter's gradient (`torch.autograd.grad`)."""
-
-
-class ShardedGradient(torch.Tensor):
-    """The placeholder in ``p.grad`` of a gradient that this rank does not hold whole.
-
-    Autograd can add to it; the user can zero it, unscale it with a `GradScaler` and delete it. Everything else raises
-    `RuntimeError`.
-
-    Attributes:
-        owner: the parameter's name.
-        bucket: the parameter's bucket.
-        slot: the number of its slot there.
-        capture: the gradient that autograd added last, until the parameter's hook takes it.
-        listener: receives zeroing and unscaling.
-        reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
-    """
-
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
-    owner: str
-    bucket: weakref.ref[Bucket]
-    slot: int
-    capture: Tensor | None
-    listener: weakref.ref[Listener]
-    reported_dtype: torch.dtype
-
-    @staticmethod
-    def __new__(cls, bucket: Bucket, slot: int, listener: weakref.ref[Listener]) -> ShardedGradient:
-        like = bucket.specs[slot]
-        made: ShardedGradient = make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride,
-            dtype=like.dtypes.param_dtype,
-            device=torch.device(like.device),
-            requires_grad=False,
-        )
-        made.bucket, made.slot = weakref.ref(bucket), slot
-        made.owner, made.capture, made.listener = like.name, None, listener
-        made.reported_dtype = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
-        return made
-
-    def __init__(self, bucket: Bucket, slot: int, listener: weakref.ref[Listener]) -> None:
-        super().__init__()
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        return self.reported_dtype
-
-    @property
-    def data(self) -> Tensor:
-        return super().data
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        if value is not self:  # `Module.to` assigns what it did not have to change
-            self._refuse("an assignment to .data")
-
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        aten = torch.ops.aten
-        first = args[0] if args else None
-        if func is aten.detach.default:
-            return first
-        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
-            if current_graph_task_id() != _NO_TASK and not kwargs:
-                first.capture = args[1]
-                return first
-        elif func is aten.zero_.default and isinstance(first, cls):
-            first._zero()
-            return first
-        elif func is aten_foreach_zero_:
-            for gradient in args[0]:
-                gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
-            return None
-        elif func is aten_amp_unscale_:
-            gradients, found, inverse = args
-            real = [gradient for gradient in gradients if not isinstance(gradient, cls)]
-            if real:
-                func(real, found, inverse)
-            for listener in dict.fromkeys(g.listener() for g in gradients if isinstance(g, cls)):
-                if listener is not None:
-                    listener.unscale(found, inverse)
-            return None
-        return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
-
-    def _zero(self) -> None:
-        listener, bucket = self.listener(), self.bucket()
-        if listener is not None and bucket is not None:
-            listener.gradient_zeroed(bucket, self.slot)
-
-    def _refuse(self, action: str) -> NoReturn:
-        remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
-        if current_graph_task_id() != _NO_TASK:
-            remedy = (
-                "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
-                "if the model is inside DistributedDataParallel, take that away, since two systems would add up the "
-                "gradients"
-            )
-        elif "to_copy" in action:
-            remedy += ", and cast or move the model before the optimizer is built"
-        raise RuntimeError(
-            f"{action}: this rank does not hold the gradient of {self.owner!r}, which is sharded or not reduced yet; "
-            f"{remedy}"
-        )
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Raise `RuntimeError`, except for a compiler, which inspects gradients without reading them."""
-        if TracingContext.try_get() is None:
-            self._refuse("untyped_storage()")
-        return super().untyped_storage()
-
-
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: ShardedGradient, *_: Any, **__: Any) -> NoReturn:
-        self._refuse(f"{name}()")
-
-    return refuse
-
-
-for _name in (
-    *("numpy", "tolist", "data_ptr", "storage", "__array__", "__dlpack__", "__dlpack_device__"),
-    *("__reduce_ex__", "__deepcopy__"),
-):
-    setattr(ShardedGradient, _name, _refusal(_name))
-
-
-def _flat(args: Any) -> list[Any]:
-    if isinstance(args, (list, tuple)):
-        return [a for arg in args for a in _flat(arg)]
-    return [args]
 
 
 class _Arrival:
@@ -206,6 +51,7 @@ class _Arrival:
     def __init__(self, owner: GradientHooks, bucket: Bucket, slot: int) -> None:
         self.owner, self._bucket, self._slot = weakref.ref(owner), weakref.ref(bucket), slot
 
+    @untraced
     def __call__(self, parameter: Tensor) -> None:
         owner, bucket = self.owner(), self._bucket()
         listener = None if owner is None else owner.listener()
@@ -224,6 +70,7 @@ class _Arrival:
             listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
 
 
+@untraced_methods
 class GradientHooks:
     """The hooks on the parameters of one optimizer, until `remove`. They hold the listener weakly.
 
@@ -250,22 +97,22 @@ class GradientHooks:
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}  # parameter -> hook that runs before its gradient is accumulated
         self._leaders: set[int] = set()  # parameters that ever came first in a backward
-        self.task = _NO_TASK  # the graph task of the backward that began and has not ended
-        self._seen = _NO_TASK  # the last graph task in which a pre-accumulation hook ran
+        self.task = NO_TASK  # the graph task of the backward that began and has not ended
+        self._seen = NO_TASK  # the last graph task in which a pre-accumulation hook ran
 
     @property
     def inside_backward(self) -> bool:
         """True inside a backward that has reached a watched parameter."""
-        return self.task != _NO_TASK and current_graph_task_id() == self.task
+        return self.task != NO_TASK and current_graph_task_id() == self.task
 
     @property
     def interrupted(self) -> bool:
         """True if a backward began and an exception ended it before its final callback was done."""
-        return self.task != _NO_TASK and not self.inside_backward
+        return self.task != NO_TASK and not self.inside_backward
 
     def forget(self) -> None:
         """Mark the interrupted backward as handled."""
-        self.task = _NO_TASK
+        self.task = NO_TASK
 
     def watch(self, bucket: Bucket, slot: int) -> None:
         """Register the hooks of a slot's parameter, also if it is frozen: it may be unfrozen later."""
@@ -282,6 +129,7 @@ class GradientHooks:
     def _watch_ahead(self, parameter: Tensor, index: int) -> None:
         reference = weakref.ref(self)
 
+        @untraced
         def about(gradient: Tensor) -> None:
             hooks = reference()
             if hooks is not None:
@@ -309,9 +157,8 @@ class GradientHooks:
 
     def take_over(self, parameter: Tensor) -> None:
         """Supersede any other owner of ``parameter``: remove all its hooks."""
-        for hook in list((_untyped(parameter)._post_accumulate_grad_hooks or {}).values()):
-            owner = hook.owner() if isinstance(hook, _Arrival) else None
-            if owner is not None and owner is not self:
+        for owner in owners_of(parameter):
+            if owner is not self:
                 owner.superseded = True
                 owner.remove()
         if isinstance(parameter.grad, ShardedGradient):
@@ -355,24 +202,22 @@ class GradientHooks:
         listener = self.listener()
         if listener is not None:
             listener.backward_ended()
-        self.task = _NO_TASK  # last: an exception above leaves the backward marked as interrupted
+        self.task = NO_TASK  # last: an exception above leaves the backward marked as interrupted
         if not self._ahead:
             for index in self._before.keys() - self._leaders:
                 self._before.pop(index).remove()
 
     def _left(self) -> None:
         listener = self.listener()
-        if listener is not None and self.task == _NO_TASK:
+        if listener is not None and self.task == NO_TASK:
             listener.outside_backward()
 
 
-def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise `ValueError` if a parameter has an exclusive owner; the error names the parameter."""
-    for name, parameter in parameters:
-        for hook in (_untyped(parameter)._post_accumulate_grad_hooks or {}).values():
-            owner = hook.owner() if isinstance(hook, _Arrival) else None
-            if owner is not None and owner.exclusive:
-                raise ValueError(f"{name!r} belongs to another stage-3 optimizer: close() that one first")
+def owners_of(parameter: Tensor) -> list[GradientHooks]:
+    """Return the objects that watch a parameter."""
+    found = (_untyped(parameter)._post_accumulate_grad_hooks or {}).values()
+    owners = (hook.owner() for hook in found if isinstance(hook, _Arrival))
+    return [owner for owner in owners if owner is not None]
 
 
 def _untyped(parameter: Tensor) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced_context
 from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.streams import Streams
@@ -58,12 +59,10 @@ class Reducer:
         self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas)
         self.means = OwnedMeans(buckets)
         self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
-        self.agreement = Agreement(transport)
-        rank = transport.rank_label
-        self._agreeing, self._catching_up = Event("agree", rank), Event("catch_up", rank)
-        self._unscaling = Event("unscale", rank)
-        self._sync = True
-        self._found = FoundInf()
+        self.agreement = Agreement(transport, shards.world_size)
+        events = (Event(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
+        self._agreeing, self._catching_up, self._unscaling = events
+        self._sync, self._found = True, FoundInf()
         self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
@@ -270,8 +269,6 @@ class Reducer:
             message if norm is None or known.is_open else norm(),
         )
 
-    # -- errors -------------------------------------------------------------------------------------------------------
-
     def _name(self, number: int) -> str:
         """Return the name of a parameter by its number among the flags of a record."""
         return repr([spec.name for bucket in self._buckets for spec in bucket.specs][number])
@@ -309,11 +306,9 @@ class Reducer:
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Return the context around a call that all ranks make. Inside `join` it broadcasts the call to ranks without
         batches."""
-        return (
-            nullcontext()
-            if self._join_protocol is None
-            else self._join_protocol.broadcast(name, arguments, self.divisor)
-        )
+        if self._join_protocol is None:
+            return nullcontext()
+        return self._join_protocol.broadcast(name, arguments, self.divisor)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
@@ -328,6 +323,11 @@ class Reducer:
             mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
             self._found.tell(found, any(told[0] for told in self._transport.exchange(mine, tag)))
+
+    @property
+    def is_open(self) -> bool:
+        """True if backwards may add gradients; else these must be cleared before."""
+        return self._schedule.is_open
 
     def stepped(self) -> None:
         """Note that a step has used the gradients."""
@@ -360,7 +360,7 @@ class Reducer:
         self.finish_interrupted()
         self._slots.zero_grad(set_to_none)
 
-    @contextmanager
+    @untraced_context
     def no_sync(self) -> Iterator[None]:
         """Make backwards inside the block add to this rank's own contribution; they are not rounds."""
         before, self._sync = self._sync, False

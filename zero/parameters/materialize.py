@@ -22,6 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from collectives.torch_internals import make_subclass
 
+from ..core.names import by_known_name, child_name, known_as, named_parts, named_tensors, remark_on_prefix
 from ..core.parameter_specs import has_own_dispatch, is_copied, is_released
 
 InitFunction = Callable[[nn.Module], Any]
@@ -78,9 +79,10 @@ class Materializer:
         """
         self.device, self._init = device, init
         self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
-        self._given = frozenset(self._values)  # `in` on a mapping may read the tensor
+        # by the model's names, those of the state dict; `in` on a mapping may read the tensor
+        self._given = by_known_name({name: name for name in self._values}, {name for name, _ in named_tensors(module)})
         if state_dict is not None:
-            _check_keys(module, list(self._values), may_miss=init is not None)
+            _check_keys(module, list(self._given), may_miss=init is not None)
         parts = list(_parts(module))
         self._without_memory = [part for part in parts if part.meta]
         self._there = [own for part in parts for own in part.own if not is_meta(own.tensor)]
@@ -117,7 +119,7 @@ class Materializer:
 
     def _given_as(self, own: _OwnedTensor) -> str | None:
         """Return the name under which the state dict has a tensor; None if it has none of its names."""
-        return next((name for name in own.names if name in self._given), None)
+        return next((self._given[name] for name in own.names if name in self._given), None)
 
     def steps(self) -> Iterator[None]:
         """Return an iterator that materializes one module per step, in order of registration.
@@ -257,12 +259,6 @@ def materializer_of(
     return Materializer(module, device, init, state_dict)
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters and buffers, once for each of their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
 def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> None:
     """Raise `ValueError` if the names of the state dict do not fit the model, as a strict `load_state_dict` does.
 
@@ -270,15 +266,15 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
     passed a function that initialises them.
     """
     aliases: dict[int, list[str]] = {}
-    for name, tensor in _named(module):
+    for name, tensor in named_tensors(module):
         aliases.setdefault(id(tensor), []).append(name)
     known = {name for names in aliases.values() for name in names}
     for name in given:
         if name not in known:
-            raise ValueError(f"init_state_dict has {name!r}, which the model has not")
+            raise ValueError(f"init_state_dict has {name!r}, which the model has not{remark_on_prefix(given, known)}")
     if may_miss:
         return
-    kept, there = set(module.state_dict(keep_vars=True)), set(given)
+    kept, there = {known_as(name, known) for name in module.state_dict(keep_vars=True)}, set(given)
     for names in aliases.values():
         if not there.intersection(names) and kept.intersection(names):
             raise ValueError(
@@ -289,14 +285,14 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
 def _parts(module: nn.Module) -> Iterator[_MetaModule]:
     """Yield each module that registers tensors itself, in order of registration."""
     aliases: dict[int, list[str]] = {}
-    for name, tensor in _named(module):
-        aliases.setdefault(id(tensor), []).append(name)
-    for prefix, part in module.named_modules():
+    for name, known in named_tensors(module):
+        aliases.setdefault(id(known), []).append(name)
+    for prefix, part in named_parts(module):
         own = []
         for registry in (part._parameters, part._buffers):
             for key, tensor in registry.items():
                 if tensor is not None and not is_lazy(tensor):
-                    name = f"{prefix}.{key}" if prefix else key
+                    name = child_name(prefix, key)
                     names = (name, *(other for other in aliases[id(tensor)] if other != name))
                     made = _as_made(tensor)
                     made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made

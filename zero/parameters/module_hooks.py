@@ -17,9 +17,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.parameter_specs import is_released
+from ..core.names import named_parameters, named_parts
+from ..core.parameter_specs import HELD_ELSEWHERE, is_released
 from ..core.units import UnitModule
-from .compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
+from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # they hide no tensor
 Before = Callable[[nn.Module], None]
@@ -51,6 +52,7 @@ class ForwardMethod:
         plain = self._plain(module)
         return plain if name == "__wrapped__" else getattr(plain, name)
 
+    @interrupting
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         if module is None:
@@ -63,6 +65,7 @@ class ForwardMethod:
             self._after(module, None, output)
         return output
 
+    @untraced
     def _plain(self, module: nn.Module) -> Callable[..., Any]:
         if self._own is not None:
             return self._own
@@ -271,6 +274,7 @@ class ModuleHooks:
                 node.register_prehook(self._reached)
         return bool(nodes), hides
 
+    @untraced
     def _reached(self, *_: Any) -> None:
         owner = self._owner()
         if owner is not None:
@@ -336,7 +340,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     for hooks in found:
         hooks.register(module, name)
     if not found and not any(_hooks_of(part) for part in module.modules()):
-        for own, parameter in module.named_parameters():
+        for own, parameter in named_parameters(module):
             if is_released(parameter):
                 raise ValueError(
                     f"register_forward_method: {type(module).__name__}, with the parameter {own!r}, lies inside a "
@@ -352,10 +356,9 @@ def _hooks_of(module: nn.Module) -> list[ModuleHooks]:
 
 def check_not_in_units(module: nn.Module | None) -> None:
     """Raise `ValueError` if another optimizer gathers a part of the module."""
-    for name, part in () if module is None else module.named_modules():
+    for name, part in () if module is None else named_parts(module):
         if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
-            where = f"{name!r}" if name else "the module"
-            raise ValueError(f"{where} belongs to another stage-3 optimizer: close() that one first")
+            raise ValueError(HELD_ELSEWHERE.format(what=repr(name) if name else "the module"))
 
 
 def _open(output: Any, tensors: list[Tensor]) -> bool:

@@ -24,10 +24,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from collectives.torch_internals import TransformType, get_interpreter_stack, has_compatible_shallow_copy_type
+from collectives.torch_internals import (
+    TracingContext,
+    TransformType,
+    get_interpreter_stack,
+    has_compatible_shallow_copy_type,
+)
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain, is_released
+from ..runtime.compiled_calls import untraced
 
 _Found = TypeVar("_Found")
 SpecOf = Callable[[Tensor], ParameterSpec | None]
@@ -80,6 +86,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
     gone. ``recall`` gives a parameter its values again if its use now is that of a backward; it returns whether.
     """
 
+    @untraced
     def answer(
         cls: type, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -215,6 +222,11 @@ def _callers() -> Iterator[CodeType]:
 
 def _further_remedy(func: Any, callers: Set[CodeType]) -> str:
     """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
+    if TracingContext.try_get() is not None:
+        return (
+            "; a compiled function uses it: call optimizer.zero_grad() there, not model.zero_grad(), and take every "
+            "other use of a parameter out of the function"
+        )
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
     if nn.parallel.DistributedDataParallel.__init__.__code__ in callers:

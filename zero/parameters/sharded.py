@@ -301,6 +301,7 @@ class ShardedStorage(ParameterStorage):
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         assert self.unit_hooks is not None
+        self.unit_hooks.note_order(numbers)
         with self.unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
             yield
 

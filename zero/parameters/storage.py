@@ -18,6 +18,7 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Layout, ParameterSpec
+from ..core.names import named_buffers
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
     bindings,
@@ -85,7 +86,7 @@ class ParameterStorage:
         """Raise `ValueError` or `TypeError` if further parameters, or the remaining ones, cannot be stored."""
         for binding in self._bindings:
             if is_released(binding.parameter):
-                raise ValueError(HELD_ELSEWHERE.format(name=binding.name))
+                raise ValueError(HELD_ELSEWHERE.format(what=repr(binding.name)))
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
@@ -173,7 +174,7 @@ class ParameterStorage:
         return [entry for entry in self._others() if not is_laid_out(entry[1])]
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
-        return [] if self._module is None else list(self._module.named_buffers())
+        return [] if self._module is None else list(named_buffers(self._module))
 
     # -- access to parameters -------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,7 +35,9 @@ import torch
 from collectives.torch_internals import current_graph_task_id, queue_callback
 
 from ..core.units import ROOT, Units
+from ..runtime.compiled_calls import untraced
 from ..runtime.streams import Streams
+from ..runtime.unit_order import UnitOrder
 from .gathered.prefetch_order import PrefetchOrder
 from .gathered.saved_tensor_hooks import SavedTensorHooks
 from .module_hooks import ModuleHooks
@@ -52,6 +54,7 @@ class UnitHooks:
         self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
+        self.unit_order = UnitOrder()
         # forwards under way: their threads, and whether they pushed the saved-tensor hooks
         self._running: list[tuple[ModuleHooks, threading.Thread, bool]] = []
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
@@ -94,6 +97,7 @@ class UnitHooks:
     def set_join_announcer(self, announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
         """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
         self.manager.gathered.join_announcer = announcer if self.needs_gather else None
+        self.unit_order.paused = announcer is not None
         self.reset_order()
 
     def gather(self, unit: int) -> None:
@@ -175,8 +179,17 @@ class UnitHooks:
         self._begin()
         if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not in_backward():
             self._order.begin_forward()
+        if not (torch.is_grad_enabled() or in_backward()):
+            self.note_order(hooks.needs)
         for unit in hooks.needs:
             self._demand(unit)
+
+    def note_order(self, units: Iterable[int]) -> None:
+        """Note that resident units are used which other ranks may not use, in a forward without gradients or by
+        `gathered`. Where units travel, their gathers find that out."""
+        for unit in units:
+            if not (self.manager.units[unit].installed or self.manager.some_travel):
+                self.unit_order.note(unit)
 
     def _begin_outermost(self, hooks: ModuleHooks, thread: threading.Thread, pushed: bool) -> None:
         try:
@@ -372,6 +385,7 @@ class UnitHooks:
             for unit in self._opaque:
                 self.manager.install(unit)  # another backward may have ended since its forward
 
+    @untraced
     def _over(self) -> None:
         self._task_thread = None
         self._task = NO_TASK

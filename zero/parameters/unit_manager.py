@@ -27,6 +27,7 @@ from collectives.torch_internals import current_autograd_node
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
 from ..runtime.events import Event
+from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
 from .gathered.buffers import GatheredBuffer, GatheredUnit, State
 from .gathered.units import GatheredUnits
@@ -105,6 +106,7 @@ class UnitManager:
         else:
             self.gathered.put(unit.gathered, buffer)
             self.some_travel = True
+            self.shards.advise(f". Did one rank alone evaluate, generate or save? At stage 3 {SAME_UNITS}")
         buffer.set_classes(buffer.released)
 
     def take_out(self, number: int, buffer: Buffer) -> None:

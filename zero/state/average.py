@@ -23,6 +23,7 @@ from ..core.statetree import N_AVERAGED, check_average_name
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced_methods
 from ..runtime.flat_buffer import FlatBuffer, gather_slot, redistribute
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
@@ -30,6 +31,7 @@ MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], object]
 _TRIED = ((97, [32, 32, 33]), (64, [64]))  # elements of throw-away tensors, and of their parts
 
 
+@untraced_methods
 class ShardedAverage:
     """An average of the weights of a `ZeroOptimizer`, as `torch.optim.swa_utils.AveragedModel` keeps one of a model.
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
+from ..runtime.compiled_calls import untraced_methods
 from ..step.update import Watcher
 
 
@@ -49,6 +50,7 @@ class ParameterStates(dict[str, Any]):
     __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
 
 
+@untraced_methods
 class States(Mapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: maps each parameter to the states that this rank holds, live.
 
@@ -121,6 +123,7 @@ class _Engine(Protocol):
     def reset_states(self, groups: Sequence[dict[str, Any]], chosen: Sequence[Tensor] | None) -> None: ...
 
 
+@untraced_methods
 class WithLiveStates(torch.optim.Optimizer):
     """An optimizer whose states belong to its ``engine``, once it is built."""
 

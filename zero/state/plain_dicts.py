@@ -18,6 +18,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..core.bits import copied, flattened
 from ..core.layout import ParameterSpec
+from ..core.names import known_as, remark_on_prefix
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
@@ -178,12 +179,13 @@ def check(
         missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
+        known, saved = mine.get("param_names"), other.get("param_names")
+        all_known = frozenset(known or ())
         for position, index in enumerate(mine["params"]):
-            known, saved = mine.get("param_names"), other.get("param_names")
-            if known and saved and known[position] != saved[position]:
+            if known and saved and known[position] != known_as(saved[position], all_known):
                 raise ValueError(
                     f"param group {number}, parameter {position}: the state dict has {saved[position]!r}, this "
-                    f"optimizer {known[position]!r}: it belongs to another model"
+                    f"optimizer {known[position]!r}: it belongs to another model{remark_on_prefix(saved, all_known)}"
                 )
             mapping[index] = other["params"][position]
             master = masters.get(mapping[index])

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.norm import PowerSum, check_norm_type
+from ..runtime.compiled_calls import untraced
 
 
 def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, float]:
@@ -59,7 +60,7 @@ def in_memory_order(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient.permute(order).reshape(-1)
 
 
-@torch.no_grad()
+@untraced
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
     max_norm: float,
@@ -99,13 +100,14 @@ def clip_grad_norm_(
                 "dense gradients: construct the embedding with sparse=False"
             )
         held.append((parameter, gradient))
-    any_double = any(gradient.dtype == torch.float64 for _, gradient in held)
-    pieces = (in_memory_order(parameter, gradient) for parameter, gradient in held)
-    norm = PowerSum.of(pieces, norm_type).norm(torch.float64 if any_double else torch.float32)
-    if error_if_nonfinite:
-        check_finite(norm, norm_type)
-    factor = clip_factor(norm, max_norm)
-    for _, gradient in held:
-        # A gradient without dimensions would be promoted to the factor's dtype; one of one element is not.
-        (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
-    return norm.to(held[0][1].device) if held else norm
+    with torch.no_grad():
+        any_double = any(gradient.dtype == torch.float64 for _, gradient in held)
+        pieces = (in_memory_order(parameter, gradient) for parameter, gradient in held)
+        norm = PowerSum.of(pieces, norm_type).norm(torch.float64 if any_double else torch.float32)
+        if error_if_nonfinite:
+            check_finite(norm, norm_type)
+        factor = clip_factor(norm, max_norm)
+        for _, gradient in held:
+            # A gradient without dimensions would be promoted to the factor's dtype; one of one element is not.
+            (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
+        return norm.to(held[0][1].device) if held else norm

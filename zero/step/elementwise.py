@@ -23,6 +23,7 @@ from .trial import (
     Half,
     Setting,
     Whole,
+    check_steps_alone,
     decay_is_low,
     distinct,
     placed,
@@ -124,6 +125,7 @@ def _accepted(
             refused[number] = error
     for number, problem in refused.items():
         if len(refused) == len(dimensions):
+            check_steps_alone(inner, problem)
             raise NotElementwiseError(inner.name, f"a step over a throw-away parameter failed ({problem})") from problem
         if number in names:
             raise ValueError(

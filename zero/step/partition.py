@@ -33,6 +33,7 @@ from .trial import (
     Placed,
     Setting,
     Whole,
+    check_steps_alone,
     distinct,
     large_shapes,
     random_state_kept,
@@ -183,6 +184,7 @@ def try_by_parameter(
         try:
             return _compare(inner, options, shapes)
         except ClassFailedError as error:
+            check_steps_alone(inner, error)
             _find_refused(inner, options, settings, parameters)
             raise _needs_all(inner, f"a step over throw-away parameters failed ({error})") from error
 

@@ -60,6 +60,17 @@ class ClassFailedError(Exception):
     """The class itself raised an error over whole parameters."""
 
 
+def check_steps_alone(inner: InnerOptimizer, problem: Exception) -> None:
+    """Raise `ValueError` if a class failed because it needs more than its step, as schedule-free classes do."""
+    made: Any = inner.optimizer_class
+    if callable(getattr(made, "train", None)) and callable(getattr(made, "eval", None)):
+        raise ValueError(
+            f"{inner.name} cannot be sharded: its train() and eval() replace the weights by others, and its step needs "
+            f"such a call ({problem}). A ZeroOptimizer calls nothing but step(); a zero.ShardedAverage beside another "
+            "class has averaged weights for evaluations"
+        ) from problem
+
+
 Placed = tuple[Setting, tuple[int, ...]]  # a throw-away parameter: its kind and its shape
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...core.layout import ParameterSpec
+from ...core.names import by_known_name, known_as, remark_on_prefix
 from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, encode_inline, tensor_names
 from ...state.older import completed
 from ...state.plain_dicts import check, check_form, lies_flat
@@ -28,7 +29,7 @@ class Fit:
     """What a checkpoint has for an optimizer that it fits.
 
     Attributes:
-        model, masters: each saved tensor, by name.
+        model, masters: each saved tensor, by its name in the model; so in all others.
         states: the tensors of the states, by the name of a parameter, and by their own.
         values: the states that are no tensors, likewise, as JSON.
         elementwise: names of the states that are as large as their parameter, by the number of the class.
@@ -43,8 +44,9 @@ class Fit:
             ValueError: the checkpoint is that of another model or optimizer; names the first difference.
             CheckpointError: the checkpoint is damaged.
         """
-        self.model: Mapping[str, Saved] = checkpoint.tensors(MODEL)
-        self.masters: Mapping[str, Saved] = checkpoint.tensors(MASTERS)
+        self._known = frozenset(stored.name for stored in contents.model)
+        self.model: Mapping[str, Saved] = by_known_name(checkpoint.tensors(MODEL), self._known)
+        self.masters: Mapping[str, Saved] = by_known_name(checkpoint.tensors(MASTERS), self._known)
         self.states: Mapping[str, Mapping[str, Saved]] = {}
         self.values: dict[str, dict[str, Any]] = {}
         self.elementwise: dict[int, frozenset[str]] = {}
@@ -78,7 +80,8 @@ class Fit:
         ours = {stored.name: stored for stored in contents.model}
         for name, stored in ours.items():
             if name not in self.model:
-                raise ValueError(f"the checkpoint has no {name!r}, which the model has: {remedy}")
+                way_on = self._remark_on_prefix() or f": {remedy}"
+                raise ValueError(f"the checkpoint has no {name!r}, which the model has{way_on}")
             entry = self.model[name][1]
             if entry.shape != stored.shape:
                 raise ValueError(
@@ -94,9 +97,13 @@ class Fit:
             if name not in self.model or entry.shape != self.model[name][1].shape:
                 raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
 
+    def _remark_on_prefix(self) -> str:
+        found = remark_on_prefix(self.model, self._known)
+        return f"{found}, in the dicts that zero.open_checkpoint reads, and load these" if found else ""
+
     def _check_averages(self, contents: Contents, checkpoint: Checkpoint) -> None:
         for name in sorted(contents.averages.by_name.keys() & set(checkpoint.average_names)):
-            found = self.averages[name] = checkpoint.tensors(averages_folder(name))
+            found = self.averages[name] = by_known_name(checkpoint.tensors(averages_folder(name)), self._known)
             for stored in contents.model:
                 if stored.place is None or stored.place[0] not in contents.updated:
                     continue
@@ -108,7 +115,10 @@ class Fit:
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""
         inners = contents.parts.inners
-        saved_groups = checkpoint.param_groups
+        saved_groups = [
+            {**group, "params": [known_as(name, self._known) for name in group["params"]]}
+            for group in checkpoint.param_groups
+        ]
         for number, (group, _) in enumerate(zip(saved_groups, contents.groups, strict=False)):
             mine = inners.of(number).qualified_name
             if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
@@ -118,8 +128,8 @@ class Fit:
                 )
         order = [name for group in saved_groups for name in group["params"]]
         indices = {name: index for index, name in enumerate(order)}
-        self.states = checkpoint.states()
-        self.values = checkpoint.state_values()
+        self.states = by_known_name(checkpoint.states(), self._known)
+        self.values = by_known_name(checkpoint.state_values(), self._known)
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
         kinds = {name: _shape_alone for inner in inners for name in inner.kinds}
         meta: dict[int, dict[str, Any]] = {}

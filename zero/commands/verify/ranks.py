@@ -31,6 +31,7 @@ import collectives
 import zero
 
 from ... import CheckpointManager, ZeroOptimizer
+from ...core.names import named_parameters
 from ...core.parameter_specs import is_copied
 from ..runner import World, process_group, record_error, run_rank
 from .bit_diff import Difference, first_difference
@@ -218,7 +219,7 @@ def _reference_steps(workload: Workload, watchdog: Watchdog) -> Iterator[tuple[i
 def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, complex ones as real numbers. Frozen tensor subclasses are left out: nothing
     writes to them, and no file can hold them."""
-    named = {name: parameter for name, parameter in model.named_parameters() if is_copied(parameter)}
+    named = {name: parameter for name, parameter in named_parameters(model) if is_copied(parameter)}
     return {
         name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
         for name, parameter in named.items()

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from collectives.torch_internals import top_saved_tensors_hooks
 
-from ..compiled_calls import untraced
+from ...runtime.compiled_calls import untraced
 from .saved_tensor_index import PackedParam, SavedTensorIndex
 
 _Pair = tuple[Callable[[Tensor], Any], Callable[[Any], Any]]

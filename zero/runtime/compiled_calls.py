@@ -1,15 +1,19 @@
-"""Functions that keep the hooks of modules out of the graphs that torch's compiler traces.
+"""Functions that keep the calls and the hooks of this library out of the graphs that torch's compiler traces.
 
 Knows: Dynamo, and the compiled call of a module. Does not know: units, memory or ranks.
 
     module.compile()                       the compiled call runs between the hooks; its graph is as without them
     a compiled call around such a module   no hook is traced: a graph break surrounds each hook
+    a compiled call around a public call   the call is not traced: a graph break surrounds it
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FunctionType
+from typing import Any, ParamSpec, TypeVar
 
 from collectives.torch_internals import (
     DEFAULT_FRAME,
@@ -22,13 +26,17 @@ from collectives.torch_internals import (
 
 _Call = Callable[..., Any]
 _Function = TypeVar("_Function", bound=_Call)
+_Class = TypeVar("_Class", bound=type)
+_Arguments = ParamSpec("_Arguments")
+_Value = TypeVar("_Value")
 
 
 def _untraced(function: _Function, below: Any) -> _Function:
     absent: _Function | None = missing(set_code_exec_strategy, FrameExecStrategy, SKIP_FRAME, DEFAULT_FRAME)
     if absent is not None:
         return absent  # raises when it is called
-    set_code_exec_strategy(function.__code__, FrameExecStrategy(SKIP_FRAME, below))
+    own: FunctionType = inspect.unwrap(function)  # that of the wrapper is shared by all that it wraps
+    set_code_exec_strategy(own.__code__, FrameExecStrategy(SKIP_FRAME, below))
     vars(function)["_torchdynamo_disable"] = True  # nor inline it
     return function
 
@@ -39,6 +47,23 @@ def untraced(function: _Function) -> _Function:
     Unlike that, it costs nothing if nothing is compiled. Calls inside ``function`` that are compiled stay compiled.
     """
     return _untraced(function, SKIP_FRAME)
+
+
+def untraced_context(
+    function: Callable[_Arguments, Iterator[_Value]],
+) -> Callable[_Arguments, AbstractContextManager[_Value]]:
+    """Make a context of a generator, as `contextlib.contextmanager` does, whose ends Dynamo does not trace."""
+    return untraced(contextmanager(function))
+
+
+def untraced_methods(cls: _Class) -> _Class:
+    """Make Dynamo trace no method and no property that a class defines; a decorator."""
+    for member in vars(cls).values():
+        plain = getattr(member, "__func__", member)  # a class method and a static method have one
+        for function in (member.fget, member.fset) if isinstance(member, property) else (plain,):
+            if isinstance(function, FunctionType):
+                untraced(function)
+    return cls
 
 
 def interrupting(function: _Function) -> _Function:
