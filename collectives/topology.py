@@ -130,11 +130,13 @@ def _check_hierarchical(neighbours: Neighbours) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, the reason for it, and the replica of this rank if there are several."""
+    """An algorithm, the reason for it, and the replica of this rank if there are several. ``hosts``: of all ranks, as
+    far as the choice depends on it."""
 
     collective: Collective
     reason: str
     replica: Transport | None = None
+    hosts: int = 1
 
     @property
     def shards(self) -> Transport:
@@ -244,7 +246,7 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice
         inner = AllToAll(part) if within else Native(part)
     where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
-    return Choice(Replicated(transport, inner, owners), reason, inner.transport)
+    return Choice(Replicated(transport, inner, owners), reason, inner.transport, len(hosts))
 
 
 def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
@@ -283,4 +285,5 @@ def _by_nccl(transport: Transport) -> Choice:
         Native(transport),
         f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "
         "in an order of its own: collective='pairwise' keeps the bits of the plain loop",
+        hosts=len(hosts),
     )

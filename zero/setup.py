@@ -57,6 +57,7 @@ class Builder:
         self,
         config: Config,
         inners: InnerOptimizers,
+        listed: Sequence[Tensor],
         device: torch.device,
         find_meta: Callable[[], Materializer | None],
     ) -> None:
@@ -65,6 +66,7 @@ class Builder:
         Args:
             config: the checked arguments of the optimizer.
             inners: the user's optimizer classes.
+            listed: the parameters that they train.
             device: the device of the parameters; for meta parameters, the one on which they will get memory.
             find_meta: returns the materializer of the module's meta tensors, or None.
 
@@ -85,7 +87,7 @@ class Builder:
         try:
             check_modules(self.module)
             check_not_in_units(self.module)
-            self._bucket_bytes = config.bucket_bytes(self.shards.world_size)
+            self.bucket_sizes = config.bucket_sizes(listed, device, self.shards.world_size, self.choice.hosts)
             self._materializer = find_meta()
             if self.offload is not None:
                 if self.offload.parameters:
@@ -122,7 +124,7 @@ class Builder:
             config.module,
             self.collective,
             config.units,
-            self._bucket_bytes,
+            self.bucket_sizes,
             config.precision,
             post_forward_group,
             self.reshard_group_size == 1 < self.shards.world_size,
@@ -261,10 +263,11 @@ class Builder:
             with self._failing_for_all():
                 self._materializer.finish()
         buckets, across = len(self.storage.buckets), self.storage.buckets_cross_units
+        most, first = self.bucket_sizes.most, self.bucket_sizes.first
         if buckets:
-            layout = extended(self.storage.layout, described, self._bucket_bytes, across_units=across)
+            layout = extended(self.storage.layout, described, most, across_units=across)
         else:
-            layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
+            layout = build(described, self.shards.world_size, most, first_bytes=first, across_units=across)
         stores = self._reserve(layout, buckets, found)
         wide: dict[Bucket, Tensor] = {}  # this rank's interval of the values before the cast
 
@@ -354,7 +357,7 @@ class Builder:
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
-        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
+        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self.bucket_sizes}"
         buffers = [] if self.module is None else self.module.named_buffers()
         return [
             settings,

@@ -23,12 +23,11 @@ MOST_RANKS = 10_000
 
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
-    caps = sorted({DEFAULT_CAP_MB, planner.training.unit_cap_mb()})
     on_gpus = cluster.gpu.family != "cpu"
     for number in range(4):
         stage = stage_of(number)
-        for cap in caps:
-            whole = planner.setting(cluster, number, cap)
+        caps = None, planner.training.unit_cap_mb()
+        for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
                 yield whole
                 continue
@@ -180,7 +179,8 @@ def scale_curves(
     planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
 ) -> list[ScaleCurve]:
     """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
-    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB.
+    and on eight hosts, and one copy on all ranks with buckets of 25 MiB. The others have the default size of GPUs, and
+    on CPUs that of a unit.
 
     Args:
         planner: of the training.
@@ -188,13 +188,14 @@ def scale_curves(
         chosen: whose stage and ``reshard_after_forward`` are taken.
         fabrics: seconds of a ring's step, by name.
     """
-    unit, host = planner.training.unit_cap_mb(), cluster.per_host
+    host = cluster.per_host
+    cap = planner.training.unit_cap_mb() if cluster.gpu.family == "cpu" else None
     micro_batches = planner.training.micro_batches(cluster.ranks)
     whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
-    wanted = [(whole, 0, unit)]
+    wanted: list[tuple[str, int, float | None]] = [(whole, 0, cap)]
     if chosen.row.states is Placement.SHARD:
-        wanted += [(f"F={factor}", factor, unit) for factor in (host, 8 * host) if factor > 1]
-    if unit > DEFAULT_CAP_MB:
+        wanted += [(f"F={factor}", factor, cap) for factor in (host, 8 * host) if factor > 1]
+    if planner.setting(cluster, chosen.stage, cap).bucket_bytes > DEFAULT_CAP_MB * MIB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
     curves = []
     for name, factor, cap in wanted:

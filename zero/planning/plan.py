@@ -18,11 +18,12 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from ..core.formulas import spread_of_owners
-from ..core.layout import DEFAULT_CAP_MB, MIB, unit_cap_mb
+from ..core.layout import BucketSizes, bucket_sizes, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, UnitWork
@@ -112,6 +113,18 @@ class Training:
     def largest_unit(self) -> int:
         """The bytes of the largest unit."""
         return max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
+
+    def bucket_sizes(self, setting: PlanSetting, cap_mb: float | Literal["auto"] | None) -> BucketSizes:
+        """Return the sizes of buckets in a setting for a ``bucket_cap_mb``."""
+        return bucket_sizes(
+            cap_mb,
+            setting.device,
+            units_are_gathered=setting.gathers_units,
+            ranks=setting.factor,
+            hosts=setting.hosts,
+            largest_unit=self.largest_unit,
+            total=self.model.numel * self.param_dtype.itemsize,
+        )
 
     def unit_cap_mb(self) -> int:
         """Return the ``bucket_cap_mb`` of which one bucket holds any unit; 25 if units are smaller."""
@@ -213,18 +226,19 @@ class Planner:
         other._activations = other.training.activation_bytes()
         return other
 
-    def setting(self, cluster: Cluster, stage: int, cap_mb: int = DEFAULT_CAP_MB) -> PlanSetting:
-        """Return a setting of this training, in which all ranks share one copy."""
-        return PlanSetting(
+    def setting(self, cluster: Cluster, stage: int, cap_mb: float | None = None) -> PlanSetting:
+        """Return a setting of this training, in which all ranks share one copy. ``cap_mb``: ``bucket_cap_mb``."""
+        found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
-            bucket_bytes=cap_mb * MIB,
             precision=self.training.precision,
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
+        sizes = self.training.bucket_sizes(found, cap_mb)
+        return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)
 
     def peak(self, setting: PlanSetting) -> PeakBytes:
         """Return the bytes of the rank that holds most."""
