@@ -198,14 +198,14 @@ def scale_curves(
     if planner.setting(cluster, chosen.stage, cap).bucket_bytes > DEFAULT_CAP_MB * MIB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
     curves = []
-    for name, factor, cap in wanted:
+    for name, factor, cap_mb in wanted:
         points = []
         sharing = max(factor // host, 1)  # hosts that share a copy
         for hosts in sorted({count - count % sharing or 1 for count in host_counts(cluster)}):
             more = cluster.with_hosts(hosts)
             if factor and more.ranks <= factor:
                 continue
-            setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
+            setting = replace(planner.setting(more, chosen.stage, cap_mb), sharding_factor=factor or None)
             setting = replace(setting, offload=chosen.offload, offload_parameters=chosen.offload_parameters)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
