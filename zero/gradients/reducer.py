@@ -135,6 +135,7 @@ class Reducer:
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._schedule.complete(self._round_is_over)
+        self._shards.pool.drop_cheap()
         self._slots.publish()
 
     def outside_backward(self) -> None:

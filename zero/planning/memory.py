@@ -215,7 +215,9 @@ def _gradients(setting: PlanSetting, bucket: BucketSpec, own: int) -> int:
         whole = bucket.numel * dtypes.itemsize("reduce_dtype")
     elif stage.grads_replicated:
         whole = bucket.numel * dtypes.itemsize("accumulate_dtype")
-    return whole + (own * dtypes.itemsize("accumulate_dtype") if stage.sum_lies_apart(dtypes) else 0)
+    sum_is_mean = setting.factor == 1 and setting.device != "cpu"
+    apart = stage.sum_lies_apart(dtypes, is_mean=sum_is_mean)
+    return whole + apart * own * dtypes.itemsize("accumulate_dtype")
 
 
 def _run_count(

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from collectives import Collective, Kind, Tag, Transport, Work, pass_on
+from collectives.pool import worth_keeping
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from ..core.bits import first_unequal, same_bits
@@ -84,7 +85,9 @@ class GradAccumulator:
         self._gathering = Event(f"all_gather_gradients bucket {number}", rank)
         self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
-        self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
+        self._keeps_memory = worth_keeping(torch.device(bucket.device))
+        sum_is_mean = shards.world_size == 1 and not self._keeps_memory  # until a divisor is not 1
+        self._sum_apart = self._sum_begins_apart = stage.sum_lies_apart(bucket.dtypes, is_mean=sum_is_mean)
         self._whole: FlatBuffer | None = None  # contributions, means, or first these and then those
         self._views: list[Tensor] = []  # of the whole, by slot
         self._kept_sum: FlatBuffer | None = None
@@ -297,8 +300,14 @@ class GradAccumulator:
         with self._gathering():
             if self._whole is None:
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
-            own, total = self._whole.shard(self.bucket.cuts, self._shards.rank), self._sum().data
-            torch.div(total, divisor, out=own.data) if divisor != 1 else own.data.copy_(total)
+            own = self._whole.shard(self.bucket.cuts, self._shards.rank)
+            if not self._sum_apart and divisor != 1:
+                self._kept_sum, self._sum_apart = FlatBuffer(own.data.clone(), Placement.SHARD, own.begin), True
+            total = self._sum().data
+            if divisor != 1:
+                torch.div(total, divisor, out=own.data)
+            elif self._sum_apart:
+                own.data.copy_(total)
             tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
             work = redistribute(own, self._whole, self.bucket.cuts, collective, tag)
             return Waited(work, self._waiting_for_means)
@@ -309,6 +318,10 @@ class GradAccumulator:
         """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
+        if not self._keeps_memory:
+            self._streams.keep_memory(self.tensors())
+            self._whole = self._kept_sum = None
+            self._views, self._sum_apart = [], self._sum_begins_apart
 
     def clear_slot(self, slot: int) -> None:
         """Reset one parameter to "no gradient": -0.0 in the contribution and in the sum."""
