@@ -46,9 +46,9 @@ def holders(tensor: Tensor) -> int:
 
 
 def worth_keeping(device: torch.device) -> bool:
-    """Return whether memory of a device that is free now is kept for later: on the CPU, where the kernel faults in each
-    page of a fresh block."""
-    return device.type == "cpu"
+    """Return whether free memory of a device is kept for later: not on an accelerator. On the CPU the kernel faults in
+    each page of a fresh block."""
+    return device.type in ("cpu", "meta")
 
 
 def _private(nbytes: int, device: torch.device) -> UntypedStorage:

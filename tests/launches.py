@@ -1,70 +1,51 @@
 """Counts what a step launches on a device, without one: operators that touch elements, by the phase that issues them.
 
-One process plays the last of 8 ranks (`benchmarks.answered`), and the library is made to take its paths for devices.
-The model has the tensors of Llama-7B's blocks, narrower; blocks and chunks of elements are narrower alike, so that a
-step launches as many kernels as it would at 4,096.
+One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.answered`). The library is made to take
+its paths for devices on the CPU. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
+a path works on at a time are smaller in proportion, so that a step launches what it would at full width.
 
-`python -m tests.launches` prints the counts of all 32 blocks, by stage.
+`python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from unittest import mock
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.answered import answered, join_fake_group
-from benchmarks.llama import NARROW, SEVEN_BILLION, build, tokens
+from benchmarks.llama import NARROW, SEVEN_BILLION, Llama, build, tokens
+from collectives import Transport, pool
+from collectives.algorithms import ordered_sum
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core import norm
+from zero.core import bits, layout, norm
+from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
+from zero.gradients import grad_slots
+from zero.parameters import edit_detector
+from zero.parameters.edit_detector import EditDetector
+from zero.runtime import accumulator, master_weights
 
 RANKS = 8
 NARROWER = (NARROW.width / SEVEN_BILLION.width) ** 2
-DEVICE_BLOCK = 1 << 22
-WITHOUT_KERNEL = frozenset(
-    [
-        "view",
-        "as_strided",
-        "slice",
-        "select",
-        "detach",
-        "expand",
-        "unbind",
-        "transpose",
-        "t",
-        "alias",
-        "split",
-        "split_with_sizes",
-        "unsqueeze",
-        "squeeze",
-        "set_",
-        "empty",
-        "empty_strided",
-        "empty_like",
-        "new_empty",
-        "new_empty_strided",
-        "permute",
-        "reshape",
-        "_reshape_alias",
-        "_unsafe_view",
-        "unfold",
-        "narrow",
-        "chunk",
-        "flatten",
-        "lift_fresh",
-        "resize_",
-        "is_same_size",
-    ]
-)
+_VIEWS_AND_EMPTY = """
+view as_strided slice select detach expand unbind transpose t alias split split_with_sizes chunk narrow flatten
+unsqueeze squeeze permute reshape _reshape_alias _unsafe_view unfold set_ resize_ empty empty_strided empty_like
+new_empty new_empty_strided lift_fresh is_same_size
+"""
+WITHOUT_KERNEL = frozenset(_VIEWS_AND_EMPTY.split())
 LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"])
-PHASES = {
+METHODS = ("tolist", "numpy", "cpu")  # look without one of these operators
+GATHER, REDUCTION = "_allgather_base_", "alltoall_base_"
+PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.parameters.gathered.gathers", "start"): "gather",
     ("zero.step.update", "_gather"): "gather",
     ("zero.runtime.accumulator", "gather_means"): "gather",
@@ -78,21 +59,26 @@ PHASES = {
     ("zero.step.update", "clip"): "clip",
     ("zero.step.update", "step"): "step",
 }
-ON_THE_HOST = {("zero.step.update", "clip")}  # reads the norm, which is in the host's memory
+ON_THE_HOST = ("zero.step.update", "clip")  # reads the norm, which is in the host's memory
 
 
 @dataclass
 class Counted:
-    """The launches and the looks of a step by phase, what else the library issued, and headers that were awaited."""
+    """A step: launches by phase and those outside all phases, looks at values of a device by phase, and how often units
+    or buckets were gathered, released and reduced. ``rounds``: headers of collectives that were awaited. ``control``:
+    meetings and exchanges."""
 
     launches: Counter[str] = field(default_factory=Counter)
-    looks: Counter[str] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
+    looks: Counter[str] = field(default_factory=Counter)
+    times: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
+    control: int = 0
     buckets: int = 0
 
     @property
     def total(self) -> int:
+        """The launches beyond the model's."""
         return sum(self.launches.values()) + sum(self.others.values())
 
 
@@ -104,74 +90,74 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0]
         if name not in WITHOUT_KERNEL:
-            issued = _issued_by()
-            if issued is not None:
-                phase, function = issued
-                of = self._counted.looks if name in LOOKS else self._counted.launches
-                if name in LOOKS and function in ON_THE_HOST:
-                    pass
-                elif phase:
-                    of[phase] += 1
-                else:
-                    self._counted.others[f"{name} of {'.'.join(function)}"] += 1
+            self.note(name)
         return func(*args, **(kwargs or {}))
 
+    def note(self, name: str) -> None:
+        """Note an operator, or a method of a tensor."""
+        counted, (phase, function) = self._counted, _issued_by()
+        if not function[0]:
+            return
+        if name in LOOKS or name in METHODS:
+            counted.looks[phase] += function != ON_THE_HOST
+        elif phase:
+            counted.launches[phase] += 1
+            counted.times["gather"] += name == GATHER
+            counted.times["reduce"] += name == REDUCTION
+        else:
+            counted.others[f"{name} of {'.'.join(function)}"] += 1
 
-def _issued_by() -> tuple[str, tuple[str, str]] | None:
-    """Return the phase and the innermost function of the library that is running; None if the model is."""
-    frame: Any = sys._getframe(2)
-    innermost = None
+
+def _issued_by() -> tuple[str, tuple[str, str]]:
+    """Return the phase, and the innermost function of the library that is running; empty if there is none."""
+    frame: Any = sys._getframe(3)
+    innermost = ("", "")
     while frame is not None:
         function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         if function[0].startswith(("zero.", "collectives.")):
-            innermost = innermost or function
+            innermost = innermost if innermost[0] else function
             if function in PHASES:
                 return PHASES[function], innermost
         frame = frame.f_back
-    return None if innermost is None else ("", innermost)
+    return "", innermost
 
 
-@contextmanager
-def device_paths() -> Iterator[None]:
-    """Let the library take its paths for devices, on the CPU."""
-    from collectives.algorithms import ordered_sum
-    from zero.core import bits, layout
-    from zero.gradients import grad_slots
-    from zero.parameters import edit_detector
-    from zero.runtime import master_weights
+def take_device_paths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the library take its paths for devices, on the CPU and for the narrow model.
 
-    made = norm._Reader.__init__
-
-    def narrow(self: Any, dtype: torch.dtype, device: torch.device, norm_type: float) -> None:
-        made(self, dtype, device, norm_type)
-        self._tiles, self._chunk = 1, norm._TILE
-        self._stage = torch.empty(self._chunk, dtype=dtype, device=device)
-        shape = (1, self._block, norm._TILE // self._block)
-        self._lanes = {1: norm._Lanes.over(torch.empty(shape, dtype=torch.float64, device=device))}
-
-    patches = [
-        mock.patch.object(m, "host_readable", lambda device: False)
-        for m in (bits, edit_detector, grad_slots, master_weights)
-    ]
-    patches += [
-        mock.patch.object(ordered_sum, "BLOCK", int(DEVICE_BLOCK * NARROWER)),
-        mock.patch.object(layout, "slot_bytes", lambda device: 512),
-        mock.patch.object(norm._Reader, "__init__", narrow),
-    ]
-    for patch in patches:
-        patch.start()
-    try:
-        yield
-    finally:
-        for patch in patches:
-            patch.stop()
+    Its places that ask whether a device is the CPU are `host_readable`, `slot_bytes`, `worth_keeping` and the sizes of
+    blocks. What they decide beyond launches (pinned memory, streams) stays as it is.
+    """
+    for module in (bits, edit_detector, grad_slots, master_weights):
+        monkeypatch.setattr(module, "host_readable", lambda device: False)
+    for module in (pool, accumulator):
+        monkeypatch.setattr(module, "worth_keeping", lambda device: False)
+    monkeypatch.setattr(layout, "slot_bytes", lambda device: layout.DEVICE_SLOT_BYTES)
+    monkeypatch.setattr(ordered_sum, "BLOCK", int(ordered_sum.DEVICE_BLOCK * NARROWER))
+    monkeypatch.setattr(norm, "TILES", int(norm.DEVICE_TILES * NARROWER))
 
 
-def count(stage: int, *, clip: bool = True, layers: int = NARROW.layers, cap_mb: float = 1 << 20) -> Counted:
-    shape = replace(NARROW, layers=layers)
-    torch.set_num_threads(1)
-    model = build(shape, torch.device("cpu"))
-    optimizer = ZeroOptimizer(
+def cap_of(stage: int) -> float:
+    """Return the default size of a bucket on a device, in MiB of the narrow model; at stage 3 that of a narrow unit."""
+    shape = NARROW if stage == 3 else SEVEN_BILLION
+    model = build(shape, torch.device("meta"))
+    sizes = bucket_sizes(
+        None,
+        "cuda",
+        units_are_gathered=stage == 3,
+        ranks=RANKS,
+        hosts=1,
+        largest_unit=2 * sum(parameter.numel() for parameter in model.blocks[0].parameters()),
+        total=2 * sum(parameter.numel() for parameter in model.parameters()),
+    )
+    return sizes.most / MIB * (1 if stage == 3 else NARROWER)
+
+
+def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW) -> Counted:
+    """Count the third step of a rank in bf16 with fp32 masters. The default process group is a fake one."""
+    optimizer_of: Callable[..., ZeroOptimizer] = ZeroOptimizer
+    model, batch = build(shape, torch.device("cpu")), tokens(shape, 4, torch.device("cpu"))
+    optimizer = optimizer_of(
         model,
         torch.optim.AdamW,
         stage=stage,
@@ -182,34 +168,58 @@ def count(stage: int, *, clip: bool = True, layers: int = NARROW.layers, cap_mb:
         lr=1e-4,
         fused=True,
     )
-    batch = tokens(shape, 4, torch.device("cpu"))
-    from collectives import Transport
-
-    headers = []
-    announce = Transport.announce
-
-    def noted(self, tag):
-        headers.append(tag)
-        return announce(self, tag)
-
-    for step in range(3):
-        counted = Counted(buckets=len(optimizer._storage.buckets))
-        headers.clear()
-        with _Operators(counted), mock.patch.object(Transport, "announce", noted):
-            model(batch).backward()
-            if clip:
-                optimizer.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        counted.rounds = len(headers)
+    counted = Counted(buckets=len(optimizer._storage.buckets))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, noted in (
+            (Transport, "announce", lambda: _add(counted, "rounds")),
+            (Transport, "meet", lambda: _add(counted, "control")),
+            (Transport, "exchange", lambda: _add(counted, "control")),
+            (EditDetector, "compare", lambda: counted.times.update(["release"])),
+        ):
+            patch.setattr(owner, name, _noting(getattr(owner, name), noted))
+        operators = _Operators(counted)
+        for name in METHODS:
+            patch.setattr(Tensor, name, _noting(getattr(Tensor, name), partial(operators.note, name)))
+        for _ in range(3):
+            counted.__init__(buckets=counted.buckets)  # type: ignore[misc]
+            with operators:
+                model(batch).backward()
+                if clip:
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
     optimizer.close()
     return counted
 
 
-if __name__ == "__main__":
+def _add(counted: Counted, name: str) -> None:
+    setattr(counted, name, getattr(counted, name) + 1)
+
+
+def _noting(method: Callable[..., Any], noted: Callable[[], object]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        noted()
+        return method(*given, **named)
+
+    return call
+
+
+def main() -> None:
+    torch.set_num_threads(1)
     join_fake_group(RANKS)
-    with device_paths():
+    phases = list(dict.fromkeys(PHASES.values()))
+    print(f"A step of rank {RANKS - 1} of {RANKS}, with clip: 32 blocks of Llama-7B, bf16 with fp32 masters")
+    print("stage, buckets       total", *(f"{phase:>8}" for phase in phases), "   looks  rounds control")
+    with pytest.MonkeyPatch.context() as patch:
+        take_device_paths(patch)
         for stage in range(4):
-            for cap in (25 * NARROWER, 256 * NARROWER, 1 << 20):
-                c = count(stage, cap_mb=cap, clip=True)
-                print(stage, cap, c.buckets, c.total, dict(c.launches), dict(c.looks), dict(c.others), c.rounds)
+            for cap in (DEFAULT_CAP_MB * NARROWER, cap_of(stage)):
+                found = count(stage, cap)
+                numbers = [found.total, *(found.launches[phase] for phase in phases)]
+                numbers += [sum(found.looks.values()), found.rounds, found.control]
+                print(f"{stage}, {found.buckets:3} of {cap / NARROWER:6.0f} MiB", *(f"{n:8,}" for n in numbers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -166,14 +166,15 @@ class Config:
             units_are_gathered=self.stage.parameters is Placement.SHARD and ranks > 1,
             ranks=ranks,
             hosts=hosts,
-            largest_unit=max(map(self._bytes, units), default=0),
-            total=self._bytes(listed),
+            largest_unit=max((self._bytes(unit, device) for unit in units), default=0),
+            total=self._bytes(listed, device),
         )
 
-    def _bytes(self, parameters: Iterable[Tensor]) -> int:
-        """Return the bytes of parameters as they are when the model computes."""
-        narrow = None if self.precision is None else self.precision.param_dtype.itemsize
-        return sum(p.numel() * (narrow or p.itemsize) for p in parameters)
+    def _bytes(self, parameters: Iterable[Tensor], device: torch.device) -> int:
+        """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
+        of = Dtypes.all if self.precision is None else self.precision.of
+        described = [(p.numel(), of(p.dtype)) for p in parameters if p.dtype in FLOATS]
+        return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
     def transport(self) -> Transport:
         """Return the transport of the process group."""

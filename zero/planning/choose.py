@@ -26,7 +26,7 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     on_gpus = cluster.gpu.family != "cpu"
     for number in range(4):
         stage = stage_of(number)
-        caps = None, planner.training.unit_cap_mb()
+        caps = None, planner.training.unit_cap_mb("cuda" if on_gpus else "cpu")
         for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
                 yield whole
@@ -189,7 +189,7 @@ def scale_curves(
         fabrics: seconds of a ring's step, by name.
     """
     host = cluster.per_host
-    cap = planner.training.unit_cap_mb() if cluster.gpu.family == "cpu" else None
+    cap = planner.training.unit_cap_mb("cpu") if cluster.gpu.family == "cpu" else None
     micro_batches = planner.training.micro_batches(cluster.ranks)
     whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
     wanted: list[tuple[str, int, float | None]] = [(whole, 0, cap)]

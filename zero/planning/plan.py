@@ -26,7 +26,7 @@ from ..core.formulas import spread_of_owners
 from ..core.layout import BucketSizes, bucket_sizes, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
-from .model import Model, UnitWork
+from .model import Model, ParameterShape, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
 from .seconds.program import TraceEvent
@@ -109,11 +109,6 @@ class Training:
         last = 0.0 if numbers is None else 2.0 * numbers.ffn * numbers.hidden * self.tokens
         return replace(work, matmul_flops=work.matmul_flops - last)
 
-    @property
-    def largest_unit(self) -> int:
-        """The bytes of the largest unit."""
-        return max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
-
     def bucket_sizes(self, setting: PlanSetting, cap_mb: float | Literal["auto"] | None) -> BucketSizes:
         """Return the sizes of buckets in a setting for a ``bucket_cap_mb``."""
         return bucket_sizes(
@@ -122,13 +117,23 @@ class Training:
             units_are_gathered=setting.gathers_units,
             ranks=setting.factor,
             hosts=setting.hosts,
-            largest_unit=self.largest_unit,
-            total=self.model.numel * self.param_dtype.itemsize,
+            largest_unit=max(self._unit_bytes(setting.device), default=0),
+            total=sum(self._padded(parameter, setting.device) for parameter in self.model.parameters),
         )
 
-    def unit_cap_mb(self) -> int:
+    def unit_cap_mb(self, device: str) -> int:
         """Return the ``bucket_cap_mb`` of which one bucket holds any unit; 25 if units are smaller."""
-        return unit_cap_mb(self.largest_unit)
+        return unit_cap_mb(max(self._unit_bytes(device), default=0))
+
+    def _unit_bytes(self, device: str) -> list[int]:
+        """Return the bytes of each unit in buckets, without the root's rest."""
+        found = [0] * len(self.model.units)
+        for parameter in self.model.parameters:
+            found[parameter.unit] += self._padded(parameter, device)
+        return found[1:]
+
+    def _padded(self, parameter: ParameterShape, device: str) -> int:
+        return PRECISIONS[self.precision].padded(parameter.numel, device) * self.param_dtype.itemsize
 
     def activation_bytes(self) -> int:
         """Return the most that activations take at one moment, beside the parameters."""
