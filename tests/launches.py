@@ -1,7 +1,7 @@
 """Counts what a step launches on a device, without one: operators that touch elements, by the phase that issues them.
 
-One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.answered`). The library is made to take
-its paths for devices on the CPU. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
+One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.gpu_short.peers`). The library takes its
+paths for devices. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
 a path works on at a time are smaller in proportion, so that a step launches what it would at full width.
 
 `python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
@@ -22,20 +22,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.answered import answered, join_fake_group
-from benchmarks.llama import NARROW, SEVEN_BILLION, Llama, build, tokens
-from collectives import Transport, pool
-from collectives.algorithms import ordered_sum
+from benchmarks.gpu_short.peers import (
+    NARROW,
+    NARROWER,
+    SEVEN_BILLION,
+    Llama,
+    answered,
+    build,
+    device_paths,
+    join_fake_group,
+    tokens,
+)
+from collectives import Transport
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core import bits, layout, norm
 from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
-from zero.gradients import grad_slots
-from zero.parameters import edit_detector
 from zero.parameters.edit_detector import EditDetector
-from zero.runtime import accumulator, master_weights
 
 RANKS = 8
-NARROWER = (NARROW.width / SEVEN_BILLION.width) ** 2
 _VIEWS_AND_EMPTY = """
 view as_strided slice select detach expand unbind transpose t alias split split_with_sizes chunk narrow flatten
 unsqueeze squeeze permute reshape _reshape_alias _unsafe_view unfold set_ resize_ empty empty_strided empty_like
@@ -122,21 +125,6 @@ def _issued_by() -> tuple[str, tuple[str, str]]:
     return "", innermost
 
 
-def take_device_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the library take its paths for devices, on the CPU and for the narrow model.
-
-    Its places that ask whether a device is the CPU are `host_readable`, `slot_bytes`, `worth_keeping` and the sizes of
-    blocks. What they decide beyond launches (pinned memory, streams) stays as it is.
-    """
-    for module in (bits, edit_detector, grad_slots, master_weights):
-        monkeypatch.setattr(module, "host_readable", lambda device: False)
-    for module in (pool, accumulator):
-        monkeypatch.setattr(module, "worth_keeping", lambda device: False)
-    monkeypatch.setattr(layout, "slot_bytes", lambda device: layout.DEVICE_SLOT_BYTES)
-    monkeypatch.setattr(ordered_sum, "BLOCK", int(ordered_sum.DEVICE_BLOCK * NARROWER))
-    monkeypatch.setattr(norm, "TILES", int(norm.DEVICE_TILES * NARROWER))
-
-
 def cap_of(stage: int) -> float:
     """Return the default size of a bucket on a device, in MiB of the narrow model; at stage 3 that of a narrow unit."""
     shape = NARROW if stage == 3 else SEVEN_BILLION
@@ -210,8 +198,7 @@ def main() -> None:
     phases = list(dict.fromkeys(PHASES.values()))
     print(f"A step of rank {RANKS - 1} of {RANKS}, with clip: 32 blocks of Llama-7B, bf16 with fp32 masters")
     print("stage, buckets       total", *(f"{phase:>8}" for phase in phases), "   looks  rounds control")
-    with pytest.MonkeyPatch.context() as patch:
-        take_device_paths(patch)
+    with device_paths():
         for stage in range(4):
             for cap in (DEFAULT_CAP_MB * NARROWER, cap_of(stage)):
                 found = count(stage, cap)

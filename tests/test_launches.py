@@ -10,13 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from benchmarks.answered import join_fake_group
-from benchmarks.llama import NARROW
+from benchmarks.gpu_short.peers import NARROW, device_paths, join_fake_group
 
-from .launches import RANKS, Counted, cap_of, count, take_device_paths
+from .launches import RANKS, Counted, cap_of, count
 
 SHAPE = replace(NARROW, layers=4)
 
@@ -49,14 +47,11 @@ BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets,
 
 
 @pytest.fixture(autouse=True)
-def device_paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    take_device_paths(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def one_of_many() -> Iterator[None]:
     join_fake_group(RANKS)
-    yield
+    with device_paths():
+        yield
     dist.destroy_process_group()
-    torch.set_num_threads(threads)
 
 
 def of_each(counted: Counted, phase: str) -> float:
