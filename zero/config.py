@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Algorithm, Transport, check_name
+from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.layout import BucketSizes, Dtypes, bucket_sizes
@@ -193,7 +194,7 @@ class Config:
         default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
         modes = get_function_modes()
         was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
-        if was_set or there is None or self._backend_of(there) != "nccl":
+        if was_set or there is None or self._backend_of(there) not in NCCL:
             return default
         return torch.device(there.type, torch.accelerator.current_device_index())
 
