@@ -31,7 +31,7 @@ from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import NCCL, Backend
 from .backends.hybrid import HybridBackend
-from .backends.rendezvous import HostListener, exchange_infos, host_key, join
+from .backends.rendezvous import HostListener, exchange_infos, host_key, join, machine_of
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .control_plane import MESH_RANKS
@@ -287,10 +287,14 @@ def _connect_owners(owners: Backend, transport: Transport, device: torch.device)
 
 
 def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:
-    """Find the ranks of each host, without connecting them. Collective."""
+    """Find the ranks of each machine, without connecting them. Collective.
+
+    NCCL needs no kernel between its ranks. So containers of one machine are one host here: a reduce-scatter between
+    them would send no fewer bytes than an all-to-all, which keeps the bits.
+    """
     listener = HostListener(transport.world_size)
     try:
-        return _hosts([info.host for info in exchange_infos(transport, listener)])
+        return _hosts([machine_of(info.host) for info in exchange_infos(transport, listener)])
     finally:
         listener.close()
 

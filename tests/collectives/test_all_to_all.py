@@ -134,17 +134,19 @@ def test_training_by_all_to_all_gives_the_bits_of_the_plain_loop(gloo: GlooPool,
 # -- the selection -----------------------------------------------------------------------------------------------------
 
 
-def told_of_nccl(patch: pytest.MonkeyPatch) -> None:
+def told_of_nccl(patch: pytest.MonkeyPatch, name: str = "nccl") -> None:
     """Make every process group report NCCL for CUDA; tensors on the CPU still use gloo."""
-    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
+    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": name, "cpu": "gloo"}[device.type])
 
 
-def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: bool) -> tuple[str, str]:
+def chosen(
+    group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: str, containers: Sequence[int] = ()
+) -> tuple[str, str]:
     """Return the name of the chosen algorithm, whether it works, and the reason of the choice."""
     with pytest.MonkeyPatch.context() as patch:
         if nccl:
-            told_of_nccl(patch)
-        on_hosts(patch, hosts)
+            told_of_nccl(patch, nccl)
+        on_hosts(patch, hosts, containers)
         choice = choose(connect(group).fork(), torch.device(devices[rank]))
     return works(choice.collective), choice.reason
 
@@ -152,16 +154,18 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[
 @pytest.mark.parametrize(
     ("hosts", "devices", "nccl", "name"),
     [
-        ([0, 0, 0], ["cuda"] * 3, True, "all_to_all"),
-        ([0, 1, 0], ["cuda"] * 3, True, "native"),
-        ([0, 0, 0], ["cuda"] * 3, False, "shared"),
-        ([0, 0, 0], ["cpu"] * 3, True, "shared"),
-        ([0, 1, 0], ["cpu"] * 3, True, "hierarchical"),
-        ([0, 0, 0], ["cuda", "cpu", "cuda"], True, "shared"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl", "all_to_all"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl2", "all_to_all"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl-legacy", "all_to_all"),
+        ([0, 1, 0], ["cuda"] * 3, "nccl", "native"),
+        ([0, 0, 0], ["cuda"] * 3, "", "shared"),
+        ([0, 0, 0], ["cpu"] * 3, "nccl", "shared"),
+        ([0, 1, 0], ["cpu"] * 3, "nccl", "hierarchical"),
+        ([0, 0, 0], ["cuda", "cpu", "cuda"], "nccl", "shared"),
     ],
 )
 def test_nccl_is_used_where_every_rank_s_tensors_are_on_gpus_that_have_it(
-    gloo: GlooPool, hosts: list[int], devices: list[str], nccl: bool, name: str
+    gloo: GlooPool, hosts: list[int], devices: list[str], nccl: str, name: str
 ) -> None:
     found = gloo.run(chosen, hosts, devices, nccl, ranks=range(3))
     assert [each for each, _ in found] == [name] * 3
@@ -171,6 +175,21 @@ def test_nccl_is_used_where_every_rank_s_tensors_are_on_gpus_that_have_it(
     if name == "native":
         assert why.startswith("3 ranks are on 2 hosts, where NCCL's own reduce-scatter sends less")
         assert "collective='pairwise' keeps the bits" in why
+
+
+def test_containers_of_one_machine_are_one_host_for_nccl_and_several_for_the_kernel(gloo: GlooPool) -> None:
+    for devices, nccl, name in ((["cuda"] * 3, "nccl", "all_to_all"), (["cpu"] * 3, "", "pairwise")):
+        found = gloo.run(chosen, [0, 0, 0], devices, nccl, [1, 2, 3], ranks=range(3))
+        assert [each for each, _ in found] == [name] * 3
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy"])
+def test_torchs_names_of_nccl_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another name the host would wait for each collective."""
+    backend = object.__new__(GlooBackend)
+    monkeypatch.setattr(GlooBackend, "device_backend", lambda _, device: name if device.type == "cuda" else "gloo")
+    assert backend.stays_on(torch.device("cuda"))
+    assert not backend.stays_on(torch.device("cpu"))
 
 
 def described(group: dist.ProcessGroup, rank: int, hosts: list[int]) -> tuple[str, Tensor]:
