@@ -98,7 +98,7 @@ def _timed(timer: Host, call: Callable[[], object]) -> tuple[float, float]:
 def peaks(job: ShortJob) -> Iterator[Row]:
     """Yield a row for each system, by the kind of allocator."""
     for name, setting in ALLOCATORS.items():
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": setting, "PYTORCH_ALLOC_CONF": setting}
+        environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": setting} if setting else {})}
         command = [sys.executable, "-m", "benchmarks.gpu_short.memory", job.to_json()]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
         for line in done.stdout.splitlines():
