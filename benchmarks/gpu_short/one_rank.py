@@ -94,6 +94,7 @@ def measure(job: ShortJob) -> Iterator[Row]:
     try:
         yield from _turns(job, timer)
     finally:
+        gc.unfreeze()
         gc.collect()
         dist.destroy_process_group()
 
@@ -117,6 +118,8 @@ def _turns(job: ShortJob, timer: Host) -> Iterator[Row]:
             runner.step(tokens_of(job, TOKENS[0]))
         runners.append(runner)
         needed = max(needed, timer.held() - before)
+    gc.collect()
+    gc.freeze()  # so that Python does not search the objects of all systems in the steps of one
     for tokens, turn in itertools.product(TOKENS[:1] if job.quick else TOKENS, range(1 if job.quick else TURNS)):
         batch = tokens_of(job, tokens)
         for runner in (*runners[2 * turn :], *runners[: 2 * turn]):
