@@ -271,7 +271,7 @@ class PeerLinks:
             MismatchError(
                 f"{self.rank_label} is in {describe(mine)}, but rank {self.labels[source]} is in {describe(theirs)}"
                 f"{sizes}: all ranks of a group must make the same calls in the same order, with the same parameters "
-                "trainable"
+                "trainable; if they have different numbers of batches, they train inside optimizer.join()"
             )
         )
 

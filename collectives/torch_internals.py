@@ -40,7 +40,8 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _should_skip_dynamo             a dispatch mode  zero.planning.models.meta_results (torch reads it)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
-(`zero.gradients.hooks`), and calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`).
+(`zero.gradients.hooks`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and a
+checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.thread_frames`).
 """
 
 from __future__ import annotations

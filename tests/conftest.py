@@ -118,10 +118,10 @@ def one_trial_of_equal_parameters() -> Iterator[None]:
     """Try a class once for equal parameters and options, since a trial takes longer than all else that a test does."""
     from zero.step import partition
 
-    tried: dict[tuple[Any, ...], frozenset[str]] = {}
-    whole = partition.check_by_parameter
+    tried: dict[tuple[Any, ...], Any] = {}
+    whole = partition.try_by_parameter
 
-    def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
+    def remembered(inner: Any, groups: Any, parameters: Any) -> Any:
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         facts = frozenset((spec.shape, spec.stride, spec.dtypes, spec.group) for spec in parameters)
         key = (inner.optimizer_class, repr(options), facts)
@@ -130,5 +130,5 @@ def one_trial_of_equal_parameters() -> Iterator[None]:
         return tried[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "check_by_parameter", remembered)
+        patch.setattr(partition, "try_by_parameter", remembered)
         yield

@@ -21,14 +21,14 @@ from .ports import reserved_port
 WORLD_SIZE = 2
 
 
-def launch(function: str, folder: Path, limit: float = 100) -> Any:
-    """Run ``function`` in two processes; return rank 0's result."""
+def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_SIZE) -> Any:
+    """Run ``function`` in two processes, or in so many ``ranks``; return rank 0's result."""
     with reserved_port() as port:
         environment = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": str(WORLD_SIZE),
-            "LOCAL_WORLD_SIZE": str(WORLD_SIZE),
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",  # forbid downloads
         }
@@ -42,7 +42,7 @@ def launch(function: str, folder: Path, limit: float = 100) -> Any:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for rank in range(WORLD_SIZE)
+            for rank in range(ranks)
         ]
         try:
             said = [process.communicate(timeout=limit)[0] for process in processes]

@@ -22,7 +22,9 @@ ECOSYSTEM = (
     "accelerate with autocast and accumulation",
     "Fabric",
     "Fabric with a strategy",
+    "Lightning's Trainer",
     "From a transformers folder",
+    "A transformers model without memory",
     "To a transformers folder",
     "Trainer",
 )
@@ -139,6 +141,13 @@ def sum_of_losses(model: nn.Module, batch: Batch) -> Tensor:
     return mean_loss(model, batch) + mean_loss(model, (-batch[0], -batch[1]))
 
 
+def loss_in_chunks(model: Any, batch: Batch) -> Tensor:
+    """Return the mean loss, of which the last module and the sum see two rows at a time."""
+    chunks = zip(model[:-1](batch[0]).split(2), batch[1].split(2), strict=True)
+    total: Any = sum(nn.functional.mse_loss(model[-1](rows), targets, reduction="sum") for rows, targets in chunks)
+    return total / batch[1].numel()  # type: ignore[no-any-return]
+
+
 def second_loss(model: nn.Module, batch: Batch) -> Tensor:
     """Run a backward of the first loss, and return a second one."""
     mean_loss(model, batch).backward()  # type: ignore[no-untyped-call]
@@ -171,6 +180,22 @@ class Several(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for optimizer in self.all:
             optimizer.step()
+
+
+class ResettingAdamW(torch.optim.AdamW):
+    """Forgets the states of its first two parameters before its third step."""
+
+    taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"][:2] if self.taken == 2 else ():
+            del self.state[parameter]
+        self.taken += 1
+        return super().step(closure)
+
+
+def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    return ResettingAdamW(parameters, lr=1e-2)
 
 
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:

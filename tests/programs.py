@@ -70,6 +70,7 @@ class Step:
     step: bool = True
     clear: Clear = "zero_grad"
     overflow: tuple[int, int] | None = None  # the round and the rank whose gradient gets one element that is inf
+    reset: tuple[str, ...] | None = ()  # parameters whose states are forgotten before the clips; None: all
     unscale: bool = True  # call the scaler's `unscale_` before the clips; otherwise its `step` does so
 
 
@@ -139,6 +140,7 @@ class Plain:
                 self._round(number, count, round_)
             self._reduce()
             self._show(step)
+            self._reset(step)
             if step.unscale:
                 self.scaler.unscale_(self.optimizer)
             for max_norm, norm_type in step.clips:
@@ -178,6 +180,15 @@ class Plain:
         divisor = step.divisor if step.divisor is not None else self.program.world_size
         count = len(self.numbers.held)
         self.numbers.show([self._sum[index] / divisor if index in self._sum else None for index in range(count)])
+
+    def _reset(self, step: Step) -> None:
+        """Put the states of the class's constructor in place of those of parameters; most classes make none there."""
+        cls, arguments = self.program.optimizer_class()
+        chosen = dict(self.model.named_parameters()) if step.reset is None else step.reset
+        for p, updated in zip(self.numbers.parameters, self.numbers.updated, strict=True):
+            if any(self.model.get_parameter(name) is p for name in chosen):
+                self.optimizer.state.pop(updated, None)
+                self.optimizer.state.update(cls([updated], **arguments).state)
 
     def _clear(self, step: Step) -> None:
         if step.clear in ("zeros", "module zeros"):
@@ -239,6 +250,8 @@ def run_rank(
                 continue
             with nullcontext() if round_.sync else optimizer.no_sync():
                 scaled_backward(model, program, scaler, number, count, rank)
+        if step.reset is None or step.reset:
+            optimizer.reset_states(None if step.reset is None else map(model.get_parameter, step.reset))
         if step.unscale:
             scaler.unscale_(optimizer)
         norms += [optimizer.clip_grad_norm_(max_norm, norm_type) for max_norm, norm_type in step.clips]

@@ -281,6 +281,7 @@ def calls_of(optimizer: ZeroOptimizer, parameter: Tensor) -> dict[str, Callable[
         "gathered": lambda: optimizer.gathered().__enter__(),
         "join": lambda: optimizer.join().__enter__(),
         "broadcast_buffers": optimizer.broadcast_buffers,
+        "reset_states": optimizer.reset_states,
         "consolidate_state_dict": optimizer.consolidate_state_dict,
         "state_dict": optimizer.state_dict,
         "load_state_dict": lambda: optimizer.load_state_dict({"state": {}, "param_groups": []}),
@@ -290,8 +291,9 @@ def calls_of(optimizer: ZeroOptimizer, parameter: Tensor) -> dict[str, Callable[
 
 
 def public(cls: type) -> set[str]:
-    facts = {"rank", "world_size", "traffic", "close"}
-    return {name for name in vars(cls) if not name.startswith("_")} - facts
+    facts = {"rank", "world_size", "traffic", "close", "state"}
+    own = [base for base in cls.__mro__ if base not in torch.optim.Optimizer.__mro__]
+    return {name for base in own for name in vars(base) if not name.startswith("_")} - facts
 
 
 @pytest.mark.parametrize(

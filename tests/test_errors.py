@@ -343,11 +343,14 @@ def test_a_state_dict_of_another_model_changes_nothing() -> None:
     renamed = nn.Module()
     renamed.weight = nn.Parameter(torch.zeros(3, 3))
     renamed.offset = nn.Parameter(torch.zeros(3))
+    lacking = other(linear())
+    del lacking["param_groups"][0]["betas"]
     wrong = {
         "has shape (4, 3) in the state dict, but the parameter has (3, 3)": other(nn.Linear(3, 4)),
         "the state dict has 1 parameters, this optimizer 2": other(nn.Linear(3, 3, bias=False)),
         "the state dict has 'offset', this optimizer 'bias'": other(renamed),
         "the state dict has no 'amsgrad'": other(linear(), torch.optim.SGD),
+        "the state dict has no 'betas': it belongs to another class": lacking,
         "has 0 param groups": {"state": {}, "param_groups": []},
         "a torch.optim state dict is needed": {},
     }

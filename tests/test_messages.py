@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import itertools
+import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from zero import MixedPrecision, ZeroOptimizer
 from .parameters.test_stage3_errors import error_of, zero
 from .plain import assert_same_bits, assert_same_model
 from .pool import GlooPool
+from .shampoo import Shampoo
 from .test_close import BATCH, build, train
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -112,6 +117,26 @@ def test_so_it_is_in_a_group_that_is_added() -> None:
         message = error_of(optimizer.add_param_group, {"params": params})
         assert message.startswith(f"TypeError: param_group['params']{text}")
     assert len(optimizer.param_groups) == 1
+
+
+ADAMW = "give the class torch.optim.AdamW, and its arguments here"
+CLASSES: list[tuple[Any, str]] = [
+    (torch.optim.AdamW([WEIGHT]), f"not an instance of AdamW: {ADAMW}"),
+    ("adamw", f"not 'adamw': {ADAMW}"),
+    (partial(torch.optim.AdamW, lr=0.1), f"not a partial of AdamW: {ADAMW}"),
+    (Shampoo([WEIGHT]), "not an instance of Shampoo: give the class tests.shampoo.Shampoo, and its arguments here"),
+    ("adan", "not 'adan': give a class, such as torch.optim.AdamW, and its arguments here"),
+    (nn.Linear, "not <class 'torch"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), CLASSES)
+def test_what_is_no_class_of_optimizers_is_an_error_that_says_what_to_give(given: Any, text: str) -> None:
+    message = error_of(ZeroOptimizer, build(), given, process_group=solo())
+    assert message.startswith(f"TypeError: optimizer_class must be a class of optimizers, {text}")
+    group = {"params": build().parameters(), "optimizer_class": given}
+    message = error_of(ZeroOptimizer, [group], process_group=solo())
+    assert message.startswith(f"TypeError: param group 0: optimizer_class must be a class of optimizers, {text}")
 
 
 # -- a model that is cast after construction ---------------------------------------------------------------------------
@@ -231,6 +256,95 @@ def test_gradients_in_a_dtype_of_their_own_are_refused_and_named(stage: int) -> 
     message = error_of(train, model, zero(model, solo(), stage))
     assert message.startswith("RuntimeError: rank 0: the gradient of '2.bias': ")
     assert "grad_dtype" in message
+
+
+# -- whole models at stage 3 -------------------------------------------------------------------------------------------
+
+SAVE = (
+    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
+    "model.state_dict() is whole and rank 0 saves it"
+)
+LOAD = "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built"
+WHOLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "model.state_dict()": (lambda model: torch.save(model.state_dict(), io.BytesIO()), SAVE),
+    "torch.save()": (lambda model: torch.save(model, io.BytesIO()), SAVE),
+    "pickle": (pickle.dumps, SAVE),
+    "copy.deepcopy()": (copy.deepcopy, "copy inside 'with optimizer.gathered():', which all ranks enter"),
+    "model.load_state_dict()": (lambda model: model.load_state_dict(build().state_dict()), LOAD),
+}
+
+
+@pytest.mark.parametrize("call", WHOLE)
+@pytest.mark.by_default
+def test_what_saves_loads_or_copies_a_model_at_stage_3_is_told_first_how_to_do_that(call: str) -> None:
+    use, remedy = WHOLE[call]
+    model = build()
+    optimizer = zero(model, solo())
+    message = error_of(use, model)
+    assert f"{call}: {remedy}. '0.weight' is released: at stage 3 a parameter has values only inside" in message
+    assert message.startswith(f"RuntimeError: {call}: ") or call == "model.load_state_dict()"
+    with optimizer.gathered(write=True):
+        use(model)
+
+
+# -- calls inside a backward -------------------------------------------------------------------------------------------
+
+
+@ALL
+def test_a_step_in_a_hook_of_a_parameter_is_told_to_wait_for_the_end_of_the_backward(stage: int) -> None:
+    def program(transport: Transport) -> tuple[list[str], nn.Module]:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        plain_optimizer = torch.optim.SGD([model[2].bias], lr=0.5)
+        calls = (
+            optimizer.step,
+            optimizer.zero_grad,
+            lambda: optimizer.clip_grad_norm_(1.0),
+            lambda: optimizer.full_grad(model[2].bias),
+            plain_optimizer.step,
+        )
+        told = []
+        for call in calls:
+            handle = model[2].bias.register_post_accumulate_grad_hook(lambda _, call=call: call())
+            told.append(error_of(lambda: model(BATCH).sum().backward()))
+            handle.remove()
+            optimizer.zero_grad()
+        train(model, optimizer)
+        optimizer.close()
+        return told, model
+
+    plain = build()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
+    for told, model in on_threads(2, program, timeout=5):
+        for name, message in zip(
+            ("step()", "zero_grad()", "clip_grad_norm_()", "full_grad of '2.bias'"), told, strict=False
+        ):
+            text = f"RuntimeError: {name} inside a backward, as in a hook of a parameter: call it when backward() has"
+            assert message.startswith(text)
+            assert ("stages 2 and 3 shard gradients while the backward runs" in message) is (name == "step()")
+        assert "of '2.bias', which is sharded or not reduced yet; something else asks for it inside the" in told[-1]
+        assert "if a hook does, do it when backward() has returned" in told[-1]
+        assert_same_model(model, plain)
+
+
+# -- ranks with different numbers of batches ---------------------------------------------------------------------------
+
+
+@ALL
+def test_ranks_whose_loaders_have_different_lengths_are_told_of_join(stage: int) -> None:
+    def program(transport: Transport) -> str:
+        model = build()
+        optimizer = zero(model, transport, stage)
+
+        def run() -> None:
+            for _ in range(1 + transport.rank):
+                train(model, optimizer)
+            optimizer.consolidate_state_dict()
+
+        return error_of(run)
+
+    for message in on_threads(2, program, timeout=5):
+        assert "if they have different numbers of batches, they train inside optimizer.join()" in message
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

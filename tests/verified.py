@@ -225,10 +225,12 @@ def rows() -> list[Any]:
 
 
 def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
-    """Muon for matrices, and the main class for the rest."""
+    """Muon for matrices, Adagrad with an argument of its constructor for a vector, and the main class for the rest."""
     named = list(model.named_parameters())
+    last = {"optimizer_class": torch.optim.Adagrad, "initial_accumulator_value": 0.5}
     matrices = {"optimizer_class": torch.optim.Muon, "partition": "parameter", "lr": 0.02}
     return [
         {"params": [(name, p) for name, p in named if p.dim() == 2], **matrices},
-        {"params": [(name, p) for name, p in named if p.dim() != 2]},
+        {"params": [(name, p) for name, p in named if p.dim() != 2][:1]},
+        {"params": [(name, p) for name, p in named if p.dim() != 2][1:], **last},
     ]

@@ -22,15 +22,15 @@ from collectives import CollectiveError, Kind, Tag
 from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
-from .core.stage import Placement
 from .gradients.join import Call, adopt_options, digests_of
 from .runtime.events import LOG, Event
-from .runtime.flat_buffer import FlatBuffer, gather_slot
 from .runtime.flat_states import Options
 from .setup import Builder
 from .state.average import Averages
+from .state.gather import gather_master
 from .state.live_states import States
 from .state.plain_dicts import PlainDicts
+from .state.resets import agree_to_forget, forget_states
 
 TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")
@@ -55,8 +55,8 @@ class Engine:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._inners, self._update = parts.inners, parts.update
-        self.state = States(self._storage)
         self.watchers = self._update.watchers
+        self.state = States(self._storage, self.watchers)
         self.dicts = PlainDicts(parts.stage, self._storage, self._inners, parts.transport, parts.shards)
         rank = self._transport.rank_label
         self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
@@ -74,10 +74,7 @@ class Engine:
         self._transport.check_process()
 
     def check_usable(self) -> None:
-        """Raise `RuntimeError` if the optimizer cannot be used any more. Local.
-
-        Unlike `check`, this allows calls in a process that was forked from a rank's.
-        """
+        """Do as `check`, but allow calls in a process that was forked from a rank's. Local."""
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self.parts.superseded:
@@ -163,7 +160,7 @@ class Engine:
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
-                self._storage.diagnose() or self._storage.diagnose_unfrozen(),
+                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._inners.changed(),
                 norm=lambda: self._update.norm_part(norm_type),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
@@ -214,14 +211,9 @@ class Engine:
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
         bucket, number = self._storage.place(index)
-        states = bucket.states
-        tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
-        held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
-        slot, cuts = bucket.spec.slots[number], bucket.spec.cuts
-        whole = gather_slot(held, slot, cuts, self.parts.shards.rank, self.parts.collective, tag)
-        states.evict()
+        whole = gather_master(bucket, number, self.parts.shards.rank, self.parts.collective)
         self._storage.evict(bucket)
-        return whole.as_strided(spec.shape, spec.stride)
+        return whole
 
     @_followed
     def update_average(self, average: str) -> None:
@@ -312,23 +304,31 @@ class Engine:
 
         Raises the same error on every rank otherwise. ``problem``: an error that this rank found.
         """
-        self._check_between_steps("save()")
-        if problem is None and not self._is_free():
-            problem = "save() inside gathered() or inside a forward: leave it first"
-        if problem is None and self._reducer.has_new_gradients:
-            problem = (
-                "save() with gradients that no step has used: they are no part of a checkpoint; call it after step() "
-                "or zero_grad()"
-            )
-        records = self._reducer.check_consistency("save()", problem or self._storage.diagnose(), message=message)
-        return [record.attachment for record in records]
+        return self._agree("save()", "which are no part of a checkpoint", problem, message)
+
+    def reset_states(self, groups: Sequence[Options], chosen: Sequence[Tensor] | None) -> None:
+        """Forget the states of ``chosen`` parameters (None: all)."""
+        self._check_between_steps("reset_states()")
+        problem = None if self._is_free() else "reset_states() inside gathered() or inside a forward: leave it first"
+        indices = agree_to_forget(self._reducer, self._storage, chosen, problem)
+        self.before_load()
+        forget_states(self._storage, self._inners, groups, indices)
+        self.dicts.forget()
 
     def agree_to_load(self) -> None:
         """Return if all ranks may load now. Raises the same error on every rank otherwise."""
-        self._check_between_steps("restore()")
-        problem = None if self._is_free() else "restore() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose()
-        self.averages.compare(self._reducer.check_consistency("restore()", problem, message=self.averages.names()))
+        told = self._agree("restore()", "which are those of other weights", None, self.averages.names())
+        self.averages.compare(told)
+
+    def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
+        """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""
+        self._check_between_steps(purpose)
+        if problem is None and not self._is_free():
+            problem = f"{purpose} inside gathered() or inside a forward: leave it first"
+        if problem is None and self._reducer.has_new_gradients:
+            problem = f"{purpose} with gradients that no step has used, {why_not}: call it after step() or zero_grad()"
+        records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
+        return [record.attachment for record in records]
 
     def load(self, read: Callable[[], None]) -> None:
         """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
@@ -373,8 +373,7 @@ class Engine:
         if (hooks is not None and hooks.busy()) or self._reducer.joining:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
-            lost = self._lost()
-            if lost is not None:
+            if (lost := self._lost()) is not None:
                 warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .setup import Builder, error_of
 from .state.describe import Description, describe
+from .state.live_states import WithLiveStates
 from .step.classes import InnerOptimizers
 from .step.clip import check_norm_arguments
 
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it, and all ranks call each method that is not marked as local. After construction every rank
@@ -40,7 +42,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups. A group may name its
-            own ``optimizer_class``, and then has that class's defaults, none of these arguments.
+            own ``optimizer_class``, of which it holds the arguments: that class's defaults, none of those given here.
         optimizer_class: any `torch.optim` class whose step of a parameter depends on no other parameter. It takes the
             path (for-loop, ``foreach``, ``fused``) that it would take alone.
         stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
@@ -81,6 +83,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
             models, every rank raises the first difference.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -127,20 +131,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if device.type == "meta":
             device = config.landing()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
-        parts = Builder(
-            config,
-            inners,
-            listed,
-            device,
-            lambda: materializer_of(self._module, listed, param_init_fn, init_state_dict, config.landing),
-        )
+        find_meta = partial(materializer_of, self._module, listed, param_init_fn, init_state_dict, config.landing)
+        parts = Builder(config, inners, listed, device, find_meta)
         self._builder, self._transport, self._inners = parts, parts.transport, inners
         self._storage, self._reducer = parts.storage, parts.reducer
         self.engine = Engine(parts)
         problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
             lambda: super(ZeroOptimizer, self).__init__(groups, inners.main.defaults)
         )
-        self.state: Any = self.engine.state
         parts.register([] if problem else self.param_groups, 0, problem)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
@@ -154,6 +152,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             self._append(param_group)
             return
         self.engine.check_may_add()
+        if edited := self._inners.changed(self.param_groups):
+            self._builder.register(self.param_groups, len(self.param_groups), RuntimeError(edited))
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
         before = [parameter for g in self.param_groups for parameter in g["params"]]
@@ -378,9 +378,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Load a plain `torch.optim` dict that was saved at any stage and number of ranks, or by the class itself.
 
         Keys may also be the parameters' names, as in FSDP2's dicts. Local, but every rank must load the same dict.
-        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are loaded if
-        the dict has "masters" that round to the values of the model, which may be loaded before or after. Otherwise
-        the master weights are taken from the model.
+        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are those of
+        the dict's "masters", or, if it has none, those that the optimizer has. Where they do not round to the values
+        of the model, which may be loaded before or after, they become these values at the next step.
         """
         self.engine.check()
         loaded = dict(state_dict)

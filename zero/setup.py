@@ -159,6 +159,7 @@ class Builder:
                     self.storage.end()
                 self._materializer = None
                 self._cast_inputs()
+        self.inners.lists.keep(all_groups, self.storage.listed())
 
     @contextmanager
     def _failing_for_all(self) -> Iterator[None]:

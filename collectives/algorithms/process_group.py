@@ -120,7 +120,6 @@ class ProcessGroupAlgorithm(ABC):
         t.count_payload(moved, moved)
         return work
 
-
     def _all_broadcast(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
         """Let each owner broadcast its slice into its place."""
         t = self.transport

@@ -6,7 +6,10 @@ These tests are outside the default run. Those that train with DeepSpeed skip if
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero import ZeroOptimizer, open_checkpoint
+from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
 from zero.commands.cli import main
 
 from ..launched import launch
@@ -34,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "2-bf16": {"stage": 2},
     "3-bf16": {"stage": 3},
 }
+
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16)}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -118,40 +123,53 @@ def train_with_deepspeed(names: dict[str, Any], folder: Path) -> dict[str, Any]:
     return reported
 
 
-def train_on(names: dict[str, Any], folder: Path) -> dict[str, list[dict[str, Tensor]]]:
-    """Train on by the blocks of the page, at each of our stages. Return the states of the models."""
-    results: dict[str, list[dict[str, Tensor]]] = {}
-    for case in CASES:
-        for stage in range(4):
-            scope = {name: value for name, value in names.items() if not name.startswith("__")}
-            scope |= {"path": str(folder / case), "stage": stage, "model": seeded(6, TiedAndFrozen)}
-            exec(block("Reading it"), scope)
-            exec(block("Training on"), scope)
-            model, optimizer = scope["model"], scope["optimizer"]
-            for inputs, targets in batches(2, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
-                nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                optimizer.zero_grad()
-            optimizer.check_replicas()
-            optimizer.close()
-            state = {name: value.detach().clone() for name, value in model.state_dict().items()}
-            results.setdefault(case, []).append(state)
+def train_on(names: dict[str, Any], folder: Path) -> dict[tuple[str, str], list[dict[str, Tensor]]]:
+    """Train on by the blocks of the page, in each precision, at each of our stages. Return the states of the models,
+    and the master weights."""
+    results: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
+    for case, (text, precision), stage in itertools.product(CASES, PRECISIONS.items(), range(4)):
+        scope = {name: value for name, value in names.items() if not name.startswith("__")}
+        scope |= {"path": str(folder / case), "stage": stage, "model": seeded(6, TiedAndFrozen)}
+        scope["ZeroOptimizer"] = functools.partial(ZeroOptimizer, mixed_precision=precision)
+        exec(block("Reading it"), scope)
+        exec(block("Training on"), scope)
+        model, optimizer = scope["model"], scope["optimizer"]
+        for inputs, targets in batches(2, STEPS * WORLD_SIZE)[names["rank"] :: WORLD_SIZE]:
+            nn.functional.mse_loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.check_replicas()
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        masters = {f"master of {name}": optimizer.full_master(p) for name, p in trained}
+        optimizer.close()
+        state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        results.setdefault((case, text), []).append(state | masters)
     return results
 
 
-def plain_from(reported: dict[str, dict[str, Tensor]]) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return a plain model and optimizer with the values that DeepSpeed has reported."""
+def plain_from(reported: dict[str, dict[str, Tensor]]) -> tuple[nn.Module, Callable[..., torch.optim.Optimizer]]:
+    """Return a plain model with the weights that DeepSpeed has reported, and a function that returns an optimizer with
+    the states: of the parameters, or of the master weights that it is given in their order."""
     model = seeded(5, TiedAndFrozen)
-    optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2)
     named = dict(model.named_parameters())
     for name, value in reported["weights"].items():
         named[name].data.copy_(value)
-        optimizer.state[named[name]] = {
-            "step": torch.tensor(float(STEPS)),
-            "exp_avg": reported["exp_avg"][name].clone(),
-            "exp_avg_sq": reported["exp_avg_sq"][name].clone(),
-        }
-    return model, optimizer
+
+    def optimizer_of(updated: Sequence[Tensor] | None = None) -> torch.optim.Optimizer:
+        of = dict(zip(named, updated or named.values(), strict=True))
+        groups = groups_of(model)
+        for group in groups:
+            group["params"] = [(name, of[name]) for name, _ in group["params"]]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        for name in reported["weights"]:
+            optimizer.state[of[name]] = {
+                "step": torch.tensor(float(STEPS)),
+                "exp_avg": reported["exp_avg"][name].clone(),
+                "exp_avg_sq": reported["exp_avg_sq"][name].clone(),
+            }
+        return optimizer
+
+    return model, optimizer_of
 
 
 def by_name(found: dict[str, Any]) -> dict[str, Any]:
@@ -182,13 +200,13 @@ def reader() -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_read_has_the_bits_that_deepspeed_reports(case: str, written: tuple[Path, dict[str, Any]]) -> None:
     folder, reported = written
-    model, optimizer = plain_from(reported[case])
+    model, optimizer_of = plain_from(reported[case])
     found = reader()(folder / case)
     assert found["state"] == {"step": STEPS}
     assert found["model"].keys() == model.state_dict().keys()
     for name, value in model.state_dict().items():
         assert_same_bits(found["model"][name].to(value.dtype), value, name)
-    ours, theirs = by_name(found["optimizer"]), by_name(optimizer.state_dict())
+    ours, theirs = by_name(found["optimizer"]), by_name(optimizer_of().state_dict())
     assert ours.keys() == theirs.keys()
     for name, (options, states) in theirs.items():
         assert ours[name][0] == options
@@ -198,16 +216,21 @@ def test_what_is_read_has_the_bits_that_deepspeed_reports(case: str, written: tu
 
 
 def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, dict[str, Any]]) -> None:
+    """In mixed precision the master weights begin with DeepSpeed's fp32 weights."""
     folder, reported = written
-    for case, states in launch("tests.checkpoint.test_deepspeed:train_on", folder).items():
-        model, optimizer = plain_from(reported[case])
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        PlainLoop(optimizer=optimizer, max_norm=float("inf")).run(model, batches(2, STEPS * WORLD_SIZE))
-        changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-        assert changed == {"first.weight", "first.bias", "second.weight", "tied.weight", "scale"}
-        for stage, state in enumerate(states):
-            for name, value in model.state_dict().items():
-                assert_same_bits(state[name], value, f"case {case}, stage {stage}, {name}")
+    for (case, text), states in launch("tests.checkpoint.test_deepspeed:train_on", folder, limit=250).items():
+        model, optimizer_of = plain_from(reported[case])
+        loop = PlainLoop(precision=PRECISIONS[text], optimizer_of=optimizer_of, max_norm=float("inf"))
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        optimizer = loop.run(model, batches(2, STEPS * WORLD_SIZE))
+        updated: dict[str, Tensor] = {}
+        for group in optimizer.param_groups:
+            updated |= zip(group["param_names"], group["params"], strict=True)
+        changed = {name for name, value in updated.items() if not torch.equal(value, before[name])}
+        assert changed == {"first.weight", "first.bias", "second.weight", "scale"}
+        expected = model.state_dict() | {f"master of {name}": value.detach() for name, value in updated.items()}
+        for (stage, state), (name, value) in itertools.product(enumerate(states), expected.items()):
+            assert_same_bits(state[name], value, f"case {case}, {text}, stage {stage}, {name}")
 
 
 @pytest.mark.parametrize("case", CASES)

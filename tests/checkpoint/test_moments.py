@@ -24,6 +24,7 @@ from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
+from ..plain import assert_same_states
 from ..pool import GROUP_TIMEOUT, GlooPool
 from ..small import blocks
 from .disk import Disk
@@ -113,6 +114,41 @@ def test_a_save_at_a_wrong_moment_says_what_to_do(moment: str, stage: int, tmp_p
         training.step(1)
         checkpoints.save(2, blocking=True)
     zero.open_checkpoint(tmp_path / "step-00000002").verify()
+
+
+@pytest.mark.parametrize(("at", "stage"), [(with_gradients, 0), (with_gradients, 3), (with_sums, 2), (with_a_clip, 1)])
+@pytest.mark.by_default
+def test_a_restore_with_gradients_that_no_step_has_used_is_an_error_on_every_rank_and_changes_nothing(
+    at: Callable[[Training, Save], None], stage: int, tmp_path: Path
+) -> None:
+    """Sums of `no_sync` are those of one rank alone."""
+
+    def program(transport: Transport) -> None:
+        training = Training(transport, stage)
+        with CheckpointManager(tmp_path, training.optimizer) as checkpoints:
+            training.step(0)
+            checkpoints.save(0, blocking=True)
+            training.step(1)
+            digest, states = training.optimizer.check_replicas(), training.plain()
+
+            def refused() -> None:
+                for call in (checkpoints.restore, lambda: zero.load(tmp_path / "step-00000000", training.optimizer)):
+                    with pytest.raises(RuntimeError, match=r"restore\(\) with gradients that no step .* zero_grad\(\)"):
+                        call()
+
+            if at is with_sums and transport.rank == 0:
+                refused()
+            else:
+                at(training, refused)
+            training.optimizer.zero_grad()
+            assert training.optimizer.check_replicas() == digest
+            assert_same_states(training.plain(), states)
+            checkpoints.restore()
+            training.step(1)
+            assert training.optimizer.check_replicas() == digest
+            assert_same_states(training.plain(), states)
+
+    on_threads(2, program)
 
 
 def test_after_a_step_gradients_may_stay(tmp_path: Path) -> None:

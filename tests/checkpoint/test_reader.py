@@ -380,12 +380,15 @@ def test_small_tensors_of_one_block_read_it_once(tmp_path: Path, monkeypatch: py
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
-    for path in (tmp_path, tmp_path / "missing"):
-        with pytest.raises(CheckpointError, match=f"{path} is not a checkpoint: it has no checkpoint.json"):
-            open_checkpoint(path)
     (tmp_path / "file").write_text("a")
-    with pytest.raises(CheckpointError, match=r"file/checkpoint\.json: "):
-        open_checkpoint(tmp_path / "file")
+    for path in (tmp_path, tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(CheckpointError, match=f"{path} is not a checkpoint: it has no checkpoint.json$"):
+            open_checkpoint(path)
+    (tmp_path / "runs" / "step-00000002").mkdir(parents=True)
+    newest = tmp_path / "runs" / "step-00000010"
+    newest.mkdir()
+    with pytest.raises(CheckpointError, match=f"; it is a folder of checkpoints, and the newest is {newest}$"):
+        open_checkpoint(tmp_path / "runs")
     (tmp_path / "checkpoint.json").write_text('{"format":"zero.checkpoint","version":2}')
     with pytest.raises(CheckpointError, match=r"checkpoint\.json: it has version 2 of the format, and this release"):
         open_checkpoint(str(tmp_path))

@@ -113,6 +113,10 @@ def other_class(transport: Transport) -> ZeroOptimizer:
     return Training(transport, 1, torch.optim.SGD).optimizer
 
 
+WEIGHTS_ALONE = (
+    r"\. To begin with its weights: weights = zero\.open_checkpoint\('/.*/step-00000200'\)\.model_state_dict\(\); "
+    r"rename, .*; model\.load_state_dict\(weights, strict=False\), before the optimizer is built$"
+)
 CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimizer], dict[str, Any], str]] = {
     "newer version": (newer, same, {}, r"checkpoint\.json: .*version 2.*; older steps: 100"),
     "one bit": (
@@ -133,9 +137,15 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimiz
         no_change,
         other_model,
         {},
-        r"'last\.weight' has shape \(7, 13\) in the checkpoint, but \(5, 13\)",
+        r"'last\.weight' has shape \(7, 13\) in the checkpoint, but \(5, 13\) in the model: it is that of another model"
+        rf"{WEIGHTS_ALONE}",
     ),
-    "another model": (no_change, fewer_parameters, {}, r"the model has no 'unused', which the checkpoint has"),
+    "another model": (
+        no_change,
+        fewer_parameters,
+        {},
+        rf"the model has no 'unused', which the checkpoint has: it is that of another model{WEIGHTS_ALONE}",
+    ),
     "another class": (no_change, other_class, {}, r"was trained by torch\.optim\.adamw\.AdamW, but this optimizer is"),
     "another dtype": (
         no_change,
@@ -180,6 +190,25 @@ def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case
             assert restored is not None
             assert (restored.step, restored.state) == (100, {"n": 100})
         assert {found.filename for found in own(warned)} == {__file__}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_weights_of_another_model_are_taken_as_that_error_says(stage: int, copied: Path) -> None:
+    path = copied / "step-00000200"
+    model = Training(None, 0).model
+    model.last = nn.Linear(13, 5)
+    weights = open_checkpoint(path).model_state_dict()
+    expected = {**weights, "last.weight": weights["last.weight"][:5], "last.bias": model.last.bias.detach().clone()}
+    model.load_state_dict({k: expected[k] for k in expected if k != "last.bias"}, strict=False)
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, lr=1e-2)
+    with optimizer.gathered():
+        assert same_state(model.state_dict(), expected)
+    zero.save(copied / "step-00000300", optimizer, step=300)
+    assert same_state(open_checkpoint(copied / "step-00000300").model_state_dict(), expected)
+
+
+def same_state(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return set(ours) == set(theirs) and all(same_bits(ours[k].reshape(-1), theirs[k].reshape(-1)) for k in theirs)
 
 
 def test_a_broken_block_behind_the_header_is_found_before_anything_changes(tmp_path: Path) -> None:

@@ -153,6 +153,18 @@ def loads_a_dict(training: Training, number: int) -> None:
     training.step(number)
 
 
+def edits_states(training: Training, number: int) -> None:
+    for state in training.optimizer.state.values():
+        state["exp_avg"].add_(number)
+        state["step"].add_(number)
+    training.step(number)
+
+
+def resets_states(training: Training, number: int) -> None:
+    training.optimizer.reset_states(list(training.model.parameters())[number % 2 :: 2])
+    training.step(number)
+
+
 def adds_a_group(training: Training, number: int) -> None:
     training.model.register_parameter(f"late_{number}", nn.Parameter(torch.full((7,), float(number))))
     training.optimizer.add_param_group({"params": [getattr(training.model, f"late_{number}")]})
@@ -179,6 +191,8 @@ EVENTS = {
     "edits in gathered": (edits_in_place, [0, 3]),
     "edits without asking": (edits_without_asking, [0, 2]),
     "load_state_dict": (loads_a_dict, [0, 3]),
+    "states edited": (edits_states, [0, 2]),
+    "states reset": (resets_states, [1, 3]),
     "add_param_group": (adds_a_group, [1, 2]),  # stage 3 takes no parameter that its module did not have
     "close": (closes, [1, 3]),
     "other calls": (calls_without_a_step, [1, 3]),
@@ -192,6 +206,8 @@ EVENTS = {
     "edits in gathered-3",
     "edits without asking-0",
     "load_state_dict-3",
+    "states edited-2",
+    "states reset-1",
     "add_param_group-2",
     "close-3",
 )
@@ -202,9 +218,10 @@ def test_whatever_follows_changes_nothing_of_a_save(
     taker = Taker(monkeypatch)
     follows = EVENTS[event][0]
     counts = [5] if event == "close" else [0, 6]
+    cls = torch.optim.Adagrad if event == "states reset" else torch.optim.AdamW  # it makes new states at once
 
     def program(transport: Transport) -> None:
-        committed_is_saved(tmp_path, taker, Training(transport, stage), follows, counts)
+        committed_is_saved(tmp_path, taker, Training(transport, stage, cls), follows, counts)
 
     on_threads(2, program)
 

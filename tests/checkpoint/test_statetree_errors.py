@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero.core.statetree import FormatError, decode, encode, encode_inline
+from zero.core.statetree import FormatError, decode, encode, encode_inline, kinds_in
 
+from ..blockwise import BLOCK, Blocks
 from .test_statetree import difference, through_json
 
 MORE = settings(max_examples=10 * settings().max_examples)
@@ -87,6 +88,7 @@ def test_what_cannot_be_saved_is_an_error_that_names_its_place(what: str) -> Non
     for state, place in (
         ({"scheduler": {"lr_lambdas": [value]}}, r"state\['scheduler'\]\['lr_lambdas'\]\[0\] "),
         ((1, {2: value}), r"state\[1\]\[2\] "),
+        ([1, 0.5, value], r"state\[2\] "),
         (OrderedDict(a={"$": value}), r"state\['a'\]\['\$'\] "),
     ):
         with pytest.raises(TypeError, match=f"^{place}{why}"):
@@ -123,6 +125,15 @@ def test_a_value_that_contains_itself_is_an_error() -> None:
 # -- what cannot be read -----------------------------------------------------------------------------------------------
 
 ONE = {"dtype": "F32", "shape": [1], "data": "AACAPw=="}
+
+
+SUBCLASS: dict[str, Any] = {
+    "class": "tests.blockwise.Blocks",
+    "parts": {"codes": {"$tensor": "a"}, "scale": {"$tensor": "a"}},
+    "facts": {"$tuple": [True, {"$size": [1]}, {"as": {"$dtype": "F32"}}]},
+    "shape": [1],
+    "stride": [1],
+}
 
 
 def deep() -> list[Any]:
@@ -168,6 +179,18 @@ UNREADABLE: dict[str, Any] = {
     "inline: half an element": {"$inline": {**ONE, "data": "AAA="}},
     "inline: no data": {"$inline": {**ONE, "data": ""}},
     "inline: data of null": {"$inline": {**ONE, "data": None}},
+    "a size of text": {"$size": ["a"]},
+    "a size of null": {"$size": None},
+    "another dtype": {"$dtype": "F99"},
+    "a dtype of a list": {"$dtype": []},
+    "a subclass of null": {"$subclass": None},
+    "a subclass without a class": {"$subclass": {"parts": {}}},
+    "a subclass of a list": {"$subclass": {**SUBCLASS, "class": []}},
+    "another subclass": {"$subclass": {**SUBCLASS, "class": "os.system"}},
+    "a subclass without parts": {"$subclass": {"class": SUBCLASS["class"]}},
+    "a subclass with other parts": {"$subclass": {**SUBCLASS, "parts": {"codes": 1}}},
+    "a subclass with other facts": {"$subclass": {**SUBCLASS, "facts": None}},
+    "a subclass of another shape": {"$subclass": {**SUBCLASS, "shape": "a"}},
     "deep": deep(),
 }
 
@@ -177,7 +200,7 @@ def test_what_encode_does_not_make_is_a_format_error(what: str) -> None:
     tensors = {"a": torch.ones(1), "bf16": torch.ones(1, dtype=torch.bfloat16)}
     for tree in (UNREADABLE[what], [{"a": UNREADABLE[what]}], {"$tuple": [UNREADABLE[what]]}):
         with pytest.raises(FormatError, match="a saved state"):
-            decode(tree, tensors)
+            decode(tree, tensors, kinds_in(Blocks.of(torch.zeros(BLOCK), True)))
 
 
 any_json = st.recursive(

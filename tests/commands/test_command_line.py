@@ -1,4 +1,4 @@
-"""Rarely used options of `zero train`."""
+"""The exit code of every command after wrong input, and rarely used options of `zero train`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from collectives import Transport
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, save
 from zero.commands import cli
 from zero.commands.train import command as train
 from zero.commands.train import data, memory_stats, plots, rank
@@ -30,11 +30,51 @@ def test_the_zero_command_reads_its_flags_with_typer(
 ) -> None:
     given: list[Any] = []
     monkeypatch.setattr(train, "run", lambda config: given.append(config) or 7)
-    for flags, code in ((["--stage", "1", "--lr=0.5", "--fused"], 7), (["--steps", "0"], 1)):
+    for flags, code in ((["--stage", "1", "--lr=0.5", "--fused"], 7), (["--steps", "0"], 2)):
         monkeypatch.setattr(sys, "argv", ["zero", "train", *flags])
         assert cli.main() == code
     assert [(config.stage, config.lr, config.fused) for config in given] == [(1, 0.5, True)]
     assert capsys.readouterr().err == "error: --steps is 0: it must be at least 1\n"
+
+
+WRONG = {
+    "zero train": ["train", "--stage=7"],
+    "zero train, a flag without the one that it needs": ["train", "--keep=2"],
+    "zero train, a file that is missing": ["train", "--data={}/no"],
+    "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
+    "zero sweep": ["sweep", "--stage=9"],
+    "zero sweep, a folder that cannot be written": ["sweep", "--out=/proc/no"],
+    "zero plan": ["plan", "--preset=tiny", "--cluster=h10:8", "--out={}"],
+    "zero verify": ["verify", "no_such_module:arguments"],
+    "zero verify, arguments": ["verify", "tests.verified:unknown_arguments"],
+    "zero checkpoint list": ["checkpoint", "list", "{}/no"],
+    "zero checkpoint verify": ["checkpoint", "verify", "{}/file"],
+    "zero checkpoint verify, no checkpoint": ["checkpoint", "verify", "{}"],
+    "zero checkpoint export": ["checkpoint", "export", "{}/runs", "--to=torch", "{}/out"],
+    "zero checkpoint export, below a file": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file/out"],
+    "zero checkpoint export, there already": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file"],
+    "zero checkpoint import": ["checkpoint", "import", "{}/file", "{}/out"],
+    "zero checkpoint import, missing": ["checkpoint", "import", "{}/no", "{}/out"],
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+@pytest.mark.by_default
+def test_wrong_input_is_one_line_and_exit_code_2_in_every_command(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("no archive")
+    (tmp_path / "runs").mkdir()
+    save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(linear()), step=3)
+    assert cli.main([argument.replace("{}", str(tmp_path)) for argument in WRONG[what]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+    if what == "zero checkpoint export":
+        assert error.endswith(f"; it is a folder of checkpoints, and the newest is {tmp_path}/runs/step-00000003\n")
 
 
 def test_an_interrupt_is_one_word_and_no_traceback(

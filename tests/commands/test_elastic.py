@@ -221,12 +221,12 @@ def test_a_job_that_restarts_without_checkpoints_is_an_error_that_names_the_flag
 ) -> None:
     for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("TORCHELASTIC_MAX_RESTARTS", "3")):
         monkeypatch.setenv(name, value)
-    assert cli.main([f"--data={text}", f"--out={tmp_path}"], "train") == 1
+    assert cli.main([f"--data={text}", f"--out={tmp_path}"], "train") == 2
     assert (
         "--max-restarts=3), and --resume none would lose their steps each time: use --checkpoint"
         in capsys.readouterr().err
     )
-    assert cli.main([f"--data={text}", f"--out={tmp_path}", "--elastic=1:2", f"--checkpoint={tmp_path}"], "train") == 1
+    assert cli.main([f"--data={text}", f"--out={tmp_path}", "--elastic=1:2", f"--checkpoint={tmp_path}"], "train") == 2
     assert "--elastic starts ranks of its own: omit it under torchrun" in capsys.readouterr().err
 
 

@@ -286,7 +286,7 @@ def test_a_flag_that_would_change_the_bits_is_named_with_both_values(
     other.write_text(text.read_text() + "and no bottle more\n")
     where = [f"--checkpoint={saved}", "--resume=auto"] if resume == "auto" else [f"--resume={path}"]
     more = ["--steps=6", "--clip=0.5", *where, flag.replace("OTHER", str(other))]
-    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 1
+    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {DECIDING[flag].format(path)}")
     assert error.count("\n") == 1
@@ -317,7 +317,7 @@ def test_a_folder_with_checkpoints_is_not_written_to_by_another_run(
 ) -> None:
     monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
     more = ["--clip=0.5", f"--checkpoint={saved}", *(flag.format(saved) for flag in resume)]
-    assert cli.main(flags(text, tmp_path / "out", *more, "--steps=6"), "train") == 1
+    assert cli.main(flags(text, tmp_path / "out", *more, "--steps=6"), "train") == 2
     assert capsys.readouterr().err.startswith(f"error: {said.replace('{}', str(saved))}")
 
 
@@ -327,7 +327,7 @@ def test_a_checkpoint_of_another_program_is_refused(
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "file")
     path = tmp_path / "imported"
     assert cli.main(["checkpoint", "import", str(tmp_path / "file"), str(path)]) == 0
-    assert cli.main(flags(text, tmp_path / "out", f"--resume={path}"), "train") == 1
+    assert cli.main(flags(text, tmp_path / "out", f"--resume={path}"), "train") == 2
     assert capsys.readouterr().err == f"error: {path} was not saved by zero train: its state has no 'run'\n"
 
 

@@ -241,16 +241,16 @@ def test_a_place_that_cannot_be_written_and_ranks_of_a_launcher(
 ) -> None:
     told = played(monkeypatch, "abc")
     (tmp_path / "file").touch()
-    assert run(SweepConfig(out=tmp_path / "file")) == 1
+    assert run(SweepConfig(out=tmp_path / "file")) == 2
 
     def read_only(**_: Any) -> None:
         raise PermissionError(13, "Permission denied")
 
     with monkeypatch.context() as patch:
         patch.setattr(tempfile, "TemporaryFile", read_only)
-        assert run(SweepConfig(out=tmp_path / "read-only")) == 1
+        assert run(SweepConfig(out=tmp_path / "read-only")) == 2
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(SweepConfig(out=tmp_path)) == 1
+    assert run(SweepConfig(out=tmp_path)) == 2
     assert not told
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith(f"error: --out {tmp_path / 'file'}: cannot write there (")

@@ -315,7 +315,6 @@ def test_a_command_without_the_extra_says_what_to_install(
             "--elastic is 4:3: it must be MIN:MAX, two numbers of ranks with 1 <= MIN",
         ),
         (["--elastic=3", "--checkpoint=c"], "--elastic is 3: it must be MIN:MAX, two numbers of ranks"),
-        (["--elastic=1:3"], "--elastic is 1:3: it must be with --checkpoint"),
         (
             ["--elastic=1:3", "--checkpoint=c", "--resume=d"],
             "--resume is d: it must be omitted with --elastic, which goes",
@@ -343,10 +342,13 @@ def test_a_command_without_the_extra_says_what_to_install(
         (["--clip=0"], "--clip is 0.0: it must be above 0"),
         (["--checkpoint=c", "--checkpoint-every=0"], "--checkpoint-every is 0: it must be at least 1"),
         (["--checkpoint=c", "--keep=0"], "--keep is 0: it must be at least 1"),
-        (["--checkpoint-every=5"], "--checkpoint-every is 5: it must be with --checkpoint"),
-        (["--keep=5"], "--keep is 5: it must be with --checkpoint"),
-        (["--no-async"], "--no-async is True: it must be with --checkpoint"),
-        (["--resume=auto"], "--resume is auto: it must be with --checkpoint"),
+        (["--checkpoint-every=5"], "error: --checkpoint-every needs --checkpoint DIR\n"),
+        (["--keep=5"], "error: --keep needs --checkpoint DIR\n"),
+        (["--no-async"], "error: --no-async needs --checkpoint DIR\n"),
+        (["--resume=auto"], "error: --resume auto needs --checkpoint DIR\n"),
+        (["--elastic=1:2"], "error: --elastic needs --checkpoint DIR\n"),
+        (["--offload-parameters"], "error: --offload-parameters needs --offload DIR\n"),
+        (["--checkpoint=/proc/folder"], "error: --checkpoint /proc/folder: cannot write there ("),
         (["--resume=/no/such"], "--resume /no/such: /no/such is not a checkpoint: it has no checkpoint.json"),
     ],
 )
@@ -359,7 +361,7 @@ def test_bad_input_is_one_line_before_anything_is_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
-    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 1
+    assert cli.main(flags(text, tmp_path / "out", *more), "train") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert said in error
@@ -375,7 +377,8 @@ def test_bad_input_is_one_line_before_anything_is_started(
         (["train", "--preset=huge"], r"Invalid value for '--preset': .*'tiny', 'small', 'medium'\. .*"),
         (["sweep", "5"], r"Got unexpected extra argument.*5.*\. See `zero sweep --help`"),
         (["verify"], r"Missing argument 'MODULE:FUNCTION'\. See `zero verify --help`"),
-        (["trian"], r"No such command 'trian'\. .*See `zero --help`"),
+        (["trian"], r"No such command 'trian'\. Did you mean 'train'\? See `zero --help`"),
+        (["export", "saved"], r"No such command 'export'\. It is `zero checkpoint export`"),
     ],
 )
 def test_arguments_that_cannot_be_read_are_one_line(
@@ -390,7 +393,7 @@ def test_an_output_folder_that_cannot_be_written_is_an_error(
 ) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        assert cli.main(flags(text, out), "train") == 1
+        assert cli.main(flags(text, out), "train") == 2
         error = capsys.readouterr().err
         assert error.startswith(f"error: --out {out}: cannot write there (")
         assert error.endswith("Name a folder that can be written\n")
@@ -400,7 +403,7 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert cli.main(flags(text, tmp_path / "out", "--ranks=2"), "train") == 1
+    assert cli.main(flags(text, tmp_path / "out", "--ranks=2"), "train") == 2
     assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
 
 

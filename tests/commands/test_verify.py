@@ -208,10 +208,10 @@ def test_a_function_inside_a_function_and_one_that_was_typed_in(monkeypatch: pyt
     ("changes", "said"),
     [
         ({"optimizer_class": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
-        ({"optimizer_class": nn.Linear}, "optimizer_class must be a class of torch.optim, not <class"),
+        ({"optimizer_class": nn.Linear}, "optimizer_class must be a class of optimizers, not <class"),
         (
             {"optimizer_class": torch.optim.SGD([torch.zeros(1)])},
-            "optimizer_class must be a class of torch.optim, not SGD",
+            "not an instance of SGD: give the class torch.optim.SGD, and its arguments here",
         ),
         (
             {"learning_rate": 1.0, "stage": 1},
@@ -465,7 +465,7 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
 def test_a_function_that_gives_no_arguments_is_one_line(
     function: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([function], "verify") == 1
+    assert cli.main([function], "verify") == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
     assert said in captured.err

@@ -1,7 +1,7 @@
 """Models and optimizers of other libraries: they train to the bits of the plain loop, or are refused.
 
-The recipes for accelerate, Fabric and Trainer are tested, too. These tests are outside the default run, and skip
-libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
+The recipes for accelerate, Fabric, Lightning and Trainer are tested, too. These tests are outside the default run, and
+skip libraries that are not installed: `pip install -e '.[test,ecosystem]'`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from ..loops import (
     BLOCKS,
     ECOSYSTEM,
     SAMPLES,
+    LossOf,
     PlainLoop,
     SchedulerOf,
     autocast_loss,
@@ -35,7 +36,7 @@ from ..loops import (
     network,
     seeded,
 )
-from ..plain import assert_same_bits, bits, plain_step
+from ..plain import assert_same_bits, assert_same_states, bits, plain_step
 from ..pool import GlooPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
@@ -538,7 +539,8 @@ RECIPES = {
 
 
 def test_every_recipe_is_run() -> None:
-    assert {*RECIPES, "From a transformers folder", "To a transformers folder", "Trainer"} == set(ECOSYSTEM)
+    folders = ("From a transformers folder", "A transformers model without memory", "To a transformers folder")
+    assert {*RECIPES, *folders, "Trainer", "Lightning's Trainer"} == set(ECOSYSTEM)
     assert all(len(inputs) == SAMPLES for inputs, _ in even(COUNT))  # the blocks' batch_size
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
@@ -553,6 +555,64 @@ def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Pat
     assert len(states) == len(STAGES)
     for stage, state in enumerate(states):
         assert_same_state(state, state_of(plain), f"stage {stage}")
+
+
+def lightning(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Fit two epochs at each stage, save, and fit a third one from there with another model and trainer.
+
+    Return for each stage: the inputs in the order of the micro-batches, the saved file, the state after three epochs,
+    and the loss as measured after two epochs, and again when the saved weights were loaded into the trained model.
+    """
+    os.chdir(folder)
+    inputs, targets = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=SAMPLES)
+    results = []
+    for stage in STAGES:
+        batches: list[dict[str, Tensor]] = []
+        names = {name: value for name, value in started.items() if not name.startswith("__")}
+        names |= {"stage": stage, "device": "cpu", "loader": loader, "loss_fn": nn.functional.mse_loss}
+
+        class Noting(nn.Sequential):
+            def forward(self, x: Tensor, batches: list[dict[str, Tensor]] = batches) -> Any:
+                batches.extend([{"inputs": x.clone()}] * torch.is_grad_enabled())
+                return super().forward(x)
+
+        names["model"] = seeded(5, lambda: Noting(*network()))
+        exec(code_of("Lightning's Trainer"), names)
+        path = str(folder / f"stage-{stage}.ckpt")
+        names["trainer"].save_checkpoint(path)
+        measured = [names["trainer"].validate(names["module"], loader)]
+
+        names["model"] = seeded(6, lambda: Noting(*network()))
+        later = names["Module"]()
+        trainer = names["pl"].Trainer(
+            accelerator="cpu", devices=WORLD_SIZE, strategy=names["ZeroStrategy"](), gradient_clip_val=1.0, max_epochs=3
+        )
+        trainer.fit(later, loader, loader, ckpt_path=path)
+        trainer.strategy.optimizers[0].check_replicas()
+        with trainer.strategy.gathered():
+            state = state_of(names["model"])
+        measured.append(trainer.validate(later, loader, ckpt_path=path))
+        results.append((by_micro_batch(batches), torch.load(path, weights_only=False), state, measured))
+    return results
+
+
+def test_lightnings_trainer_trains_the_bits_of_the_plain_loop_validates_saves_and_goes_on(tmp_path: Path) -> None:
+    pytest.importorskip("pytorch_lightning")
+    target_of = {tuple(row.tolist()): target for x, y in even(COUNT) for row, target in zip(x, y, strict=True)}
+    losses = set()
+    for stage, (batches, saved, state, measured) in enumerate(launch(f"{__name__}:lightning", tmp_path, limit=250)):
+        assert len(batches) == 3 * COUNT
+        pairs = [(x["inputs"], torch.stack([target_of[tuple(row.tolist())] for row in x["inputs"]])) for x in batches]
+        plain = seeded(5, network)
+        optimizer = PlainLoop().run(plain, pairs[: 2 * COUNT])
+        weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
+        assert_same_state(weights, state_of(plain), f"stage {stage}, saved")
+        assert_same_states(saved["optimizer_states"][0], optimizer.state_dict())
+        PlainLoop(optimizer=optimizer).run(plain, pairs[2 * COUNT :])
+        assert_same_state(state, state_of(plain), f"stage {stage}, from a checkpoint")
+        losses |= {loss["loss"] for each in measured for loss in each}
+    assert len(losses) == 1
 
 
 def come_and_leave(started: dict[str, Any], folder: Path) -> list[tuple[str, State]]:
@@ -601,69 +661,251 @@ def test_training_comes_from_a_transformers_folder_and_leaves_one(tmp_path: Path
     assert len(contents) == 1
 
 
+DATASET = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
+
+
+def training_arguments(folder: Path, **others: Any) -> Any:
+    from transformers import TrainingArguments
+
+    given: dict[str, Any] = {
+        "output_dir": str(folder), "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2, "learning_rate": 1e-2, "warmup_steps": 1, "max_grad_norm": 0.5, "weight_decay": 0.1,
+        "adam_beta2": 0.95, "use_cpu": True, "report_to": [], "save_strategy": "no", "logging_strategy": "no",
+        "disable_tqdm": True,
+    }  # fmt: skip
+    return TrainingArguments(**{**given, **others})
+
+
+def trainer_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer that Trainer builds with these arguments: no decay of biases and norms, fused."""
+    wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
+
+
+def trainer_names(started: dict[str, Any], stage: int, arguments: Any) -> dict[str, Any]:
+    """Return the variables of the block."""
+    names = {name: value for name, value in started.items() if not name.startswith("__")}
+    return {**names, "stage": stage, "dataset": DATASET, "args": arguments, "model": seeded(5, gpt2)}
+
+
+FAMILIES = {"gpt2": gpt2, "llama": llama}  # the first has tied embeddings, the second buffers that no file has
+
+
+def without_memory(started: dict[str, Any], folder: Path) -> list[tuple[str, int, State]]:
+    """Train models of the folders, which were built on the meta device, at each stage; return their states."""
+    results = []
+    for stage in STAGES:
+        for name in FAMILIES:
+            names = {key: value for key, value in started.items() if not key.startswith("__")}
+            names |= {"stage": stage, "path": folder / name}
+            exec(code_of("A transformers model without memory"), names)
+            for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
+                language_loss(names["model"], batch).backward()
+                names["optimizer"].step()
+                names["optimizer"].zero_grad()
+            names["optimizer"].check_replicas()
+            names["optimizer"].close()
+            results.append((name, stage, state_of(names["model"])))
+    return results
+
+
+def test_a_transformers_model_without_memory_trains_as_one_with_memory(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    expected = {}
+    for name, build in FAMILIES.items():
+        built: Any = seeded(5, build)
+        built.save_pretrained(tmp_path / name)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        plain.train()
+        PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
+        expected[name] = state_of(plain)
+    results = launch(f"{__name__}:without_memory", tmp_path)
+    assert len(results) == len(STAGES) * len(FAMILIES)
+    for name, stage, state in results:
+        assert_same_state(state, expected[name], f"{name}, stage {stage}")
+
+
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
     """Train at each stage, and train on from the checkpoint at half the steps.
 
     Return for each stage: the model's inputs in the order of the micro-batches, its state after either training, and
     the evaluation loss.
     """
-    from transformers import TrainingArguments
-
-    dataset = [{"input_ids": row, "labels": row} for row in torch.cat(tokens(8))]
     results = []
     for stage in STAGES:
-        arguments = TrainingArguments(
-            output_dir=str(folder / f"stage-{stage}"), per_device_train_batch_size=2, gradient_accumulation_steps=2,
-            num_train_epochs=2, learning_rate=1e-2, warmup_steps=1, max_grad_norm=0.5, use_cpu=True, report_to=[],
-            save_strategy="steps", save_steps=2, logging_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        names = {name: value for name, value in started.items() if not name.startswith("__")}
-        names |= {"stage": stage, "dataset": dataset, "args": arguments, "model": seeded(5, gpt2)}
+        arguments = training_arguments(folder / f"stage-{stage}", save_strategy="steps", save_steps=2)
+        names = trainer_names(started, stage, arguments)
         calls: list[dict[str, Tensor]] = []
-
-        def note(_: nn.Module, __: Any, given: dict[str, Any], calls: list[Any] = calls) -> None:
-            calls.append({name: value.clone() for name, value in given.items() if isinstance(value, Tensor)})
-
-        handle = names["model"].register_forward_pre_hook(note, with_kwargs=True)
+        handle = note_inputs(names["model"], calls)
         exec(code_of("Trainer"), names)
         handle.remove()
-        loss = names["trainer"].evaluate(dataset)["eval_loss"]
+        loss = names["trainer"].evaluate(DATASET)["eval_loss"]
         names["trainer"].zero.close()
 
-        later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=dataset)
+        later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=DATASET)
         later.train(resume_from_checkpoint=str(folder / f"stage-{stage}" / "checkpoint-2"))
         later.zero.close()
-        by_rank: list[Any] = [None] * WORLD_SIZE
-        dist.all_gather_object(by_rank, calls)
-        broadcast_call = [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
-        results.append((broadcast_call, state_of(names["model"]), state_of(later.model), loss))
+        results.append((by_micro_batch(calls), state_of(names["model"]), state_of(later.model), loss))
     return results
 
 
+def note_inputs(model: nn.Module, calls: list[dict[str, Tensor]]) -> Any:
+    """Append the tensors of each call to ``calls``. Return the hook's handle."""
+
+    def note(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        calls.append({name: value.clone() for name, value in given.items() if isinstance(value, Tensor)})
+
+    return model.register_forward_pre_hook(note, with_kwargs=True)
+
+
+def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Return the calls of all ranks, in the order of the micro-batches."""
+    by_rank: list[Any] = [None] * WORLD_SIZE
+    dist.all_gather_object(by_rank, calls)
+    return [call for calls_of_all in zip(*by_rank, strict=True) for call in calls_of_all]
+
+
 def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
 
     def loss_of(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
         loss: Tensor = model(**call).loss * WORLD_SIZE  # as Trainer scales it
         return loss
 
-    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-        found: lr_scheduler.LRScheduler = transformers.get_linear_schedule_with_warmup(optimizer, 1, 4)
-        return found
-
-    loop = PlainLoop(loss_of, together=4, divisor=lambda _: WORLD_SIZE, scheduler=schedule, max_norm=0.5)
     losses = set()
     results = launch(f"{__name__}:train_with_trainer", tmp_path, limit=250)
     for stage, (calls, state, resumed, loss) in enumerate(results):
         assert len(calls) == 16
-        plain: Any = seeded(5, gpt2)
-        plain.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
-        loop.run(plain, calls)
+        plain = plain_trainer(loss_of, calls)
         assert_same_state(state, state_of(plain), f"stage {stage}")
         assert_same_state(resumed, state_of(plain), f"stage {stage}, from a checkpoint")
         losses.add(loss)
     assert len(losses) == 1
+
+
+def train_in_16_bits_and_compiled(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Return, for each stage and argument, the model's inputs and its state after training.
+
+    The model is compiled as a whole, which at stage 3 makes another graph: it only has to train there.
+    """
+    results = []
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    for stage, changes in [*((stage, {"bf16": True}) for stage in STAGES), (2, compiled), (3, compiled)]:
+        names = trainer_names(started, stage, training_arguments(folder / f"stage-{stage}", **changes))
+        calls: list[dict[str, Tensor]] = []
+        if changes is not compiled:
+            note_inputs(names["model"], calls)
+        exec(code_of("Trainer"), names)
+        names["trainer"].zero.check_replicas()
+        names["trainer"].zero.close()
+        results.append((stage, by_micro_batch(calls), state_of(names["model"])))
+    return results
+
+
+def test_trainers_bf16_and_torch_compile_are_those_of_the_plain_loop(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+
+    def in_16_bits(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = model(**call).loss
+        return loss.float() * WORLD_SIZE
+
+    compiled: dict[nn.Module, Any] = {}
+
+    def compiled_loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        if model not in compiled:
+            compiled[model] = torch.compile(model, backend="aot_eager")
+        loss: Tensor = compiled[model](**call).loss * WORLD_SIZE
+        return loss
+
+    *of_bf16, of_compiled, _ = launch(f"{__name__}:train_in_16_bits_and_compiled", tmp_path, limit=280)
+    inputs = of_bf16[0][1]
+    expected = state_of(plain_trainer(in_16_bits, inputs))
+    for stage, calls, state in of_bf16:
+        assert all(torch.equal(a, b) for a, b in zip(calls[-1].values(), inputs[-1].values(), strict=True))
+        assert_same_state(state, expected, f"stage {stage}, bf16")
+    assert_same_state(of_compiled[2], state_of(plain_trainer(compiled_loss, inputs)), "compiled")
+
+
+def trainer_class(names: dict[str, Any]) -> Any:
+    """Return the block's class, without the training behind it."""
+    exec(BLOCKS["Trainer"].partition("\ntrainer = ")[0], names)
+    return names["ZeroTrainer"]
+
+
+def end_with_the_best(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Train at each stage until early stopping. Return the steps, the best checkpoint, and the model's state.
+
+    A larger loss counts as better: the first checkpoint is the best one, and training stops two steps later.
+    """
+    from transformers import EarlyStoppingCallback
+
+    results = []
+    for stage in STAGES:
+        arguments = training_arguments(
+            folder / f"stage-{stage}", save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1,
+            load_best_model_at_end=True, metric_for_best_model="eval_loss", greater_is_better=True,
+        )  # fmt: skip
+        names = trainer_names(started, stage, arguments)
+        trainer = trainer_class(names)(
+            model=names["model"],
+            args=arguments,
+            train_dataset=DATASET,
+            eval_dataset=DATASET,
+            callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
+        )
+        trainer.train()
+        trainer.zero.check_replicas()
+        trainer.zero.close()
+        results.append((trainer.state.global_step, trainer.state.best_model_checkpoint, state_of(names["model"])))
+    return results
+
+
+def test_trainer_stops_early_and_ends_with_the_best_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    for stage, (steps, best, state) in enumerate(launch(f"{__name__}:end_with_the_best", tmp_path, limit=250)):
+        assert (steps, best) == (3, str(tmp_path / f"stage-{stage}" / "checkpoint-1"))
+        later = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"stage-{stage}" / "checkpoint-3")
+        assert_same_state(state, state_of(transformers.AutoModelForCausalLM.from_pretrained(best)), f"stage {stage}")
+        assert any(not torch.equal(state[name], value) for name, value in state_of(later).items())
+
+
+@pytest.mark.parametrize("name", ["fp16", "fsdp", "deepspeed"])
+def test_an_argument_that_the_trainer_of_the_guide_cannot_do_is_an_error(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = training_arguments(tmp_path)
+    setattr(arguments, name, True)
+    trainer = trainer_class(trainer_names({"torch": torch}, 3, arguments))
+    with pytest.raises(ValueError, match=f"ZeroTrainer does not take {name}"):
+        trainer(model=seeded(5, gpt2), args=arguments, train_dataset=DATASET)
+
+
+def plain_trainer(loss_of: LossOf, calls: list[Any]) -> nn.Module:
+    """Train as Trainer does: four micro-batches a step, and the schedule of four steps."""
+    from transformers import get_linear_schedule_with_warmup
+
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        found: lr_scheduler.LRScheduler = get_linear_schedule_with_warmup(optimizer, 1, 4)
+        return found
+
+    model: Any = seeded(5, gpt2)
+    model.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
+    loop = PlainLoop(
+        loss_of,
+        together=4,
+        divisor=lambda _: WORLD_SIZE,
+        scheduler=schedule,
+        max_norm=0.5,
+        optimizer=trainer_optimizer(model),
+    )
+    loop.run(model, calls)
+    return model  # type: ignore[no-any-return]
 
 
 # -- limits that the guide names ---------------------------------------------------------------------------------------
@@ -762,52 +1004,85 @@ def squares(model: nn.Module, batch: Tensor) -> Tensor:
     return found.square().mean()
 
 
-def in_8_bits(group: Any, rank: int, name: str, stage: int, steps: range, folder: Path, ranks: int) -> State:
-    """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+def class_of(library: str, name: str) -> Any:
+    return getattr(pytest.importorskip(f"{library}.optim"), name)
+
+
+def in_8_bits(group: Any, rank: int, library: str, name: str, how: int, steps: range, folder: Path, of: int) -> State:
+    """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then. ``how``: the stage;
+    ``of``: the number of ranks."""
     model = blocks_of_8_bits()
-    optimizer = ZeroOptimizer(
-        model, getattr(bitsandbytes.optim, name), stage=stage, process_group=group, divisor=TOGETHER, **RATE
-    )
-    if steps.start:
-        load(folder / "saved", optimizer, rng=False)
-    for step in steps:
-        for micro in range(rank, TOGETHER, ranks):
-            squares(model, of_8_bits(step, micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.consolidate_state_dict(None)
-    kept = optimizer.state_dict()["state"][0]["state1"]
-    assert kept.dtype is torch.uint8, "the matrix is too small for states in 8 bits"
-    if not steps.start:
-        save(folder / "saved", optimizer)
-    with optimizer.gathered():
-        return state_of(model)
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, for each shape
+        optimizer = ZeroOptimizer(
+            model, class_of(library, name), stage=how, process_group=group, divisor=TOGETHER, **RATE
+        )
+        if steps.start:
+            load(folder / "saved", optimizer, rng=False)
+        for step in steps:
+            for micro in range(rank, TOGETHER, of):
+                squares(model, of_8_bits(step, micro)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()["state"][0]
+        kept = states["state1"].dtype if library == "bitsandbytes" else type(states["exp_avg"])
+        assert kept not in (torch.float32, Tensor), "the matrix is too small for states in 8 bits"
+        if not steps.start:
+            save(folder / "saved", optimizer)
+        with optimizer.gathered():
+            return state_of(model)
+
+
+OF_8_BITS = [
+    *(("bitsandbytes", name) for name in ("AdamW8bit", "Lion8bit")),
+    *(("torchao", name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*is not element-wise")
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["AdamW8bit", "Lion8bit"])
+@pytest.mark.parametrize(("library", "name"), OF_8_BITS)
 def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
-    gloo: GlooPool, name: str, stage: int, tmp_path: Path
+    gloo: GlooPool, library: str, name: str, stage: int, tmp_path: Path
 ) -> None:
-    """Also after a checkpoint, at another stage and number of ranks. On processes: the library needs one a rank."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    """Also after a checkpoint, at another stage and number of ranks. On processes: bitsandbytes needs one a rank."""
     plain = blocks_of_8_bits()
-    optimizer = getattr(bitsandbytes.optim, name)(plain.parameters(), **RATE)
+    optimizer = class_of(library, name)(plain.parameters(), **RATE)
     expected = []
-    for step in range(5):
-        plain_step(plain, optimizer, squares, [of_8_bits(step, micro) for micro in range(TOGETHER)], TOGETHER)
-        optimizer.zero_grad()
-        expected.append(state_of(plain))
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(5):
+            plain_step(plain, optimizer, squares, [of_8_bits(step, micro) for micro in range(TOGETHER)], TOGETHER)
+            optimizer.zero_grad()
+            expected.append(state_of(plain))
     for ranks, how, steps in ((2, stage, range(3)), (3, (stage + 1) % 4, range(3, 5))):
-        for found in gloo.run(in_8_bits, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
+        for found in gloo.run(in_8_bits, library, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
             assert_same_state(found, expected[steps.stop - 1], f"{ranks} ranks")
 
 
-def test_they_are_refused_where_ranks_would_step_pieces() -> None:
-    bitsandbytes = pytest.importorskip("bitsandbytes")
-    with pytest.raises(ValueError, match=r"AdamW8bit is not element-wise: .*or use \"parameter\""):
-        ZeroOptimizer(
-            blocks_of_8_bits(), bitsandbytes.optim.AdamW8bit, process_group=solo(), partition="element", **RATE
-        )
+@pytest.mark.parametrize(("library", "name"), OF_8_BITS)
+def test_they_are_refused_where_ranks_would_step_pieces(library: str, name: str) -> None:
+    of_blocks = class_of(library, name)
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(ValueError, match=rf"{name} is not element-wise: .*or use \"parameter\""),
+    ):
+        ZeroOptimizer(blocks_of_8_bits(), of_blocks, process_group=solo(), partition="element", **RATE)
+
+
+def test_a_class_of_torchao_compiles_its_steps_with_the_bits_of_the_plain_loop() -> None:
+    def steps(model: nn.Module, optimizer: Any) -> nn.Module:
+        for step in range(2):
+            plain_step(model, optimizer, squares, [of_8_bits(step, 0)], 1)
+            optimizer.zero_grad()
+        return model
+
+    plain, model = blocks_of_8_bits(), blocks_of_8_bits()
+    of_blocks = class_of("torchao", "AdamW8bit")
+    steps(plain, of_blocks(plain.parameters(), **RATE))
+    optimizer = ZeroOptimizer(model, of_blocks, process_group=solo(), partition="parameter", **RATE)
+    for step in range(2):
+        squares(model, of_8_bits(step, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert_same_state(state_of(model), state_of(plain), "compiled")

@@ -38,8 +38,10 @@ from ..loops import (
     autocast_loss,
     code_of,
     even,
+    loss_in_chunks,
     muon_and_adamw,
     network,
+    resetting,
     second_loss,
     seeded,
     sum_of_losses,
@@ -98,11 +100,13 @@ EXAMPLES = {
     "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
     "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
     "Moving averages": Example(PlainLoop()),
+    "New moments": Example(PlainLoop(optimizer_of=resetting)),
     "Batch norm": Example(PlainLoop(), build=with_batch_norm),
     "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
     "Activation checkpointing": Example(PlainLoop()),
+    "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
-OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "From FSDP2", "To FSDP2")
+OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "From FSDP2", "To FSDP2")
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
@@ -269,6 +273,34 @@ def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp
     for by_stage in gloo.run(stop_and_go_on, str(tmp_path / "run")):
         for state in by_stage:
             assert_same_dict(state, expected)
+
+
+def through_a_pipeline(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
+    """Return the parameters of all parts, at each stage."""
+    results = []
+    for stage in STAGES:
+        scope = {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **_public(names)}
+        exec(code_of("Pipeline parallelism"), scope)
+        scope["optimizer"].check_replicas()
+        scope["optimizer"].close()
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, {name: p.detach().clone() for name, p in scope["part"].named_parameters()})
+        results.append({name: value for part in parts for name, value in part.items()})
+    return results
+
+
+@pytest.mark.full
+def test_a_pipeline_of_two_stages_with_two_copies_each_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(8)
+    halves = [
+        (inputs.chunk(2)[half], targets.chunk(2)[half])
+        for step in range(0, len(batches), 2)
+        for half in range(2)
+        for inputs, targets in batches[step : step + 2]
+    ]
+    PlainLoop(together=4, max_norm=float("inf")).run(expected, halves)
+    for state in launch("tests.contract.test_loops:through_a_pipeline", tmp_path, ranks=4):
+        assert_same_dict(state, dict(expected.named_parameters()))
 
 
 def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:

@@ -18,7 +18,7 @@ from zero.runtime.accumulator import GradAccumulator
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, plain_step
 from ..programs import Clear, clear, locked_build
-from ..small import TwoVectors, with_sgd
+from ..small import TwoVectors, plain_two, with_sgd
 from ..test_errors import chain, linear, on_ranks
 from ..trainings import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 
@@ -37,6 +37,8 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "tolist": lambda p: p.grad.tolist(),
     "clone": lambda p: p.grad.clone(),
     "data": lambda p: p.grad.data.sum(),
+    "assign data": lambda p: setattr(p.grad, "data", torch.zeros(p.shape)),
+    "set_": lambda p: p.grad.set_(torch.zeros(p.shape)),
     "to": lambda p: p.grad.to(torch.float64),
     "data_ptr": lambda p: p.grad.data_ptr(),
     "storage": lambda p: p.grad.untyped_storage(),
@@ -177,6 +179,76 @@ def test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size: int, then: str)
 
     for message in on_threads(world_size, program, timeout=5):
         assert "the gradient of 'last.weight' was edited" in message
+
+
+MEMORY: dict[str, Callable[[Tensor], object]] = {
+    "data": lambda mean: setattr(mean, "data", torch.ones(mean.shape)),
+    "set_": lambda mean: mean.set_(torch.ones(mean.shape)),  # type: ignore[call-overload]
+}
+
+
+@pytest.mark.parametrize("how", MEMORY)
+@pytest.mark.parametrize("then", ["clip", "step", "backward"])
+@pytest.mark.parametrize("cleared", ["none", "zero_grad", "assigned"])
+@pytest.mark.by_default("none-clip-data", "zero_grad-step-set_", "assigned-step-data", "none-backward-data")
+def test_stage_0_refuses_a_mean_with_other_memory_until_it_is_cleared(how: str, then: str, cleared: str) -> None:
+    """Every rank learns it. Training goes on as if there had been no gradient, or with the one that is assigned."""
+
+    def run(transport: Transport) -> tuple[nn.Module, str]:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=0)
+        model(1.0 + transport.rank).backward()
+        if transport.rank == 1 or then == "backward":
+            MEMORY[how](model.b.grad)  # type: ignore[arg-type]
+        calls = {"clip": lambda: optimizer.clip_grad_norm_(1.0), "step": optimizer.step}
+        calls["backward"] = lambda: model(1.0).backward()
+        for _ in range(2 if then != "backward" else 1):
+            with pytest.raises(RuntimeError) as caught:
+                calls[then]()
+        if then == "backward":
+            return plain_two([], 1, steps=0), str(caught.value)
+        if cleared == "assigned":
+            model.b.grad = torch.full((40,), 2.0)
+        elif cleared == "none":
+            model.a.grad = model.b.grad = None
+        else:
+            optimizer.zero_grad()
+        if cleared != "assigned":
+            model(3.0 + transport.rank).backward()
+        assert_same_bits(model.b.grad, optimizer.full_grad(model.b))  # type: ignore[arg-type]
+        optimizer.step()
+        optimizer.zero_grad()
+        model(5.0 + transport.rank).backward()
+        optimizer.step()
+        return model, str(caught.value)
+
+    plain = plain_two([], 1, steps=0)
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for scales in ([1.0, 2.0] if cleared == "assigned" else [3.0, 4.0], [5.0, 6.0]) if then != "backward" else ():
+        sgd.zero_grad()
+        for scale in scales:
+            plain(scale).backward()
+        for p in plain.parameters():
+            assert p.grad is not None
+            p.grad.div_(2)
+        if scales == [1.0, 2.0]:
+            plain.b.grad = torch.full((40,), 2.0)
+        sgd.step()
+    for model, error in on_threads(2, run, timeout=10):
+        assert "the gradient of 'b' was given other memory (by assigning to .data, or by set_())" in error
+        assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_conversion_of_the_module_that_changes_nothing_changes_no_gradient(stage: int) -> None:
+    """It assigns each p.grad.data to itself."""
+    model = TwoVectors()
+    optimizer = with_sgd(model, solo_transport(), stage=stage)
+    model(1.0).backward()
+    model.to("cpu").float()
+    optimizer.step()
+    optimizer.close()
+    assert_same_model(model, plain_two([(1.0, True)], 1))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -124,6 +124,7 @@ COLLECTIVES: dict[str, Callable[[Run], Any]] = {
     "full_grad": lambda run: run.optimizer.full_grad(next(run.model.parameters())),
     "check_replicas": lambda run: run.optimizer.check_replicas(),
     "broadcast_buffers": lambda run: run.optimizer.broadcast_buffers(),
+    "reset_states": lambda run: run.optimizer.reset_states(),
     "consolidate_state_dict": lambda run: run.optimizer.consolidate_state_dict(),
     "sum_over_ranks": lambda run: run.optimizer.sum_over_ranks(1),
     "join": lambda run: run.optimizer.join().__enter__(),

@@ -335,10 +335,34 @@ def test_a_method_that_was_assigned_to_one_module_alone_comes_back() -> None:
 def test_a_registered_method_looks_like_the_plain_one() -> None:
     model, optimizer = one_rank()
     register(model)
-    act = model.blocks[0].act
-    assert inspect.signature(act) == inspect.signature(Acting().act)
-    assert (act.__name__, act.__doc__) == ("act", Acting.act.__doc__)
+    block = model.blocks[0]
+    for name in ("act", "fixed", "doubled"):
+        zero.register_forward_method(block, name)
+    for module, name in ((block, "act"), (block, "fixed"), (block, "doubled"), (model, "encode")):
+        method, plain = vars(module)[name], inspect.getattr_static(type(module), name).__get__(module, type(module))
+        assert not isinstance(method, (types.MethodType, types.FunctionType))
+        assert inspect.signature(method) == inspect.signature(plain)
+        for attribute in (*functools.WRAPPER_ASSIGNMENTS, "__code__", "__defaults__", "__kwdefaults__", "__globals__"):
+            assert getattr(method, attribute, None) == getattr(plain, attribute, None), (name, attribute)
+        assert inspect.unwrap(method) == method.__wrapped__ == plain
+        assert getattr(method, "__self__", None) is getattr(plain, "__self__", None)
+        assert getattr(method, "__func__", None) is getattr(plain, "__func__", None)
+        assert inspect.getsource(method) == inspect.getsource(plain)
+        assert not hasattr(method, "no_such_attribute")
+    assert block.act.__self__ is block
+    assert not is_overridden("encode", model, Agent)
+    assert is_overridden("forward", block, nn.Module)
     optimizer.close()
+    method = type(method)(model, "encode", lambda _: None, lambda *_: None)
+    del optimizer
+    gc.collect()
+    del model, module, block, plain
+    assert not hasattr(method, "__code__"), "it holds the module"
+
+
+def is_overridden(name: str, module: nn.Module, parent: type[nn.Module]) -> bool:
+    """Compare as `lightning` does to know which methods a user has written."""
+    return bool(getattr(module, name).__code__ != getattr(getattr(parent, name, None), "__code__", None))
 
 
 @STAGES

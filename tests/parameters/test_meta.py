@@ -428,7 +428,7 @@ def test_a_module_without_a_way_to_its_values_is_named_on_every_rank(stage: int)
 
     for told in on_threads(2, program):
         assert "'1.scale' is on the meta device, and its module '1' (Silent) has no reset_parameters()" in told
-        assert "pass param_init_fn, or a state dict that has it" in told
+        assert "pass param_init_fn, which for a model of transformers is model._init_weights, or a state" in told
 
 
 def test_a_state_dict_has_what_the_model_has_unless_a_function_says_what_is_missing() -> None:

@@ -572,9 +572,51 @@ def test_a_backward_in_python_that_no_output_leads_to_finds_its_unit(ranks: Rank
         assert RELEASED in after
 
 
+CHUNKS: dict[str, Callable[[nn.Parameter], Callable[[Tensor], Tensor]]] = {
+    "a weight as an argument": lambda weight: lambda rows: checkpoint(torch.matmul, rows, weight, use_reentrant=False),
+    "a weight of the function": lambda weight: (
+        lambda rows: checkpoint(lambda y: product(y, weight), rows, use_reentrant=False)
+    ),
+}
+
+
+@pytest.mark.parametrize(("ranks", "world_size"), [(on_sockets, 2), (on_threads, 1), (on_threads, 2)])
+@pytest.mark.parametrize("how", CHUNKS)
+@pytest.mark.by_default
+def test_a_chunk_of_a_gathered_block_is_computed_anew_after_it_as_in_the_plain_loop(
+    ranks: Ranks, world_size: int, how: str
+) -> None:
+    """Where units travel and where they do not: the backward is outside of the block in which the chunk was run."""
+
+    class Chunked(Chain):
+        def forward(self, inputs: Tensor) -> Any:
+            hidden = self.blocks[1](self.blocks[0](inputs))
+            return torch.cat([CHUNKS[how](self.weight(2))(rows) for rows in hidden.split(1)])
+
+    def build() -> Chunked:
+        return Chunked(Custom(), Plain(), Plain())
+
+    def program(transport: Transport) -> nn.Module:
+        model = build()
+        optimizer = zero(model, transport)
+        for _ in range(3):
+            with optimizer.gathered([model.weight(2)]):
+                loss = loss_of(model)
+            assert RELEASED in error_of(model.weight(2).sum)
+            loss.backward()
+            assert RELEASED in error_of(model.weight(2).sum)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    for model in ranks(world_size, program, timeout=LIMIT):
+        assert_same_model(model, plain(build, world_size, 3))
+
+
 @BY_RANKS
 def test_a_hook_in_a_backward_finds_no_unit(ranks: Ranks, world_size: int) -> None:
-    """A parameter is read for the node whose backward runs and has saved it, and for nobody else."""
+    """A parameter is read for the node whose backward runs and has saved it, and in what a checkpoint computes anew."""
 
     def program(transport: Transport) -> list[str]:
         model = Chain(Plain(), Plain())

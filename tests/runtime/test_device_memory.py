@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from collectives import Transport, on_threads
+from collectives.pool import holders
 from zero import ZeroOptimizer
 
 from ..models import odd_batches, odd_loss
@@ -79,6 +80,25 @@ def test_between_steps_no_gradient_and_no_scratch_takes_memory(world_size: int, 
         for first, second, cleared in (found[:3], found[3:]):
             assert first["gradients"] == second["gradients"] > 0
             assert cleared["gradients"] == 0
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.by_default("1-0", "2-0", "2-1")
+def test_nothing_holds_the_memory_of_gradients_that_were_cleared(world_size: int, stage: int) -> None:
+    """No view of a gradient that is kept for the next backward, either."""
+
+    def program(transport: Transport) -> list[int]:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, bucket_cap_mb=SMALL)
+        odd_loss(model, odd_batches(1, extra=False)[0]).backward()
+        optimizer.step()
+        buffers = [tensor.detach() for bucket in optimizer._storage.buckets for tensor in bucket.grad.tensors()]
+        optimizer.zero_grad()
+        return [holders(buffer) for buffer in buffers]
+
+    for found in on_threads(world_size, program):
+        assert found == [0] * len(found) != []
 
 
 def test_one_rank_that_divides_by_1_keeps_sum_and_mean_once() -> None:

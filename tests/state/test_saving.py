@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer, load
+from zero.commands.checkpoint.importing import import_file
 
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
@@ -328,3 +330,228 @@ def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int,
     for name, value in plain.state_dict().items():
         assert_same_bits(weights[name], value, name)
     assert_same_states(states, adamw.state_dict())
+
+
+# -- dicts of older versions -------------------------------------------------------------------------------------------
+
+ADAPTING = {
+    name: cls
+    for name, cls in vars(torch.optim).items()
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls.__setstate__ is not torch.optim.Optimizer.__setstate__
+}
+
+
+def small(seed: int = 0) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def step_small(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: range, divisor: int = 1) -> None:
+    for rank in ranks:
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(x).square().mean().backward()
+    for p in model.parameters() if divisor != 1 else ():
+        assert p.grad is not None
+        p.grad.div_(divisor)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def older(cls: type[torch.optim.Optimizer], saved: dict[str, Any], how: str) -> list[dict[str, Any]]:
+    """Return dicts as older versions of the class have saved them, which it completes by itself."""
+    found = []
+    for key in saved["param_groups"][0]:
+        without = copy.deepcopy(saved)
+        del without["param_groups"][0][key]
+        plain = cls(small().parameters())
+        if key != "params":
+            plain.load_state_dict(without)
+            found += [key] if key in plain.param_groups[0] else []
+    assert found
+    dropped = [found] if how == "all at once" else [[key] for key in found]
+    dicts = [copy.deepcopy(saved) for _ in dropped]
+    for each, keys in zip(dicts, dropped, strict=True):
+        for key in keys:
+            del each["param_groups"][0][key]
+        for state in each["state"].values() if how == "all at once" else ():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    state[name] = int(value) if name == "step" else float(value)
+    return dicts
+
+
+@pytest.mark.parametrize("how", ["all at once", "one by one"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ADAPTING)
+@pytest.mark.by_default("Adam-3-all at once", "ASGD-0-all at once", "RMSprop-1-all at once", "SGD-2-all at once")
+@pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")
+def test_a_dict_of_an_older_version_is_loaded_as_its_class_loads_it(name: str, stage: int, how: str) -> None:
+    cls, arguments = ADAPTING[name], {"momentum": 0.9} if name == "SGD" else {}
+    begun = small()
+    optimizer = cls(begun.named_parameters(), **arguments)
+    for step in range(2):
+        step_small(begun, optimizer, step, range(2), 2)
+    expected = []
+    dicts = older(cls, optimizer.state_dict(), how)
+    for state_dict in dicts:
+        model = copy.deepcopy(begun)
+        plain = cls(model.named_parameters(), **arguments)
+        plain.load_state_dict(copy.deepcopy(state_dict))
+        for step in (2, 3):
+            step_small(model, plain, step, range(2), 2)
+        expected.append((model, plain.state_dict()))
+
+    def program(transport: Transport) -> list[tuple[nn.Module, dict[str, Any]]]:
+        results = []
+        for state_dict in dicts:
+            model, before = copy.deepcopy(begun), copy.deepcopy(state_dict)
+            optimizer = ZeroOptimizer(model, cls, stage=stage, process_group=transport, **arguments)
+            optimizer.load_state_dict(state_dict)
+            assert repr(state_dict) == repr(before)
+            for step in (2, 3):
+                step_small(model, optimizer, step, range(transport.rank, transport.rank + 1))
+            optimizer.consolidate_state_dict(None)
+            results.append((model, optimizer.state_dict()))
+            optimizer.close()
+        return results
+
+    for results in on_threads(2, program):
+        for (model, states), (plain_model, plain_states) in zip(results, expected, strict=True):
+            assert_same_model(model, plain_model)
+            assert_same_states(states, plain_states)
+            assert states["param_groups"] == plain_states["param_groups"]
+
+
+def old_adamw(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Take two steps. Return the dict as torch 1.8 would have saved it."""
+    for step in range(2):
+        step_small(model, optimizer, step, range(2), 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        for key in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            del group[key]
+        group["initial_lr"] = 0.1  # of a scheduler
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    return saved
+
+
+def test_so_is_a_file_of_one_that_was_imported_as_a_checkpoint(tmp_path: Path) -> None:
+    plain = small()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    saved = old_adamw(plain, optimizer)
+    torch.save({"model": plain.state_dict(), "optimizer": saved}, tmp_path / "file")
+    import_file(tmp_path / "file", tmp_path / "saved")
+    optimizer.load_state_dict(saved)
+    step_small(plain, optimizer, 2, range(2), 2)
+
+    def program(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:
+        model = small(1)
+        ours = ZeroOptimizer(model, torch.optim.AdamW, stage=3, process_group=transport)
+        load(tmp_path / "saved", ours, rng=False)
+        step_small(model, ours, 2, range(transport.rank, transport.rank + 1))
+        ours.consolidate_state_dict(None)
+        ours.close()
+        return model, ours.engine.dicts.dict_of(ours.param_groups)
+
+    for model, states in on_threads(2, program):
+        assert_same_model(model, plain)
+        assert_same_states(states, optimizer.state_dict())
+
+
+def test_so_are_the_dicts_of_several_classes() -> None:
+    plain = small()
+    optimizers = torch.optim.AdamW(plain[0].parameters()), torch.optim.SGD(plain[2].parameters(), lr=0.1, momentum=0.9)
+    model = small()
+    groups = [
+        {"params": list(model[0].parameters())},
+        {"params": list(model[2].parameters()), "optimizer_class": torch.optim.SGD, "lr": 0.1, "momentum": 0.9},
+    ]
+    ours = ZeroOptimizer(groups, torch.optim.AdamW, module=model)
+    step_small(model, ours, 0, range(1))
+    saved = {name: copy.deepcopy(found) for name, found in ours.state_dict().items()}
+    for state in saved["torch.optim.adamw.AdamW"]["state"].values():
+        state["step"] = 7
+    for found, keys in zip(saved.values(), (("amsgrad", "fused"), ("nesterov", "fused")), strict=True):
+        for key in keys:
+            del found["param_groups"][0][key]
+    ours.load_state_dict(saved)
+    for optimizer, state_dict in zip(optimizers, saved.values(), strict=True):
+        optimizer.load_state_dict(copy.deepcopy(state_dict))
+    plain.load_state_dict(model.state_dict())
+    for x in torch.randn(2, 3, 5):
+        for each in (model, plain):
+            each(x).square().mean().backward()
+        for optimizer in (ours, *optimizers):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_model(model, plain)
+    for found, optimizer in zip(ours.state_dict().values(), optimizers, strict=True):
+        assert_same_states(found, optimizer.state_dict())
+
+
+class MakesAnew(torch.optim.SGD):
+    """Makes its large state anew when it loads a dict."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for of_parameter in self.state.values():
+            of_parameter["momentum_buffer"] = of_parameter["momentum_buffer"] * 2
+
+
+class Countless(torch.optim.Adam):
+    """Keeps no step count, without which it cannot load what it has saved."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(self.state[p].setdefault("sum", torch.zeros_like(p)).add_(p.grad))
+
+
+def test_a_class_that_cannot_load_what_it_has_saved_goes_on_here() -> None:
+    model, loaded = small(), small(1)
+    optimizer, later = ZeroOptimizer(model, Countless), ZeroOptimizer(loaded, Countless)
+    step_small(model, optimizer, 0, range(1))
+    saved = optimizer.state_dict()
+    with pytest.raises(KeyError, match="step"):
+        Countless(small().parameters()).load_state_dict(copy.deepcopy(saved))
+    loaded.load_state_dict(model.state_dict())
+    later.load_state_dict(saved)
+    for trained_on, by in ((model, optimizer), (loaded, later)):
+        step_small(trained_on, by, 1, range(1))
+    assert_same_model(loaded, model)
+
+
+OTHERS: dict[str, tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer], dict[str, Any], str]] = {
+    "unknown": (torch.optim.NAdam, torch.optim.Adam, {}, "has no 'amsgrad', but 'momentum_decay', which Adam does not"),
+    "states": (torch.optim.Adamax, torch.optim.Adam, {}, "state 'exp_inf' of '0.weight' belongs to another optimizer"),
+    "failing": (torch.optim.SGD, torch.optim.Adam, {"momentum": 0.9}, "has no 'amsgrad': it belongs to another class"),
+    "anew": (
+        torch.optim.SGD,
+        MakesAnew,
+        {"momentum": 0.9},
+        "MakesAnew makes the state 'momentum_buffer' of '0.weight'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+@pytest.mark.by_default
+def test_a_dict_that_no_version_of_the_class_has_saved_changes_nothing(case: str) -> None:
+    saver, loader, arguments, words = OTHERS[case]
+    plain, model = small(), small()
+    saving = saver(plain.parameters(), **arguments)
+    step_small(plain, saving, 0, range(1))
+    optimizer = ZeroOptimizer(model, loader, lr=0.5, **(arguments if loader is MakesAnew else {}))
+    step_small(model, optimizer, 0, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+    foreign = saving.state_dict()
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(foreign)
+    assert_same_states(optimizer.state_dict(), before)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert_same_states(foreign, saving.state_dict())

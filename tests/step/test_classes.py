@@ -399,3 +399,112 @@ def test_a_dict_of_other_classes_changes_nothing() -> None:
             optimizer.load_state_dict(given)
     optimizer.load_state_dict(saved)
     optimizer.close()
+
+
+# -- arguments of the constructor alone --------------------------------------------------------------------------------
+
+
+class Scaled(torch.optim.SGD):
+    """Its updates are scaled by what its constructor was given, which no param group holds."""
+
+    def __init__(self, params: Any, lr: float = 0.05, scale: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(params, lr, **kwargs)
+        self.scale = scale
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(self.scale * group["lr"] * parameter.grad)
+
+
+class Forwarding(Scaled):
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+
+
+class Popping(Scaled):
+    def __init__(self, params: Any, lr: float, **kwargs: Any) -> None:
+        super().__init__(params, lr, scale=kwargs.pop("factor", 1.0))
+
+
+NAMED: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+    (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
+    (Scaled, {"scale": 0.5}),
+    (Forwarding, {"scale": 0.5}),
+    (Popping, {"lr": 0.1, "factor": 0.5}),
+]
+
+
+@pytest.mark.parametrize(("cls", "given"), NAMED, ids=[cls.__name__ for cls, _ in NAMED])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_group_gives_its_class_reaches_the_constructor(
+    cls: type[torch.optim.Optimizer], given: dict[str, Any], stage: int, tmp_path: Path
+) -> None:
+    """Its param groups and its dict are those of the class that is built with these arguments."""
+    plain = model_of()
+    matrices, rest = shared(plain)
+    made: Any = cls
+    sgd, stepped = torch.optim.SGD(rest), made(matrices, **given)
+    train_plainly(plain, Several(sgd, stepped), range(3))
+    names = [f"{each.__module__}.{each.__qualname__}" for each in (torch.optim.SGD, cls)]
+
+    def run(model: nn.Module, transport: Transport) -> Any:
+        matrices, rest = shared(model)
+        groups = [{"params": rest}, {"params": matrices, "optimizer_class": cls, "layer": "block", **given}]
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, module=model, stage=stage, process_group=transport)
+        train(model, optimizer, range(2))
+        zero.save(tmp_path / "saved", optimizer)
+        zero.load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, range(2, 3))
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()[names[1]]
+        del optimizer.param_groups[1]["layer"]
+        optimizer.load_state_dict(dict(zip(names, (sgd.state_dict(), stepped.state_dict()), strict=True)))
+        optimizer.close()
+        return model, states
+
+    for model, states in on_ranks(2, run):
+        assert_same_model(model, plain)
+        assert_same_states(states, stepped.state_dict())
+        (group,) = states["param_groups"]
+        assert group.keys() == {*stepped.state_dict()["param_groups"][0], "optimizer_class", "param_names", "layer"}
+
+
+@pytest.mark.parametrize("main", [torch.optim.AdamW, Scaled])
+def test_two_values_of_an_argument_that_the_constructor_uses_are_an_error(main: type[torch.optim.Optimizer]) -> None:
+    model = model_of()
+    matrices, rest = shared(model)
+    first = {"params": matrices[:2], "optimizer_class": Scaled, "scale": 0.5, "lr": 0.1}
+    groups: list[dict[str, Any]] = [{"params": rest}, first] if main is not Scaled else [{"params": rest}]
+    arguments = {"scale": 0.5} if main is Scaled else {}
+    optimizer = ZeroOptimizer(groups, main, module=model, process_group=solo(), **arguments)
+    count = len(optimizer.param_groups)
+    for other in ({"scale": 2.0}, {}):
+        with pytest.raises(ValueError, match=f"param group {count}: scale of Scaled is another one than for the other"):
+            optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Scaled, **other})
+    optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Scaled, "scale": 0.5, "lr": 0.2})
+    assert optimizer.param_groups[count]["lr"] == 0.2
+    assert optimizer.param_groups[count]["weight_decay"] == 0
+    train(model, optimizer, range(1))
+    optimizer.close()
+
+
+def test_a_group_without_an_argument_that_its_class_needs_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"param group 0: Popping cannot be built with its options .*'lr'"):
+        ZeroOptimizer([{"params": shared(model_of())[0], "optimizer_class": Popping}], process_group=solo())
+
+
+def test_a_group_of_a_named_class_has_the_defaults_of_the_class_whatever_other_groups_give() -> None:
+    matrices, rest = shared(model_of())
+    groups = [
+        {"params": rest, "optimizer_class": torch.optim.Adam, "weight_decay": 0.1, "lr": 0.5},
+        {"params": matrices, "optimizer_class": torch.optim.Adam, "betas": (0.5, 0.5)},
+    ]
+    optimizer = ZeroOptimizer(groups, process_group=solo())
+    assert [(g["lr"], g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (0.5, 0.1, (0.9, 0.999)),
+        (0.001, 0, (0.5, 0.5)),
+    ]
+    optimizer.close()

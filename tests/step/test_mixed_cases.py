@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..narrowed import BF16, FP16, FP32, PRECISIONS, Narrowed
@@ -427,28 +427,98 @@ def test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped(stage: int,
             assert_same_bits(p, q)
 
 
-def test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with() -> None:
-    def program(transport: Transport) -> Any:
-        model = build()
-        optimizer = zero(model, transport, 2)
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        saved = optimizer.state_dict()
-        without = {key: value for key, value in saved.items() if key != "masters"}
-        optimizer.load_state_dict(without)
-        for p in model.parameters():
-            assert_same_bits(optimizer.full_master(p), p.detach().float())
-        wrong = {**saved, "masters": {**saved["masters"], 2: torch.zeros(3)}}
-        with pytest.raises(ValueError, match=r"master weights of '1.weight' have shape \(3,\)"):
-            optimizer.load_state_dict(wrong)
-        return saved
+@STAGES
+@pytest.mark.by_default("3")
+def test_a_dict_without_masters_keeps_those_that_round_to_the_model(stage: int) -> None:
+    """The dict is that of a run in fp32, whose model was there when the optimizer was built."""
+    wide = build()
+    trained = torch.optim.AdamW(wide.parameters(), lr=0.05)
+    backward(wide)
+    trained.step()
 
-    (saved,) = on_threads(1, program)
+    def program(transport: Transport) -> tuple[list[Tensor], nn.Module]:
+        model = build(7)
+        model.load_state_dict(wide.state_dict())
+        optimizer = zero(model, transport, stage)
+        optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+        for parameter, value in zip(model.parameters(), wide.parameters(), strict=True):
+            assert_same_bits(optimizer.full_master(parameter), value)
+        with torch.no_grad(), optimizer.gathered(write=True):
+            model[0].weight[3].mul_(2)
+        masters = [optimizer.full_master(parameter) for parameter in model.parameters()]
+        backward(model, 1)
+        optimizer.step()
+        optimizer.close()
+        return masters, model
+
+    plain = build()
+    plain.load_state_dict(wide.state_dict())
+    numbers = Narrowed(plain, MixedPrecision(BF16))
+    optimizer = torch.optim.AdamW(numbers.updated, lr=0.05)
+    optimizer.load_state_dict(copy.deepcopy(trained.state_dict()))
+    with torch.no_grad():
+        plain[0].weight[3].mul_(2)
+    followed = numbers.followed()
+    plain_step(plain, numbers, optimizer, [1])
+    for masters, model in on_threads(2, program):
+        for master, value in zip(masters, followed, strict=True):
+            assert_same_bits(master, value)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert_same_bits(p, q)
+
+
+def test_dicts_of_classes_without_masters_keep_them() -> None:
+    model = build()
+    groups = [
+        {"params": list(model[0].named_parameters(prefix="0")), "optimizer_class": torch.optim.SGD},
+        {"params": list(model[1:].named_parameters())},
+    ]
+    optimizer = zero(groups, solo(), 2, module=model)
+    saved = optimizer.state_dict()
+    masters = [optimizer.full_master(parameter) for parameter in model.parameters()]
+    assert not torch.equal(masters[0], masters[0].to(BF16))
+    optimizer.load_state_dict({name: {k: v for k, v in d.items() if k != "masters"} for name, d in saved.items()})
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert_same_bits(optimizer.full_master(parameter), master)
+
+
+def test_a_dict_whose_masters_were_never_updated_leaves_them_to_the_model_and_a_plain_optimizer_takes_masters() -> None:
+    model = build()
+    optimizer = zero(model, solo(), 2)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "masters": {}})
+    for p in model.parameters():
+        assert_same_bits(optimizer.full_master(p), p.detach().float())
+    optimizer.load_state_dict(saved)
+    for index, p in enumerate(model.parameters()):
+        assert_same_bits(optimizer.full_master(p), saved["masters"][index])
+    wrong = {**saved, "masters": {**saved["masters"], 2: torch.zeros(3)}}
+    with pytest.raises(ValueError, match=r"master weights of '1.weight' have shape \(3,\)"):
+        optimizer.load_state_dict(wrong)
     wide = [master.clone().requires_grad_() for master in saved["masters"].values()]
     plain = torch.optim.AdamW(wide, lr=0.05)
-    plain.load_state_dict({**saved, "param_groups": [{**saved["param_groups"][0]}]})
+    plain.load_state_dict(saved)
     assert_same_states(plain.state_dict(), saved)
+
+
+def test_a_dict_of_weights_that_were_never_updated_says_so() -> None:
+    """Master weights of later steps would otherwise stay where they round to the weights of then."""
+    model = build()
+    optimizer = zero(model, solo(), 1)
+    before = optimizer.state_dict()
+    weights = copy.deepcopy(model.state_dict())
+    optimizer.load_state_dict({**before, "masters": {}})
+    saved = optimizer.state_dict()
+    optimizer.param_groups[0]["lr"] = 1e-9
+    backward(model)
+    optimizer.step()
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(saved)
+    for p in model.parameters():
+        assert_same_bits(optimizer.full_master(p), p.detach().float())
 
 
 @STAGES

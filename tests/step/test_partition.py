@@ -594,3 +594,38 @@ def test_what_a_class_does_with_large_parameters_alone_is_tried() -> None:
     ZeroOptimizer(nn.Linear(63, 65, False), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1).close()
     with pytest.raises(ValueError, match="MeansOfLarge cannot be sharded: beside others a parameter of shape"):
         ZeroOptimizer(nn.Linear(500, 300), MeansOfLarge, process_group=solo(), partition="parameter", lr=0.1)
+
+
+class WithTables(torch.optim.SGD):
+    """Keeps a large table of numbers of each parameter, which differ between two parameters beside each other if
+    ``apart``; a number that is nan, and one that is -0.0 or 0.0."""
+
+    apart = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                own = torch.full((100, 100), torch.nan).where(
+                    torch.arange(100.0) > 0, -0.0 if self.apart and number else 0.0
+                )
+                self.state[p]["tables"] = [{"table": own, "counts": (1, torch.nan)}]
+        super().step()
+
+
+class WithTablesApart(WithTables):
+    apart = True
+
+
+def test_the_trial_compares_bits_of_states_and_makes_no_text_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_tensor = torch.Tensor.tolist
+
+    def of_few(tensor: Tensor) -> Any:
+        assert tensor.numel() < 100, "a large tensor was turned into a list"
+        return of_tensor(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "tolist", of_few)
+    model = nn.Linear(3, 5)
+    ZeroOptimizer(model, WithTables, process_group=solo(), partition="parameter", lr=0.1).close()
+    with pytest.raises(ValueError, match="its state 'tables' came to another value beside other parameters than alone"):
+        ZeroOptimizer(model, WithTablesApart, process_group=solo(), partition="parameter", lr=0.1)

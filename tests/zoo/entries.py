@@ -124,7 +124,7 @@ ENTRIES: dict[str, Entry] = {
     "S44": Entry("matrices that cross partitions are orthogonalised partly reduced", ("DS#7807",)),
     "S45": Entry("orthogonalised at each micro-batch instead of each step", ("DS!8600",)),
     "S46": Entry("the geometry of matrices is lost, and updates come twice, with offload", ("DS!8464",)),
-    "S47": Entry("which 8-bit states stay fp32 depends on wrapping", ("BNB!2081",), "states of a narrower dtype"),
+    "S47": Entry("which 8-bit states stay fp32 depends on wrapping", ("BNB!2081",)),
     "S48": Entry("the optimizer that was asked for is silently another", ("ACC#1902",)),
     "S49": Entry("a subset is given, and all parameters are optimized", ("COMP!3502",)),
     "S50": Entry("tied weights are silently untied", ("RL#227",)),

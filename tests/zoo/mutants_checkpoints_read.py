@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 RESTORED, TOPOLOGY = "checkpoint/test_restored.py", "checkpoint/test_topology.py"
 GOES_ON = f"{TOPOLOGY}::test_every_class_and_precision_has_one_content_and_goes_on"
@@ -10,9 +12,43 @@ PRECISION = f"{TOPOLOGY}::test_another_precision_begins_with_the_widest_weights"
 BACK = f"{RESTORED}::test_parameters_buffers_groups_and_schedulers_come_back"
 STREAMS = "checkpoint/test_streams.py::test_each_process_has_its_own_random_streams_back"
 OWN = f"{RESTORED}::test_each_rank_has_its_own_state_back_or_one_made_from_all"
+WITH_GRADIENTS = "test_a_restore_with_gradients_that_no_step_has_used_is_an_error_on_every_rank_and_changes_nothing"
 LOADER, RESTORER = "zero.checkpoint.read.loader.Loader", "zero.checkpoint.read.restorer.Restorer"
 
+RESUMED = "state/test_strides.py::test_a_resumed_run_is_the_undisturbed_one"
+
+
+def reading_row_major(_: Any) -> Any:
+    return lambda header: header
+
+
+def agreeing_over_gradients(agree_to_load: Any) -> Any:
+    def agree(self: Any) -> None:
+        schedule = self._reducer._schedule
+        kept, schedule.has_new_gradients = schedule.has_new_gradients, False
+        try:
+            agree_to_load(self)
+        finally:
+            schedule.has_new_gradients = kept
+
+    return agree
+
+
 MUTANTS = (
+    Mutant(
+        "noted-strides-are-not-read",
+        ("P32", "P45"),
+        "A file says that eigenvectors were column-major, and they come back row-major.",
+        (Wrap("zero.checkpoint.format.tensorfile.with_strides", reading_row_major),),
+        (f"{RESUMED}[mixed-(2, 2)-load]",),
+    ),
+    Mutant(
+        "a-restore-leaves-gradients-of-other-weights",
+        ("L2", "P32"),
+        "A restore takes place over gradients that no step has used: the next step applies them to other weights.",
+        (Wrap("zero.engine.Engine.agree_to_load", agreeing_over_gradients),),
+        (f"checkpoint/test_moments.py::{WITH_GRADIENTS}[with_a_clip-1]",),
+    ),
     # other topologies
     Mutant(
         "as-many-ranks-as-saved-it",
@@ -285,8 +321,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.core.statetree._decode_tagged",
-                "return tuple([_decode(item, tensors) for item in content])",
-                "return [_decode(item, tensors) for item in content]",
+                "return tuple([_decode(item, tensors, kinds) for item in content])",
+                "return [_decode(item, tensors, kinds) for item in content]",
             ),
         ),
         ("checkpoint/test_statetree.py::test_a_value_comes_back_with_its_types_its_order_and_its_bits",),

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 HABITS = "parameters/test_stage3_habits.py"
+
+
+def wrapping(init: Callable[..., None]) -> Callable[..., None]:
+    """Return a constructor of a method's replacement that keeps the method as `functools.wraps` does."""
+
+    def made(self: Any, module: Any, name: str, *hooks: Any) -> None:
+        plain = getattr(module, name)
+        init(self, module, name, *hooks)
+        functools.update_wrapper(self, plain)
+
+    return made
+
 
 MUTANTS = (
     Mutant(
@@ -57,6 +73,13 @@ MUTANTS = (
             ),
         ),
         ("parameters/test_forward_methods.py::test_close_takes_them_away_and_nothing_stays_gathered_before[1]",),
+    ),
+    Mutant(
+        "a-registered-method-holds-its-module",
+        ("L5",),
+        "A registered method has the plain one as `__wrapped__`, so a module with one waits for the garbage collector.",
+        (Wrap("zero.parameters.module_hooks.ForwardMethod.__init__", wrapping),),
+        ("parameters/test_forward_methods.py::test_a_registered_method_looks_like_the_plain_one",),
     ),
     Mutant(
         "a-method-inside-a-forward-begins-the-order-anew",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 OWNERS = "core/test_owners.py"
 PARTITION = "step/test_partition.py"
@@ -10,7 +12,46 @@ CLASSES = "step/test_classes.py"
 AVERAGE = "state/test_average.py"
 BITS = f"{PARTITION}::test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop"
 
+RESUMED = "state/test_strides.py::test_a_resumed_run_is_the_undisturbed_one"
+UNDISTURBED = "state/test_strides.py::test_an_undisturbed_run_and_its_dict_are_those_of_the_plain_loop"
+
+
+def sending_row_major(facts: Any) -> Any:
+    return lambda tensor: facts(tensor)[:2]
+
+
+def copying_row_major(copied: Any) -> Any:
+    return lambda tensor: copied(tensor).contiguous()
+
+
 MUTANTS = (
+    Mutant(
+        "states-are-sent-without-their-strides",
+        ("L12",),
+        "A dict of all ranks has eigenvectors row-major: training that goes on from it has other last bits.",
+        (Wrap("zero.state.gather._facts", sending_row_major),),
+        (f"{UNDISTURBED}[mixed]",),
+    ),
+    Mutant(
+        "loaded-states-are-row-major",
+        ("L12", "P45"),
+        "Eigenvectors of a dict or of a checkpoint become row-major when they are loaded.",
+        (Wrap("zero.core.bits.copied", copying_row_major),),
+        (f"{RESUMED}[mixed-(3, 1)-dict]",),
+    ),
+    Mutant(
+        "a-square-states-memory-order-is-its-parameters",
+        ("L12",),
+        "A state of its parameter's shape becomes row-major at the first step, whatever order its class has given it.",
+        (
+            Edit(
+                "zero.runtime.flat_states.BucketStates.adopt_states",
+                "                    and value.stride() == run.parameter.stride()\n",
+                "",
+            ),
+        ),
+        (f"{UNDISTURBED}[square]",),
+    ),
     Mutant(
         "the-smallest-parameters-first",
         ("L7",),
@@ -114,8 +155,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.state.gather._StateFacts.states",
-                "for name, (dtype, shape) in large.items():",
-                "for name, (dtype, shape) in reversed(large.items()):",
+                "in large.items():",
+                "in reversed(large.items()):",
             ),
         ),
         (f"{BITS}[0-shampoo]",),
@@ -173,8 +214,8 @@ MUTANTS = (
             ),
             Edit(
                 "zero.runtime.flat_states.BucketStates.adopt_states",
-                "may_lie_flat(value) and value.dtype == self.weights.dtype",
-                "may_lie_flat(value)",
+                "                    and value.dtype == self.weights.dtype\n",
+                "",
             ),
         ),
         (f"{PARTITION}::test_states_keep_their_dtype_beside_others_of_the_same_name[1-dict]",),
@@ -183,7 +224,7 @@ MUTANTS = (
         "only-small-parameters-are-tried",
         ("L10",),
         "The trial by parameter steps short sides alone: what a class does with large parameters together is not seen.",
-        (Edit("zero.step.partition._large", "math.prod(sides) < LARGE", "True"),),
+        (Edit("zero.step.trial.large_shapes", "math.prod(sides) < LARGE", "True"),),
         (f"{PARTITION}::test_what_a_class_does_with_large_parameters_alone_is_tried",),
     ),
     Mutant(

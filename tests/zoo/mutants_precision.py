@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 RESUMED = "step/test_mixed_cases.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
 UNITS = "gradients/test_join.py::test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it"
@@ -15,6 +17,21 @@ EVALUATION = "step/test_mixed_cases.py::test_an_evaluation_between_steps_changes
 OVERFLOW = "step/test_loss_scaling.py::test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere"
 LEFT = "gradients/test_join.py::test_training_is_that_of_the_plain_loop_over_the_union"
 CALLS = "gradients/test_join.py::test_a_rank_that_left_makes_every_call_of_the_others"
+
+NEVER_UPDATED = "step/test_mixed_cases.py::test_a_dict_of_weights_that_were_never_updated_says_so"
+
+
+def rounding_masters(load: Any) -> Any:
+    return lambda self, state_dict, groups: load(self, {"masters": {}, **state_dict}, groups)
+
+
+def leaving_out_empty_masters(dict_of: Any) -> Any:
+    def without(self: Any, groups: Any) -> Any:
+        found = dict_of(self, groups)
+        return {key: value for key, value in found.items() if key != "masters" or value}
+
+    return without
+
 
 MASTERS = (
     Mutant(
@@ -197,7 +214,7 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.PlainDicts.load",
-                'scatter_masters(state_dict.get("masters", {}), ',
+                'scatter_masters(state_dict["masters"], ',
                 "scatter_masters({}, ",
             ),
         ),
@@ -206,12 +223,23 @@ MASTERS = (
     Mutant(
         "masters-of-before-outlive-a-load",
         ("S53",),
-        "After a dict without master weights those of the training before stay.",
+        "After a dict whose master weights were never updated those of later steps stay.",
         (Edit("zero.state.plain_dicts.scatter_masters", "        states.master.forget()\n", ""),),
-        (
-            "step/test_mixed_cases.py::"
-            "test_a_dict_without_masters_leaves_them_to_the_model_and_a_plain_optimizer_takes_one_with",
-        ),
+        (NEVER_UPDATED,),
+    ),
+    Mutant(
+        "a-dict-without-masters-rounds-them",
+        ("S39", "S54"),
+        "After a dict of torch, of an fp32 run or of DeepSpeed training goes on from rounded master weights.",
+        (Wrap("zero.state.plain_dicts.PlainDicts.load", rounding_masters),),
+        ("step/test_mixed_cases.py::test_a_dict_without_masters_keeps_those_that_round_to_the_model[3]",),
+    ),
+    Mutant(
+        "a-dict-without-an-update-looks-like-a-plain-one",
+        ("S53",),
+        "A dict does not say that its master weights were never updated: those of later steps outlive its load.",
+        (Wrap("zero.state.plain_dicts.PlainDicts.dict_of", leaving_out_empty_masters),),
+        (NEVER_UPDATED,),
     ),
     Mutant(
         "whatever-is-frozen-has-masters",

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 GRAPHS, MEMORY = "parameters/test_resident_graphs.py", "parameters/test_resident_memory.py"
 TRAIN = f"{GRAPHS}::test_units_train_as_in_the_plain_loop"
+
+
+def without_travel(recall: Callable[..., bool]) -> Callable[..., bool]:
+    """Return a recall of parameters in a backward that does not know units that are gathered."""
+
+    def wrong(self: Any, parameter: Any) -> bool:
+        gathered = (buffer for unit in self.units for buffer in unit.gathered.buffers)
+        return all(known is not parameter for buffer in gathered for known in buffer.parameters) and recall(
+            self, parameter
+        )
+
+    return wrong
+
 
 MUTANTS = (
     Mutant(
@@ -170,6 +186,16 @@ MUTANTS = (
             ),
         ),
         (f"{TRAIN}[losses beside the outputs-on_sockets-2]",),
+    ),
+    Mutant(
+        "a-chunk-that-is-computed-anew-gathers-nothing",
+        ("L3",),
+        "A checkpoint computes anew what was run inside `gathered`, and the weights of units that travel are released.",
+        (Wrap("zero.parameters.unit_manager.UnitManager._recall", without_travel),),
+        (
+            f"{GRAPHS}::test_a_chunk_of_a_gathered_block_is_computed_anew_after_it_as_in_the_plain_loop"
+            "[a weight of the function-on_threads-2]",
+        ),
     ),
     Mutant(
         "an-edited-view-leads-to-no-unit",

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from typing import Any
+
+import torch
+
+from .mutant import Edit, Mutant, Wrap
 
 RESUME = "state/test_saving.py::test_training_goes_on_from_a_saved_dict_as_if_it_had_not_stopped"
+OLDER = "state/test_saving.py::test_a_dict_of_an_older_version_is_loaded_as_its_class_loads_it"
+
+
+def completing_counts_by_hand(completed: Any) -> Any:
+    def by_hand(state_dict: Any, *others: Any) -> Any:
+        found = completed(state_dict, *others)
+        for index, state in found["state"].items():
+            if type(state_dict["state"][index].get("step")) is int:
+                state["step"] = torch.tensor(state_dict["state"][index]["step"])
+        return found
+
+    return by_hand
+
+
+def checking_nothing(_: Any) -> Any:
+    return lambda *_: None
+
 
 MUTANTS = (
     Mutant(
@@ -196,5 +217,19 @@ MUTANTS = (
             ),
         ),
         ("test_errors.py::test_a_module_whose_parameters_were_replaced_moved_or_cast[rank 1 alone-replace_weight-2]",),
+    ),
+    Mutant(
+        "counts-of-older-versions-are-made-by-hand",
+        ("S53", "L12"),
+        "The step count of an older version's dict gets another dtype than its class gives it.",
+        (Wrap("zero.state.older.completed", completing_counts_by_hand),),
+        (f"{OLDER}[Adam-3-all at once]",),
+    ),
+    Mutant(
+        "a-class-completes-the-dicts-of-others",
+        ("S61", "L12"),
+        "What a dict of another class lacks is filled in, and training goes on from its states.",
+        (Wrap("zero.state.older._check_options", checking_nothing),),
+        ("state/test_saving.py::test_a_dict_that_no_version_of_the_class_has_saved_changes_nothing[unknown]",),
     ),
 )

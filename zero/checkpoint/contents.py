@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.bits import same_bits
+from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..engine import Engine
@@ -61,19 +61,23 @@ class SlotState:
         elementwise: the dtypes of those that are as large as the parameter, by name.
         tensors: dtypes and shapes of all other tensors, by name; those inside lists and dicts are among them.
         values: all other states, by name, as JSON.
+        strides: of those tensors that a file notes them of.
     """
 
     elementwise: Mapping[str, str]
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     values: Mapping[str, Any]
+    strides: Mapping[str, tuple[int, ...]]
 
     def to_json(self) -> list[Any]:
-        return [self.elementwise, self.tensors, self.values]
+        return [self.elementwise, self.tensors, self.values, *([self.strides] if self.strides else [])]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> SlotState:
-        elementwise, tensors, values = value
-        return cls(elementwise, {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}, values)
+        elementwise, tensors, values, *rest = value
+        shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+        strides = {name: tuple(stride) for found in rest for name, stride in found.items()}
+        return cls(elementwise, shapes, values, strides)
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,10 @@ class Contents:
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
         elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
         values, tensors = self._other_states(bucket, slot, state)
-        return SlotState(elementwise, {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}, values)
+        shapes = {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
+        spec = bucket.specs[slot]
+        found = {name: stride_to_note(tensor, spec.shape, spec.stride) for name, tensor in tensors.items()}
+        return SlotState(elementwise, shapes, values, {n: stride for n, stride in found.items() if stride is not None})
 
     def _other_states(self, bucket: Bucket, slot: int, state: PieceState) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the states that are not as large as their parameter, as `encode_states` does."""
@@ -275,6 +282,16 @@ class Contents:
             if bucket.spec.dtypes.has_master and bucket.specs[0].trainable:
                 masters.update((number, slot) for slot in range(len(bucket.specs)))
         return StateFacts(states, frozenset(masters))
+
+
+def stride_to_note(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the strides of a state that a file notes; None if a reader finds them without a note.
+
+    ``shape``, ``stride``: of the parameter. In files from before strides were noted, a state of this shape lies as the
+    parameter does. So, if the parameter is not row-major, it has a note in any case.
+    """
+    lies_otherwise = tuple(tensor.shape) == tuple(shape) and other_stride(shape, stride) is not None
+    return kept_stride(tensor) if lies_otherwise else noted_stride(tensor)
 
 
 def _digest(model: Sequence[StoredTensor]) -> str:

@@ -206,6 +206,7 @@ class CheckpointManager:
             What was restored; None if ``step`` is None and the folder has no checkpoint.
 
         Raises:
+            RuntimeError: on every rank, if one has gradients that no step has used. Nothing has changed.
             ValueError: the checkpoint is that of another model or optimizer, or no state was saved under a key. Nothing
                 has changed.
             CheckpointError: the checkpoint is broken, or there is none of this step. Nothing has changed.

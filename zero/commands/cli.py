@@ -15,13 +15,12 @@ from typing import Annotated, Any, Literal
 
 from .console import INSTALL_HINT
 from .plan.settings import PlanConfig
-from .runner import fail, reports_errors
+from .runner import WRONG_INPUT, checking_input, fail, reports_errors
 from .train.settings import SweepConfig, TrainConfig, flags_of
 
 __all__ = ["main"]
 
 NEEDED = ("typer", "rich")
-USAGE_ERROR = 2
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 HELP = {
     "train": "Train a byte-level GPT on real text, on any number of ranks.",
@@ -62,8 +61,12 @@ def _run(arguments: list[str], program: str, command: str | None) -> int:
         code: int = parser.main(arguments or ["--help"] * (parser is group), program, standalone_mode=False)
     except usage_error as error:
         path = program if error.ctx is None else error.ctx.command_path
-        fail(f"{error.format_message().rstrip('.')}. See `{path} --help`")
-        return USAGE_ERROR
+        remedy = f"See `{path} --help`"
+        if parser is group and arguments[0] in HELP_CHECKPOINT.keys() - HELP.keys():
+            remedy = f"It is `{path} checkpoint {arguments[0]}`"
+        said = error.format_message()
+        fail(f"{said}{'' if said.endswith(('.', '?')) else '.'} {remedy}")
+        return WRONG_INPUT
     return code
 
 
@@ -94,7 +97,9 @@ def _command(config: type[Any], run: Callable[[Any], int]) -> Any:
 
     @reports_errors
     def command(**values: Any) -> int:
-        return run(config(**values))
+        with checking_input(ValueError):
+            settings = config(**values)
+        return run(settings)
 
     return _with_parameters(
         command,

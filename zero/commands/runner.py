@@ -44,10 +44,12 @@ __all__ = [
     "RankError",
     "StoppedError",
     "World",
+    "WrongInputError",
     "barrier",
     "cannot_write",
     "check_alone",
     "check_output",
+    "checking_input",
     "fail",
     "launch_ranks",
     "one_line",
@@ -61,6 +63,7 @@ __all__ = [
 ]
 
 RUN_PREFIX = "zero-"
+WRONG_INPUT = 2
 P = ParamSpec("P")
 
 
@@ -70,6 +73,10 @@ class RankError(Exception):
     def __init__(self, rank: int, line: str, trace: str) -> None:
         super().__init__(f"rank {rank}: {line}")
         self.line, self.trace = line, trace
+
+
+class WrongInputError(Exception):
+    """The input of a command is wrong. Its exit code is 2, that of a command line that cannot be read."""
 
 
 class StoppedError(Exception):
@@ -167,7 +174,7 @@ def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
 
 def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
     """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, which
-    it prints in one line, or 130 after an interrupt."""
+    it prints in one line, 2 if that is a `WrongInputError`, or 130 after an interrupt."""
 
     @functools.wraps(run)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -179,9 +186,20 @@ def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
             return 130
         except Exception as error:
             record_error(error)
-            return fail(error)
+            code = fail(error)
+            return WRONG_INPUT if isinstance(error, WrongInputError) else code
 
     return command
+
+
+@contextmanager
+def checking_input(*kinds: type[Exception]) -> Iterator[None]:
+    """Make errors of the block, in which a command checks its input, a `WrongInputError`. ``kinds``: by default all."""
+    caught = kinds or (Exception,)
+    try:
+        yield
+    except caught as error:
+        raise WrongInputError(one_line(error)) from error
 
 
 def fail(error: BaseException | str, note: str = "") -> int:
@@ -196,7 +214,7 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_output(out: Path, *stale: str) -> None:
+def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
     """Make the output folder of a command, and delete the stale files there. Raises ValueError if files cannot be
     written there."""
     try:
@@ -205,12 +223,12 @@ def check_output(out: Path, *stale: str) -> None:
             for name in stale:
                 (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise cannot_write(out, error) from None
+        raise cannot_write(out, error, flag) from None
 
 
-def cannot_write(out: Path, error: OSError) -> ValueError:
+def cannot_write(out: Path, error: OSError, flag: str = "--out") -> ValueError:
     """The error for an output folder in which no file can be written."""
-    return ValueError(f"--out {out}: cannot write there ({error.strerror}). Name a folder that can be written")
+    return ValueError(f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written")
 
 
 def check_alone(command: str) -> None:

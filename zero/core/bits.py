@@ -33,6 +33,52 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
+def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Return whether elements with these strides lie side by side, each once. Dimensions of stride 0 do not count."""
+    expected = 1
+    for step, size in sorted((step, size) for size, step in zip(shape, stride, strict=True) if size > 1 and step):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def kept_stride(tensor: Tensor) -> tuple[int, ...]:
+    """Return the strides with which ``tensor`` is kept: its own, or dense ones if it has gaps or partial overlaps."""
+    own = tuple(tensor.stride())
+    return own if is_dense(tensor.shape, own) else dense_stride(tensor)
+
+
+def other_stride(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Return ``stride``, or None if they are those of a row-major tensor, or if there is one element at most."""
+    expected, numel = [], 1
+    for size in reversed(shape):
+        expected.append(numel)
+        numel *= size
+    return None if numel <= 1 or tuple(stride) == tuple(reversed(expected)) else tuple(stride)
+
+
+def noted_stride(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the strides to note beside the row-major values of ``tensor``; None if there is nothing to note."""
+    return other_stride(tensor.shape, kept_stride(tensor))
+
+
+def laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """Return a copy of ``tensor`` with these strides, for which `is_dense` holds."""
+    once = [min(size, 1) if step == 0 else size for size, step in zip(tensor.shape, stride, strict=True)]
+    made = torch.empty_strided(once, tuple(stride), dtype=tensor.dtype, device=tensor.device)
+    made.copy_(tensor[tuple(slice(size) for size in once)])
+    return made.as_strided(tensor.shape, tuple(stride))
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """Return a copy of ``tensor`` that has the strides of `kept_stride`."""
+    made = tensor.clone()
+    if tensor.layout is not torch.strided or tuple(made.stride()) == (stride := kept_stride(tensor)):
+        return made
+    return laid_out(made, stride)
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of one dtype have equal bits: -0.0 differs from 0.0, and a NaN can equal a NaN."""
     wide = torch.int64 if a.numel() * a.itemsize % 8 == 0 == (a.data_ptr() | b.data_ptr()) % 8 else torch.uint8

@@ -10,6 +10,9 @@ JSON's own values stand for themselves. All others are objects with one key, whi
     {"$dict": [[key, value]]}  a dict with a key that is no text, or begins with "$"; likewise $OrderedDict, $Counter
     {"$tensor": name}          a tensor, which is returned beside the JSON; on the CPU when it is read
     {"$array": name}           a NumPy array, likewise; {"$scalar": name} a NumPy scalar
+    {"$subclass": {...}}       a tensor subclass that wraps others, in states of an optimizer: the name of its class,
+                               tensors, shape, strides, and the metadata of ``__tensor_flatten__``, in which there may
+                               be {"$dtype": name} and {"$size": [...]}, too; the reader needs the class
     {"$inline": {...}}         a small tensor inside the JSON: its dtype, its shape, and its bytes in base64; it may
                                stand in the place of the name of an array or a scalar
 """
@@ -28,6 +31,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .parameter_specs import flattened
+
+Rebuild = Callable[[dict[str, Any], Any, torch.Size, tuple[int, ...]], Tensor]  # as a class's ``__tensor_unflatten__``
 DTYPES: dict[str, torch.dtype] = {  # by their names in safetensors files
     "F64": torch.float64,
     "F32": torch.float32,
@@ -50,6 +56,7 @@ DTYPES: dict[str, torch.dtype] = {  # by their names in safetensors files
     "BOOL": torch.bool,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_Path = tuple[Any, ...]  # the name of the whole, and the keys that lead to a value
 _KEYS = (str, int, bool, type(None))
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _KINDS = {tag: kind for kind, tag in _DICTS.items()}
@@ -60,6 +67,7 @@ _NUMPY = {
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
 N_AVERAGED = "n_averaged"  # the name of a count beside averages
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
+_SIMPLE = frozenset({int, float, bool, type(None)})
 _MOST_BITS = 14_000  # of a whole number: Python reads and writes at most 4,300 digits
 
 
@@ -76,15 +84,15 @@ def check_average_name(name: str) -> None:
         )
 
 
-def encode(value: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
+def encode(value: Any, name: str, *, wrappers: bool = False) -> tuple[Any, dict[str, Tensor]]:
     """Return a value of JSON's types that stands for ``value``, and the tensors that belong to it, by name.
 
-    The tensors are contiguous, and may share memory with those in ``value``. ``name``: of the whole, in errors.
-    Raises `TypeError` naming the place of a value that cannot be written.
+    The tensors may have any strides, and share memory with those in ``value``. ``name``: of the whole, in errors.
+    ``wrappers``: also of tensor subclasses. Raises `TypeError` naming the place of a value that cannot be written.
     """
     tensors: dict[str, Tensor] = {}
     try:
-        return _encode(value, name, "", tensors), tensors
+        return _encode(value, (name,), tensors, wrappers), tensors
     except RecursionError as error:
         raise TypeError(f"{name} is nested too deeply to be saved, or contains itself") from error
 
@@ -118,8 +126,8 @@ def encode_states(
     element is inside the JSON instead. `decode_states` is the inverse. ``name``: of the whole, in errors. ``taken``:
     names of further states. Raises `TypeError` naming a state that cannot be written.
     """
-    found = {key: value for key, value in states.items() if isinstance(value, Tensor)}
-    values, inner = encode({key: value for key, value in states.items() if key not in found}, name)
+    found = {key: value for key, value in states.items() if isinstance(value, Tensor) and not flattened(value)[0]}
+    values, inner = encode({key: value for key, value in states.items() if key not in found}, name, wrappers=True)
     if "$dict" in values:
         raise TypeError(f"{name} has a state whose name is no text, or begins with '$', which cannot be saved")
     small = {key: value for key, value in inner.items() if value.numel() <= 1}
@@ -129,11 +137,16 @@ def encode_states(
     return inline(values, small), found | large
 
 
-def decode_states(values: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the states that `encode_states` was given. Raises `FormatError` for JSON that it does not make."""
+def decode_states(
+    values: Mapping[str, Any], tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild] | None = None
+) -> dict[str, Any]:
+    """Return the states that `encode_states` was given. Raises `FormatError` for JSON that it does not make.
+
+    ``kinds``: of `decode`.
+    """
     inner = tensor_names(values)
     found: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name not in inner}
-    return found | {name: decode(value, tensors) for name, value in values.items()}
+    return found | {name: decode(value, tensors, kinds) for name, value in values.items()}
 
 
 def tensor_names(value: Any) -> set[str]:
@@ -161,120 +174,182 @@ def inline(value: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def _inlined(tensor: Tensor) -> dict[str, Any]:
-    data = tensor.cpu().view(-1).view(torch.uint8).numpy().tobytes()
+    data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     shape = list(tensor.shape)
     return {"$inline": {"dtype": NAMES[tensor.dtype], "shape": shape, "data": base64.b64encode(data).decode()}}
 
 
-def _encode(value: Any, place: str, path: str, tensors: dict[str, Tensor]) -> Any:
+def kinds_in(value: Any) -> dict[str, Rebuild]:
+    """Return the classes of the tensor subclasses in a value, by the names under which they are written."""
+    if isinstance(value, (list, tuple, dict)):
+        inside = value.values() if isinstance(value, dict) else value
+        return {name: kind for item in inside for name, kind in kinds_in(item).items()}
+    given: Any = value
+    names, _ = flattened(given) if isinstance(value, Tensor) else ((), None)
+    found = {_class_name(given): type(given).__tensor_unflatten__} if names else {}
+    return found | kinds_in([getattr(given, name) for name in names])
+
+
+def rebuilt(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return ``change(tensor)``; of a wrapper subclass, the same with ``change`` of each tensor that it wraps."""
+    given: Any = tensor
+    names, facts = flattened(given)
+    if not names:
+        return change(tensor)
+    parts = {name: rebuilt(getattr(given, name), change) for name in names}
+    found: Tensor = type(given).__tensor_unflatten__(parts, facts, given.shape, given.stride())
+    return found
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _encode(value: Any, at: _Path, tensors: dict[str, Tensor], wrappers: bool) -> Any:
     def inside(key: Any, item: Any) -> Any:
-        return _encode(item, f"{place}[{key!r}]", f"{path}.{key}" if path else str(key), tensors)
+        return _encode(item, (*at, key), tensors, wrappers)
 
     if type(value) in _KEYS:
-        return _checked(value, place)
+        return _checked(value, at)
     if type(value) is float:
-        return value if math.isfinite(value) else {"$float": _not_finite(value)}
+        return _float(value)
     if type(value) is bytes:
         return {"$bytes": base64.b64encode(value).decode()}
-    if type(value) in (list, tuple) and _are_small(value):
-        return list(value) if type(value) is list else {"$tuple": list(value)}
-    if type(value) is list:
-        return [inside(index, item) for index, item in enumerate(value)]
-    if type(value) is tuple:
-        return {"$tuple": [inside(index, item) for index, item in enumerate(value)]}
+    if type(value) in (list, tuple):
+        items = _numbers(value) or [inside(index, item) for index, item in enumerate(value)]
+        return items if type(value) is list else {"$tuple": items}
     if type(value) in _DICTS:
-        return _encode_dict(value, place, inside)
+        return _encode_dict(value, at, inside)
+    if wrappers and isinstance(value, Tensor) and flattened(value)[0]:
+        return {"$subclass": _encode_subclass(value, inside)}
+    if wrappers and type(value) is torch.Size:
+        return {"$size": list(value)}
+    if wrappers and isinstance(value, torch.dtype) and value in NAMES:
+        return {"$dtype": NAMES[value]}
     if isinstance(value, Tensor):
-        return {"$tensor": _keep(value.detach(), place, path, tensors)}
+        return {"$tensor": _keep(value.detach(), at, tensors)}
     if type(value) is np.ndarray or isinstance(value, np.generic):
         kind = "$array" if isinstance(value, np.ndarray) else "$scalar"
         try:
-            made = torch.from_numpy(np.array(value, order="C"))
+            made = torch.from_numpy(np.array(value, order="K"))
         except (TypeError, ValueError) as error:
-            raise TypeError(f"{place} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
-        return {kind: _keep(made, place, path, tensors)}
+            raise TypeError(f"{_text(at)} is a NumPy value of {value.dtype!r}, which cannot be saved") from error
+        return {kind: _keep(made, at, tensors)}
     kind = f"a {type(value).__name__}"
     if callable(value) and hasattr(value, "__name__"):
         kind = "a class" if isinstance(value, type) else "a function"
     raise TypeError(
-        f"{place} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and tensors "
-        "can be saved; leave it out, or give it a state_dict() of these"
+        f"{_text(at)} is {kind}: only None, numbers, text, bytes, lists, tuples, dicts, Counters, NumPy values and "
+        "tensors can be saved; leave it out, or give it a state_dict() of these"
     )
 
 
-def _encode_dict(value: dict[Any, Any], place: str, inside: Callable[[Any, Any], Any]) -> Any:
+def _encode_subclass(value: Tensor, inside: Callable[[Any, Any], Any]) -> Any:
+    names, facts = flattened(value)
+    return {
+        "class": _class_name(value),
+        "parts": {name: inside(name, getattr(value, name)) for name in names},
+        "facts": inside("facts", facts),
+        "shape": list(value.shape),
+        "stride": list(value.stride()),
+    }
+
+
+def _text(at: _Path) -> str:
+    """Return a place as a user would write it."""
+    return "".join((at[0], *(f"[{key!r}]" for key in at[1:])))
+
+
+def _encode_dict(value: dict[Any, Any], at: _Path, inside: Callable[[Any, Any], Any]) -> Any:
     for key in value:
         if type(key) not in _KEYS:
             raise TypeError(
-                f"{place} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
+                f"{_text(at)} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
             )
-        _checked(key, f"a key of {place}")
+        _checked(key, at, "a key of ")
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: inside(key, item) for key, item in value.items()}
     return {_DICTS[type(value)]: [[key, inside(key, item)] for key, item in value.items()]}
 
 
-def _checked(value: Any, place: str) -> Any:
+def _numbers(values: list[Any] | tuple[Any, ...]) -> list[Any] | None:
+    """Encode a list of nothing but numbers and None, of which there may be many (losses, indices).
+
+    Return None if it has anything else, or a number that JSON cannot hold.
+    """
+    kinds = {*map(type, values)}
+    if not kinds <= _SIMPLE:
+        return None
+    whole = values if kinds == {int} else [value for value in values if type(value) is int]
+    if max(map(int.bit_length, whole), default=0) > _MOST_BITS:
+        return None
+    return [_float(v) if type(v) is float and not math.isfinite(v) else v for v in values]
+
+
+def _float(value: float) -> Any:
+    if math.isfinite(value):
+        return value
+    text, data = repr(value), struct.pack(">d", value)
+    return {"$float": text if struct.pack(">d", float(text)) == data else data.hex()}
+
+
+def _checked(value: Any, at: _Path, of: str = "") -> Any:
     """Return text, or a whole number. Raises `TypeError` if JSON cannot hold it."""
     if type(value) is str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            raise TypeError(f"{place} is text that is no Unicode: {value!r:.80}") from error
+            raise TypeError(f"{of}{_text(at)} is text that is no Unicode: {value!r:.80}") from error
     if type(value) is int and value.bit_length() > _MOST_BITS:
-        raise TypeError(f"{place} is a number of {value.bit_length():,} bits, which cannot be saved")
+        raise TypeError(f"{of}{_text(at)} is a number of {value.bit_length():,} bits, which cannot be saved")
     return value
 
 
-def _are_small(values: list[Any] | tuple[Any, ...]) -> bool:
-    """Return whether all are whole numbers that JSON can hold. A generator's state has hundreds, so no loop is here."""
-    return {*map(type, values)} == {int} and max(map(int.bit_length, values)) <= _MOST_BITS
-
-
-def _not_finite(value: float) -> str:
-    text, data = repr(value), struct.pack(">d", value)
-    return text if struct.pack(">d", float(text)) == data else data.hex()
-
-
-def _keep(tensor: Tensor, place: str, path: str, tensors: dict[str, Tensor]) -> str:
+def _keep(tensor: Tensor, at: _Path, tensors: dict[str, Tensor]) -> str:
     plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and not tensor.is_nested
     if not plain or tensor.dtype not in NAMES or tensor.is_meta:
         raise TypeError(
-            f"{place} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which "
+            f"{_text(at)} is a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}, which "
             "cannot be saved"
         )
-    name = path or "value"
+    name = ""
+    for key in at[1:]:
+        name = f"{name}.{key}" if name else str(key)
+    name = name or "value"
     while name in tensors or name == _RESERVED:
         name += "_"
-    dense = tensor.resolve_conj().resolve_neg().contiguous()
-    tensors[name] = dense if dense.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)  # it may have any strides
+    resolved = tensor.resolve_conj().resolve_neg()
+    tensors[name] = resolved if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
     return name
 
 
-def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `encode` was given. Raises `FormatError` for JSON that `encode` does not make."""
+def decode(value: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild] | None = None) -> Any:
+    """Return what `encode` was given. Raises `FormatError` for JSON that `encode` does not make.
+
+    ``kinds``: of tensor subclasses, as `kinds_in` returns them; a name that is none of these is an error.
+    """
     try:
-        return _decode(value, tensors)
+        return _decode(value, tensors, kinds or {})
     except FormatError:
         raise
     except (TypeError, ValueError, KeyError, RuntimeError) as error:
         raise FormatError(f"a saved state cannot be read ({error!r})") from error
 
 
-def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode(value: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensors) for item in value]
+        return [_decode(item, tensors, kinds) for item in value]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: _decode(item, tensors) for key, item in value.items()}
+        return {key: _decode(item, tensors, kinds) for key, item in value.items()}
     if len(value) > 1:
         raise FormatError(f"a saved state has {tags[0]!r} beside {len(value) - 1} other keys")
-    return _decode_tagged(tags[0], value[tags[0]], tensors)
+    return _decode_tagged(tags[0], value[tags[0]], tensors, kinds)
 
 
-def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any:
+def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Any:
     if tag == "$float":
         return struct.unpack(">d", bytes.fromhex(content))[0] if len(content) == 16 else float(content)
     if tag == "$bytes":
@@ -283,6 +358,12 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
         return tensors[content]
     if tag == "$inline":
         return _decode_inline(content)
+    if tag == "$subclass":
+        return _decode_subclass(content, tensors, kinds)
+    if tag == "$size":
+        return torch.Size(content)
+    if tag == "$dtype":
+        return DTYPES[content]
     if tag in _NUMPY:
         return _NUMPY[tag](_decode_inline(content["$inline"]) if isinstance(content, dict) else tensors[content])
     if tag != "$tuple" and tag not in _KINDS:
@@ -290,8 +371,19 @@ def _decode_tagged(tag: str, content: Any, tensors: Mapping[str, Tensor]) -> Any
     if not isinstance(content, list):
         raise FormatError(f"a saved state has {tag!r} of what is no list")
     if tag == "$tuple":
-        return tuple([_decode(item, tensors) for item in content])
-    return _KINDS[tag]({key: _decode(item, tensors) for key, item in content})
+        return tuple([_decode(item, tensors, kinds) for item in content])
+    return _KINDS[tag]({key: _decode(item, tensors, kinds) for key, item in content})
+
+
+def _decode_subclass(content: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebuild]) -> Tensor:
+    name = content["class"]
+    if name not in kinds:
+        raise FormatError(f"a saved state is a {name}, which is rebuilt by an optimizer whose class makes such states")
+    parts, facts = _decode(content["parts"], tensors, kinds), _decode(content["facts"], tensors, kinds)
+    try:
+        return kinds[name](parts, facts, torch.Size(content["shape"]), tuple(content["stride"]))
+    except Exception as error:
+        raise FormatError(f"a saved state is no {name} ({error!r})") from error
 
 
 def _decode_inline(content: Any) -> Tensor:

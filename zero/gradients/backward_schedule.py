@@ -32,6 +32,15 @@ class Phase(Enum):
     STEPPED = "a step has used them"
 
 
+def inside_backward(purpose: str) -> RuntimeError:
+    """Return the error of a call that was made inside a backward."""
+    memory = "; if that is to save memory, stages 2 and 3 shard gradients while the backward runs"
+    return RuntimeError(
+        f"{purpose} inside a backward, as in a hook of a parameter: call it when backward() has returned"
+        f"{memory if purpose == 'step()' else ''}"
+    )
+
+
 class BackwardSchedule:
     """The rounds and the phase of one optimizer on one rank. All flags are in its buckets."""
 
@@ -141,6 +150,8 @@ class BackwardSchedule:
         for bucket in self.buckets:
             bucket.used, bucket.seen = bytearray(len(bucket.used)), bytearray(len(bucket.seen))
             bucket.grad.clear()
+            if not bucket.grad.tensors():
+                bucket.means, bucket.addresses = [], []
 
     def close(self) -> None:
         """Let go of all buckets."""

@@ -81,7 +81,12 @@ class GradSlots:
                 self.put_placeholder(bucket, slot)
 
     def _publish_means(self, bucket: Bucket) -> None:
-        pairs = zip(bucket.grad.mean_views(), bucket.used, strict=True)
+        if not bucket.means:
+            bucket.means = [view.detach() for view in bucket.grad.mean_views()]
+        for slot in _elsewhere(bucket):
+            if bucket.parameters[slot].grad is not bucket.means[slot]:  # it was cleared, or assigned
+                bucket.means[slot] = bucket.grad.mean_view(slot).detach()
+        pairs = zip(bucket.means, bucket.used, strict=True)
         for slot, mean in enumerate([mean if used else None for mean, used in pairs]):
             if bucket.published[slot] is mean and bucket.parameters[slot].grad is mean:
                 continue
@@ -134,14 +139,27 @@ class GradSlots:
             else:
                 foreign[bucket.spec.slots[slot].parameter] = bucket.specs[slot].name
         self.forget(cleared)
-        if self.means_are_shown:  # real tensors, which may have been zeroed in place
+        moved = None
+        if self.means_are_shown:  # real tensors, which may have been zeroed in place, or given other memory
             self._detect_zeroed()
+            moved = self._moved()
         if not foreign:
-            return None
+            return moved
         return (
             f"the gradient of {foreign[min(foreign)]!r} was assigned from outside: only backward() can say what this "
             "rank contributes"
         )
+
+    def _moved(self) -> str | None:
+        """Return the error for a mean in p.grad that was given other memory; None if none was."""
+        for bucket in self._schedule.buckets:
+            for slot in _elsewhere(bucket) if bucket.grad.shows_means else ():
+                if bucket.parameters[slot].grad is bucket.means[slot]:
+                    return (
+                        f"the gradient of {bucket.specs[slot].name!r} was given other memory (by assigning to .data, "
+                        "or by set_()): edit p.grad in place, or assign p.grad itself"
+                    )
+        return None
 
     def _detect_zeroed(self) -> None:
         stale = list[tuple[Bucket, int, Tensor]]()
@@ -235,6 +253,15 @@ class GradSlots:
 def _is_mean(published: Tensor) -> bool:
     """Return True for a mean, which the user may edit or replace; False for a placeholder."""
     return not isinstance(published, ShardedGradient)
+
+
+def _elsewhere(bucket: Bucket) -> list[int]:
+    """Return the slots whose tensor for a mean, in p.grad or not, is not where the mean is."""
+    found = [*map(Tensor.data_ptr, bucket.means)]
+    if found == bucket.addresses:
+        return []
+    bucket.addresses = [view.data_ptr() for view in bucket.grad.mean_views()]  # share_memory_() moves all of them
+    return [slot for slot, pair in enumerate(zip(found, bucket.addresses, strict=False)) if pair[0] != pair[1]]
 
 
 def _holding_placeholders(bucket: Bucket) -> bytes:

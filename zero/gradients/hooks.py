@@ -109,6 +109,15 @@ class ShardedGradient(torch.Tensor):
     def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.reported_dtype
 
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # `Module.to` assigns what it did not have to change
+            self._refuse("an assignment to .data")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
 
@@ -151,8 +160,9 @@ class ShardedGradient(torch.Tensor):
         remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
         if current_graph_task_id() != _NO_TASK:
             remedy = (
-                "something else asks for it inside the backward: if the model is inside DistributedDataParallel, take "
-                "that away, since two systems would add up the gradients"
+                "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
+                "if the model is inside DistributedDataParallel, take that away, since two systems would add up the "
+                "gradients"
             )
         elif "to_copy" in action:
             remedy += ", and cast or move the model before the optimizer is built"
@@ -176,15 +186,8 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in (
-    "numpy",
-    "tolist",
-    "data_ptr",
-    "storage",
-    "__array__",
-    "__dlpack__",
-    "__dlpack_device__",
-    "__reduce_ex__",
-    "__deepcopy__",
+    *("numpy", "tolist", "data_ptr", "storage", "__array__", "__dlpack__", "__dlpack_device__"),
+    *("__reduce_ex__", "__deepcopy__"),
 ):
     setattr(ShardedGradient, _name, _refusal(_name))
 

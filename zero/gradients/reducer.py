@@ -29,7 +29,7 @@ from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.streams import Streams
 from .agreement import Agreement, Record
-from .backward_schedule import BackwardSchedule, Phase
+from .backward_schedule import BackwardSchedule, Phase, inside_backward
 from .grad_slots import GradSlots
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
@@ -202,8 +202,6 @@ class Reducer:
         Returns every rank's ``norm()``, a part of the norm of the means, if the gradients were means before and all
         ranks have used the same parameters, else None.
         """
-        if self.hooks.inside_backward:
-            raise RuntimeError(f"{purpose} inside a backward")
         if not self._sync:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
@@ -240,6 +238,8 @@ class Reducer:
     ) -> list[Record]:
         """Wait for all ranks, with catch-up, and compare their records. Collective; raises the same error on every
         rank. ``message``: is attached to this rank's record, instead of ``norm``."""
+        if self.hooks.inside_backward:
+            raise inside_backward(purpose)
         self._streams.wait_for_previous()
         self.finish_interrupted()
         assigned = self._slots.detect_changes()
@@ -357,7 +357,7 @@ class Reducer:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
-            raise RuntimeError("zero_grad() inside a backward")
+            raise inside_backward("zero_grad()")
         self.finish_interrupted()
         self._slots.zero_grad(set_to_none)
 

@@ -103,8 +103,8 @@ class Materializer:
         if missing and self._init is None and not hasattr(part.module, "reset_parameters"):
             raise ValueError(
                 f"{missing[0]!r} is on the meta device, and its module {part.name or 'the model'!r} "
-                f"({type(part.module).__name__}) has no reset_parameters(): pass param_init_fn, or a state dict "
-                "that has it"
+                f"({type(part.module).__name__}) has no reset_parameters(): pass param_init_fn, which for a model of "
+                "transformers is model._init_weights, or a state dict that has it"
             )
         for own in part.own:
             if id(own.tensor) in part.meta and (

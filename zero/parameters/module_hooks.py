@@ -29,8 +29,8 @@ After = Callable[[nn.Module, Any, Any], None]  # called with the module, None, a
 class ForwardMethod:
     """A replacement, in a module's ``__dict__``, of one of its methods, until `remove`.
 
-    It calls the plain method between ``before`` and ``after``. It holds the module weakly. Copies of the module, also
-    pickled ones, have the plain method.
+    It calls the plain method between ``before`` and ``after``, and has its attributes, as `functools.wraps` gives them.
+    It holds the module weakly. Copies of the module, also pickled ones, have the plain method.
     """
 
     def __init__(self, module: nn.Module, name: str, before: Before, after: After) -> None:
@@ -39,9 +39,17 @@ class ForwardMethod:
         self._module, self._name, self._before, self._after = weakref.ref(module), name, before, after
         own: Callable[..., Any] | None = module.__dict__.get(name)
         self._own = own  # a method that the user assigned to this instance, not to its class
-        self.__name__, self.__doc__ = name, plain.__doc__
+        self.__module__, self.__doc__ = plain.__module__, plain.__doc__  # the class has these itself
         self.__signature__ = inspect.signature(plain)
         module.__dict__[name] = self
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the plain method, such as ``__code__`` or ``__self__``; ``__wrapped__`` is itself."""
+        module = self.__dict__["_module"]()
+        if module is None:
+            raise AttributeError(f"{name!r}: the module of this method is gone")
+        plain = self._plain(module)
+        return plain if name == "__wrapped__" else getattr(plain, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

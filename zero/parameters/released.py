@@ -14,10 +14,11 @@ crash the interpreter, and a graph that was recorded before keeps an old version
 
 from __future__ import annotations
 
+import copy
 import sys
 import weakref
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Sequence, Set
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -55,6 +56,21 @@ def _answerable() -> frozenset[Any]:
 
 
 ANSWERABLE = _answerable()
+_SAVE = (
+    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
+    "model.state_dict() is whole and rank 0 saves it"
+)
+_WHOLE_USES: dict[CodeType, tuple[str, str]] = {
+    nn.Module.load_state_dict.__code__: (
+        "model.load_state_dict()",
+        "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built",
+    ),
+    torch.save.__code__: ("torch.save()", _SAVE),
+    nn.Module.state_dict.__code__: ("model.state_dict()", _SAVE),
+    nn.Parameter.__reduce_ex__.__code__: ("pickle", _SAVE),
+    copy.deepcopy.__code__: ("copy.deepcopy()", "copy inside 'with optimizer.gathered():', which all ranks enter"),
+}
+"""What is called to save, load or copy a whole model, by its code: its name, and what to do instead."""
 
 
 def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor], bool | None]) -> type[Tensor]:
@@ -84,11 +100,18 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
             )
         if found is not None and recall(found):
             return func(*args, **(kwargs or {}))
+        callers = set(_callers())
+        for code, (call, remedy) in _WHOLE_USES.items():
+            if code in callers:
+                raise RuntimeError(
+                    f"{call}: {remedy}. {spec.name!r} is released: at stage 3 a parameter has values only inside its "
+                    "unit's forward and backward"
+                )
         raise RuntimeError(
             f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
             "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
             "and call the unit itself rather than its forward() or a part of it; zero.register_forward_method makes "
-            f"another method of the unit one that gathers{_further_remedy(func)}"
+            f"another method of the unit one that gathers{_further_remedy(func, callers)}"
         )
 
     def represent(self: Tensor, **_: Any) -> str:
@@ -182,15 +205,20 @@ def _without_values() -> dict[Any, Callable[..., Any]]:
 _WITHOUT_VALUES = _without_values()
 
 
-def _further_remedy(func: Any) -> str:
+def _callers() -> Iterator[CodeType]:
+    """Yield the code of each function that is being called in this thread."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        yield frame.f_code
+
+
+def _further_remedy(func: Any, callers: Set[CodeType]) -> str:
     """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is nn.parallel.DistributedDataParallel.__init__.__code__:
-            return "; take DistributedDataParallel away, since two systems would add up the gradients"
-        frame = frame.f_back
+    if nn.parallel.DistributedDataParallel.__init__.__code__ in callers:
+        return "; take DistributedDataParallel away, since two systems would add up the gradients"
     return ""
 
 

@@ -1,6 +1,7 @@
-"""What a thread is inside: a forward or a backward. Frames say so even after an interrupt, which skips hooks.
+"""What a thread is inside: a forward, a backward, a recomputation. Frames say so even after an interrupt, which skips
+hooks.
 
-Knows: frames, and which functions of torch are under way in a forward and in a backward. Does not know: units, modules.
+Knows: frames, and which functions of torch are under way then. Does not know: units, modules.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import sys
 import threading
 from types import CodeType, FrameType
 
+from torch.utils.checkpoint import CheckpointFunction
+
 from collectives.torch_internals import call_impl, current_graph_task_id, engine_run_backward, wrapped_call_impl
 
 from .module_hooks import ForwardMethod
@@ -17,6 +20,7 @@ from .module_hooks import ForwardMethod
 NO_TASK = -1  # autograd's number where no backward is under way
 _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _MAX_WALKS = 1000
+_CHECKPOINTS = CheckpointFunction.forward.__code__.co_filename
 
 
 def in_backward() -> bool:
@@ -37,6 +41,16 @@ def calls_backward(thread: threading.Thread) -> bool:
 def in_forward(thread: threading.Thread) -> bool:
     """Return whether a thread is inside a module's forward. A compiled call of the second function hides the first."""
     return _runs(thread, call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__)
+
+
+def in_recomputation() -> bool:
+    """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _runs(thread: threading.Thread, *codes: CodeType) -> bool:

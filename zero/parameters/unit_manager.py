@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ from .gathered.buffers import GatheredBuffer, GatheredUnit, State
 from .gathered.units import GatheredUnits
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
+from .thread_frames import in_recomputation
 
 Buffer = ResidentBuffer | GatheredBuffer
 
@@ -86,7 +88,6 @@ class UnitManager:
         self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing)
         self.some_travel = False  # some unit must be gathered
         self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
-        self._recalling = False
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
@@ -132,23 +133,17 @@ class UnitManager:
         return None
 
     def _recall(self, parameter: Tensor) -> bool:
-        """Install the resident unit of a released parameter if a backward in Python uses it, which has saved it. Return
-        whether it was installed.
+        """Install the unit of a released parameter if a backward uses it. Return whether it was installed.
 
-        Most often the unit's outputs have told that the backward reaches it. A loss that the unit kept beside its
-        output leads to it, too.
+        Most often the unit's outputs have told that the backward reaches it. They do not where a checkpoint computes
+        anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
+        backward in Python, which has saved the parameter.
         """
         node = current_autograd_node()
-        if self._recalling or not isinstance(node, torch.autograd.function.BackwardCFunction):
+        if node is None or not (in_recomputation() or _has_saved(node, parameter)):
             return False
-        self._recalling = True  # a checkpoint computes what was saved anew, and may end here again
-        try:
-            if all(saved is not parameter for saved in node.saved_tensors):
-                return False
-        finally:
-            self._recalling = False
         for number, unit in enumerate(self.units):
-            members = (known for buffer in unit.resident for known in buffer.parameters)
+            members = (known for buffer in unit.buffers for known in buffer.parameters)
             if not unit.installed and any(known is parameter for known in members):
                 self.needed_in_backward(number)
                 return unit.installed
@@ -305,6 +300,12 @@ class UnitManager:
             else:
                 for number in numbers:
                     self.reshard(number)
+
+
+def _has_saved(node: Any, parameter: Tensor) -> bool:
+    """Return whether a node of a graph, whose backward is in Python, has saved a parameter."""
+    in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
+    return in_python and any(saved is parameter for saved in node.saved_tensors)
 
 
 def _nothing(_: object) -> None:

@@ -37,6 +37,9 @@ class Bucket:
         published: the tensor that was put into p.grad; None if none was.
         placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
 
+    ``means``: what is put into p.grad for a mean, by slot: a view of the mean that nothing else uses; empty until there
+    are means. ``addresses``: of their memory.
+
     ``missing``: how many gradients the backward under way has not brought yet.
     """
 
@@ -53,6 +56,8 @@ class Bucket:
         self.used, self.trainable, self.seen, self.stale = (bytearray(slots) for _ in range(4))
         self.published: list[Tensor | None] = [None] * slots
         self.placeholders: list[Tensor | None] = [None] * slots
+        self.means: list[Tensor] = []
+        self.addresses: list[int] = []
         self.missing = 0
 
     def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:

@@ -14,7 +14,7 @@ themselves. If the class loops over tensors, a run on the CPU is cut every `CUT`
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
 Where parameters have one owner each (`ParameterSpec.whole`), a run is one parameter, in its shape. The class may then
-keep states of any shape: those that are not as large as the parameter count as scalars here.
+keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
 from ..core.parameter_specs import parts_of
 from ..core.runs import CUT, adjoins, parts, runs
+from ..core.statetree import rebuilt
 from .flat_buffer import FlatBuffer
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
@@ -170,7 +171,7 @@ class BucketStates:
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
-                self.instance.state[parameter] = {**copy.deepcopy(dict(state.scalars)), **run.views}
+                self.instance.state[parameter] = {**_copied(state.scalars), **run.views}
             if self.whole:
                 self._states[first] = None  # the run has it now: its tensors may be large
             self.runs.append(run)
@@ -188,7 +189,11 @@ class BucketStates:
                     continue
                 if (self.whole or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.whole and not (may_lie_flat(value) and value.dtype == self.weights.dtype):
+                if self.whole and not (
+                    may_lie_flat(value)
+                    and value.dtype == self.weights.dtype
+                    and value.stride() == run.parameter.stride()
+                ):
                     run.views.pop(name, None)
                     continue
                 if name not in self.flat:
@@ -225,6 +230,20 @@ class BucketStates:
             return None
         scalars = {name: value for name, value in state.items() if name not in run.views}
         return PieceState(tuple(run.views), scalars)
+
+    def own_state(self, piece: int) -> PieceState | None:
+        """Return the current state of a piece, whose scalars no other piece has any more; None if it has none.
+
+        They can then be edited in place. At the next step pieces with equal ones form a run again.
+        """
+        if not self.whole:
+            self.snapshot()
+        state = self.state_of(piece)
+        if state is not None and any(
+            self._states[n] is state for n in (piece - 1, piece + 1) if 0 <= n < len(self.pieces)
+        ):
+            state = self._states[piece] = PieceState(state.elementwise, _copied(state.scalars))
+        return state
 
     def spans(self) -> Iterator[tuple[int, int, PieceState | None]]:
         """Yield (first piece, last piece + 1, state) of neighbouring pieces that have one state, in order."""
@@ -316,6 +335,14 @@ class BucketStates:
             for name in run.views.keys() & flats.keys():
                 view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view
+
+
+def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy. A tensor subclass need not know how to copy itself."""
+    return {
+        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in states.items()
+    }
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -20,7 +20,6 @@ from collectives import Collective, CollectiveError, Kind, Tag, Transport
 from ..core.bits import same_bits, strided
 from ..core.stage import Placement, Stage
 from ..core.statetree import N_AVERAGED, check_average_name
-from ..gradients.agreement import Record
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
@@ -264,9 +263,9 @@ class Averages:
         """Return the names as a message. Local."""
         return json.dumps(sorted(self.by_name)).encode()
 
-    def compare(self, records: Sequence[Record]) -> None:
+    def compare(self, told: Sequence[bytes]) -> None:
         """Raise `ValueError` on every rank unless all have sent equal `names`. Local."""
-        found = [json.loads(record.attachment) for record in records]
+        found = [json.loads(names) for names in told]
         for rank, names in enumerate(found):
             if names != found[0]:
                 raise ValueError(

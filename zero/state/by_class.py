@@ -40,7 +40,7 @@ def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     for name, plain in dicts.items():
         if not isinstance(plain, Mapping) or not {"state", "param_groups"} <= plain.keys():
             raise ValueError(f"the dict of {name} must be one of torch.optim, with 'state' and 'param_groups'")
-    whole: dict[str, Any] = {"state": {}, "param_groups": [], "masters": {}}
+    whole: dict[str, Any] = {"state": {}, "param_groups": []}
     groups: dict[str, Iterator[Any]] = {}
     indices: dict[str, dict[int, int]] = {name: {} for name in dicts}
     for name, plain in dicts.items():
@@ -59,7 +59,8 @@ def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         whole["param_groups"].append({**group, "params": [indices[name][index] for index in group["params"]]})
     for name, plain in dicts.items():
         whole["state"] |= _renumbered(plain["state"], indices[name])
-        whole["masters"] |= _renumbered(plain.get("masters", {}), indices[name])
+        if "masters" in plain:
+            whole.setdefault("masters", {}).update(_renumbered(plain["masters"], indices[name]))
     return whole
 
 

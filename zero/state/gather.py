@@ -9,19 +9,21 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Kind, Tag, Transport, Work
+from collectives import Collective, Kind, Tag, Transport, Work
 
-from ..core.bits import as_bytes, strided
+from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.cuts import Cuts, OwnerCuts
-from ..core.statetree import DTYPES, NAMES, decode, encode, inline
+from ..core.stage import Placement
+from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
 from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import FlatBuffer, gather_slot
 from ..runtime.flat_states import PieceState
 
 _MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
@@ -32,12 +34,13 @@ class _StateFacts:
     """The states of a bucket's pieces on one rank, as JSON. Of large tensors it has dtype and shape.
 
     Attributes:
-        pieces: slot, names of flat states, the other states, dtypes and shapes of the large tensors in these by name.
+        pieces: slot, names of flat states, the other states, dtypes and shapes of the large tensors in these by name,
+            and strides that are not row-major.
         flat: the dtypes of the flat tensors, by name.
         has_master: whether there are master weights.
     """
 
-    pieces: list[tuple[int, list[str], Any, dict[str, tuple[str, list[int]]]]]
+    pieces: list[tuple[int, list[str], Any, dict[str, tuple[Any, ...]]]]
     flat: dict[str, str]
     has_master: bool
 
@@ -45,20 +48,24 @@ class _StateFacts:
         """Return the bytes of the large tensors."""
         return sum(_nbytes(*facts) for _, _, _, large in self.pieces for facts in large.values())
 
-    def states(self, data: Tensor | None) -> Iterator[tuple[int, PieceState]]:
-        """Yield (slot, state). ``data``: the bytes of the large tensors, one after the other; None: there are none."""
+    def states(self, data: Tensor | None, kinds: Mapping[str, Rebuild]) -> Iterator[tuple[int, PieceState]]:
+        """Yield (slot, state). ``data``: the bytes of the large tensors, one after the other; None: there are none.
+
+        ``kinds``: of `decode`.
+        """
         begin = 0
         for slot, names, others, large in self.pieces:
             tensors: dict[str, Tensor] = {}
-            for name, (dtype, shape) in large.items():
+            for name, (dtype, shape, *stride) in large.items():
                 assert data is not None
                 end = begin + _nbytes(dtype, shape)
-                tensors[name] = data[begin:end].clone().view(DTYPES[dtype]).view(shape)
+                tensor = data[begin:end].clone().view(DTYPES[dtype]).view(shape)
+                tensors[name] = laid_out(tensor, *stride) if stride else tensor
                 begin = end
-            yield slot, PieceState(tuple(names), decode(others, tensors))
+            yield slot, PieceState(tuple(names), decode(others, tensors, kinds))
 
 
-def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+def _nbytes(dtype: str, shape: Sequence[int], *_: object) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
@@ -69,6 +76,7 @@ def gather(
     to: int | None,
     whole_here: bool,
     tag: Tag,
+    kinds: Sequence[Mapping[str, Rebuild]],
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
     """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
 
@@ -79,6 +87,7 @@ def gather(
         to: the rank that gets the result; None for every rank.
         whole_here: whether every rank holds whole states, so that nothing needs to travel.
         tag: the tag of the messages.
+        kinds: of `decode`, by the number of the class.
 
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
@@ -133,8 +142,9 @@ def gather(
                 flats[name] = whole.cpu()
         if here:
             slots: dict[int, PieceState] = {}
+            of_class = bucket.specs[0].optimizer_class
             for each, begin, end in zip(facts, ends, ends[1:], strict=False):
-                for number, state in each.states(None if data is None else data[begin:end].cpu()):
+                for number, state in each.states(None if data is None else data[begin:end].cpu(), kinds[of_class]):
                     slots.setdefault(number, state)
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
@@ -164,18 +174,38 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
             if state is None:
                 continue
             try:
-                others, found = encode(dict(state.scalars), f"optimizer.state[{bucket.specs[piece.slot].name!r}]")
+                place = f"optimizer.state[{bucket.specs[piece.slot].name!r}]"
+                others, found = encode(dict(state.scalars), place, wrappers=True)
             except TypeError as error:
                 problem = f"{rank}: {error}"
                 continue
             small = {name: value for name, value in found.items() if value.numel() <= 1}
             large = {name: value for name, value in found.items() if name not in small}
-            tensors[-1] += [value.cpu() for value in large.values()]
-            shapes = {name: (NAMES[value.dtype], list(value.shape)) for name, value in large.items()}
+            tensors[-1] += [value.cpu().contiguous() for value in large.values()]
+            shapes = {name: _facts(value) for name, value in large.items()}
             pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
         told.append((pieces, flat, states.master is not None and states.master.exists))
     return told, tensors, problem
+
+
+def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective) -> Tensor:
+    """Return a copy of the whole master weights of a slot, in its parameter's shape. Collective.
+
+    ``rank``: among those that share one copy.
+    """
+    spec, states = bucket.specs[number], bucket.states
+    tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
+    held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
+    whole = gather_slot(held, bucket.spec.slots[number], bucket.spec.cuts, rank, collective, tag)
+    states.evict()
+    return whole.as_strided(spec.shape, spec.stride)
+
+
+def _facts(tensor: Tensor) -> tuple[Any, ...]:
+    """Return dtype and shape of a large tensor, and its strides if they are not row-major."""
+    stride = noted_stride(tensor)
+    return (NAMES[tensor.dtype], list(tensor.shape), *([] if stride is None else [stride]))
 
 
 def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:

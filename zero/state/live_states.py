@@ -1,25 +1,52 @@
-"""``optimizer.state``: a live view of the parts of each parameter's states that this rank holds."""
+"""``optimizer.state``: a live view of the parts of each parameter's states that this rank holds.
+
+Tensors may be edited in place. Nothing else can be written: what a rank would assign or delete is a part of a state,
+whose other parts are on other ranks. `WithLiveStates` forgets states on all of them.
+
+Knows: pieces of states. Does not know: how a class steps with them, when ranks may change them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
+from ..step.update import Watcher
+
+
+def refuse(*_: Any, **__: Any) -> NoReturn:
+    """Raise `TypeError`: states were assigned or deleted."""
+    raise TypeError(
+        "optimizer.state is for reading, and for edits of its tensors in place, as "
+        "optimizer.state[p]['exp_avg'].zero_(): states lie in pieces on several ranks. optimizer.reset_states(params), "
+        "called by all ranks, forgets them, as deleting them does in torch; load_state_dict() replaces them"
+    )
 
 
 class ParameterStates(dict[str, Any]):
     """The states of a parameter by name. ``why_missing`` returns the reason why a name is missing."""
 
-    def __init__(self, why_missing: Callable[[], str]) -> None:
-        super().__init__()
+    def __init__(self, states: Mapping[str, Any], why_missing: Callable[[], str]) -> None:
+        super().__init__(states)
         self._why_missing = why_missing
 
     def __missing__(self, name: str) -> Any:
         raise KeyError(f"{name!r}: {self._why_missing()}")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self or self[name] is not value:  # state["exp_avg"] *= 0.5 assigns the tensor that it has edited
+            refuse()
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copy, which has nothing to do with the optimizer
+
+    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
 
 
 class States(Mapping[Tensor, dict[str, Any]]):
@@ -29,9 +56,12 @@ class States(Mapping[Tensor, dict[str, Any]]):
     shape.
     """
 
-    def __init__(self, storage: ParameterStorage) -> None:
-        self._storage = storage
-        self._closed = False
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
+
+    def __init__(self, storage: ParameterStorage, watchers: Sequence[Watcher]) -> None:
+        """``watchers``: the live list of those that read states, which a user may edit once he has them."""
+        self._storage, self._watchers = storage, watchers
+        self._closed, self._process = False, os.getpid()
 
     def close(self) -> None:
         """Have no states from now on: the optimizer is closed."""
@@ -39,25 +69,25 @@ class States(Mapping[Tensor, dict[str, Any]]):
 
     def __getitem__(self, parameter: Tensor) -> dict[str, Any]:
         if parameter in self._storage.replicated:
-            return {}
+            return ParameterStates({}, lambda: "the parameter is frozen")
         if self._closed:
-            return ParameterStates(lambda: "this optimizer is closed")
+            return ParameterStates({}, lambda: "this optimizer is closed")
         index = self._storage.index(parameter)
         bucket, slot = self._storage.place(index)
         spec, states = bucket.specs[slot], bucket.states
-        number = states.piece_of(slot)
-        found = ParameterStates(lambda: self._absence(index, spec.name, here=number is not None))
-        state = None if number is None else states.state_of(number)
-        if number is None or state is None:
-            return found
-        states.wait_for_copies()
-        piece = states.pieces[number]
-        found.update(state.scalars)
-        for name in state.elementwise:
-            flat = states.flat[name].piece(piece)
-            whole = piece.numel == bucket.spec.slots[slot].numel
-            found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
-        return found
+        number, found = states.piece_of(slot), dict[str, Any]()
+        state = None if number is None else states.own_state(number)
+        if number is not None and state is not None:
+            states.wait_for_copies()
+            for watcher in self._watchers if os.getpid() == self._process else ():  # no thread lives on in a fork
+                watcher.before_update(bucket.spec.index)
+            piece = states.pieces[number]
+            found.update(state.scalars)
+            for name in state.elementwise:
+                flat = states.flat[name].piece(piece)
+                whole = piece.numel == bucket.spec.slots[slot].numel
+                found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
+        return ParameterStates(found, lambda: self._absence(index, spec.name, here=number is not None))
 
     def _absence(self, index: int, name: str, *, here: bool) -> str:
         if here:
@@ -69,7 +99,52 @@ class States(Mapping[Tensor, dict[str, Any]]):
         )
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (p for p in self._storage.parameters if self[p])
+        return (parameter for index, parameter in enumerate(self._storage.parameters) if self._has_states(index))
+
+    def _has_states(self, index: int) -> bool:
+        if self._closed:
+            return False
+        bucket, slot = self._storage.place(index)
+        number = bucket.states.piece_of(slot)
+        return number is not None and bucket.states.state_of(number) is not None
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+    def __reduce__(self) -> Any:
+        return dict, ({parameter: dict(states) for parameter, states in self.items()},)  # a copy of what is here
+
+
+class _Engine(Protocol):
+    state: States
+
+    def reset_states(self, groups: Sequence[dict[str, Any]], chosen: Sequence[Tensor] | None) -> None: ...
+
+
+class WithLiveStates(torch.optim.Optimizer):
+    """An optimizer whose states belong to its ``engine``, once it is built."""
+
+    engine: _Engine
+    _built: bool
+
+    @property
+    def state(self) -> Any:
+        """The states that this rank holds, by parameter; tensors may be edited in place. See `States`. Local."""
+        return self.engine.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._built:  # torch's constructor assigns an empty dict
+            refuse()
+
+    def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
+        """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
+
+        The class begins anew with them, as after ``del optimizer.state[p]`` on an optimizer of torch. Master weights,
+        gradients and param groups stay as they are.
+        """
+        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
+        self.engine.reset_states(self.param_groups, chosen)
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        refuse()

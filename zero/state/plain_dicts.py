@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from collectives import Kind, Tag, Transport
+from collectives.torch_internals import is_traceable_wrapper_subclass
 
-from ..core.bits import flattened
+from ..core.bits import copied, flattened
 from ..core.layout import ParameterSpec
 from ..core.stage import Placement, Stage
+from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState, may_lie_flat
@@ -26,6 +28,7 @@ from ..step.inner import NO_OPTIONS
 from ..step.partition import check_classes
 from .by_class import merged, split
 from .gather import gather
+from .older import completed
 
 
 class PlainDicts:
@@ -43,7 +46,8 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag)
+        kinds = [inner.kinds for inner in self._inners]
+        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag, kinds)
         if found is not None:
             self._consolidated = found
 
@@ -67,7 +71,7 @@ class PlainDicts:
             "state": {index: dict(state) for index, state in states.items()},
             "param_groups": packed_groups(groups, self._storage.listed()),
         }
-        if masters:
+        if any(bucket.spec.dtypes.has_master for bucket in self._storage.buckets):
             result["masters"] = dict(masters)
         classes = self._class_names(groups)
         return split(result, classes) if len(set(classes)) > 1 else result
@@ -82,16 +86,17 @@ class PlainDicts:
         """
         classes = self._class_names(groups)
         state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
-        saved_groups = state_dict.get("param_groups", [])
-        buckets, inners = self._storage.buckets, self._inners
-        known = [spec for spec in self._storage.layout.parameters if spec.group < len(saved_groups)]
-        names = check_classes(inners, saved_groups, known)
-        mapping = check(state_dict, groups, self._storage.listed(), names)
+        buckets, inners, listed = self._storage.buckets, self._inners, self._storage.listed()
+        check_form(state_dict, groups, listed)
+        state_dict = completed(state_dict, groups, inners, listed)
+        names = check_classes(inners, state_dict["param_groups"], self._storage.layout.parameters)
+        mapping = check(state_dict, groups, listed, names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
         scatter(state_dict["state"], mapping, groups, buckets, names)
-        scatter_masters(state_dict.get("masters", {}), mapping, buckets)
+        if "masters" in state_dict:
+            scatter_masters(state_dict["masters"], mapping, buckets)
         for number, found in names.items():
             inners[number].elementwise = found
         self._consolidated = None
@@ -134,25 +139,14 @@ def by_index(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state_dict, "state": states, "param_groups": named}
 
 
-def check(
-    state_dict: Mapping[str, Any],
-    groups: Sequence[Options],
-    listed: Sequence[ParameterSpec],
-    elementwise: Mapping[int, frozenset[str]],
-) -> dict[int, int]:
-    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
-
-    Changes nothing. Raises `ValueError` that names the first difference.
-    """
+def check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
+    """Raise `ValueError` unless a plain dict has the param groups of this optimizer: their classes, and how many
+    parameters each has."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("a torch.optim state dict is needed, with 'state' and 'param_groups'")
     ours, theirs = packed_groups(groups, listed), state_dict["param_groups"]
     if len(ours) != len(theirs):
         raise ValueError(f"the state dict has {len(theirs)} param groups, this optimizer {len(ours)}")
-    mapping: dict[int, int] = {}
-    by_index = {spec.index: spec for spec in listed}
-    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
-    _check_masters(masters)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         if len(mine["params"]) != len(other["params"]):
             raise ValueError(
@@ -164,6 +158,23 @@ def check(
             raise ValueError(
                 f"param group {number}: the state dict is that of {saved_class}, this optimizer {of_class}"
             )
+
+
+def check(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    listed: Sequence[ParameterSpec],
+    elementwise: Mapping[int, frozenset[str]],
+) -> dict[int, int]:
+    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
+
+    The dict must have passed `check_form`. Changes nothing. Raises `ValueError` that names the first difference.
+    """
+    mapping: dict[int, int] = {}
+    by_index = {spec.index: spec for spec in listed}
+    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
+    _check_masters(masters)
+    for number, (mine, other) in enumerate(zip(packed_groups(groups, listed), state_dict["param_groups"], strict=True)):
         missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
@@ -227,8 +238,9 @@ def scatter(
             scalars: dict[str, Any] = {}
             names = []
             for name, value in values.items():
-                if not lies_flat(name, value, spec, elementwise):
-                    scalars[name] = scalar_state(name, value, fused, device)
+                large = lies_flat(name, value, spec, elementwise)
+                if not large or (spec.whole and tuple(value.stride()) != spec.stride):
+                    scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
                 key = (piece.slot, name)
@@ -255,7 +267,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
 
 
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
-    """Return a copy of a state that is not as large as its parameter, on the device where the class expects it.
+    """Return a copy of a state that does not lie flat, on the device where the class expects it, with its strides.
 
     A step count on a device becomes fp32, as the class keeps it. Every other dtype stays, so that nothing depends on a
     reload. Tensors without dimensions stay where they are.
@@ -267,15 +279,17 @@ def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:
         return type(value)([scalar_state("", inside, on_device, device) for inside in value])
     if not isinstance(value, Tensor):
         return copy.deepcopy(value)
+    if is_traceable_wrapper_subclass(value):
+        return rebuilt(value, lambda part: scalar_state("", part, on_device, device))
     if name == "step" and on_device:
         return value.detach().clone().to(device=device, dtype=torch.float32)
-    return value.detach().clone().to(device if value.dim() else value.device)
+    return copied(value.detach().to(device if value.dim() else value.device))
 
 
 def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], buckets: Sequence[Bucket]) -> None:
     """Copy this rank's pieces out of whole master weights. Local. The dict must have been checked.
 
-    Master weights that the dict lacks will be made from the parameters.
+    Those that it lacks were never updated: they will be made from the parameters.
     """
     for bucket in buckets:
         states = bucket.states

@@ -5,15 +5,15 @@ Knows: which param group is stepped by which class. Does not know: how a class i
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..runtime.flat_states import Options
-from .inner import BucketUpdate, InnerOptimizer
+from .arguments import KEY, arguments_of, check_class, different_argument
+from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer
+from .param_lists import ParamLists
 
-KEY = "optimizer_class"  # of a param group: a class when it is given, and its qualified name from then on
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
@@ -21,8 +21,10 @@ class InnerOptimizers:
     """The classes, in the order in which they were named. Number 0 is that of the groups that name none."""
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
+        check_class(optimizer_class)
         self._all = [InnerOptimizer(optimizer_class, defaults)]
         self._of_groups: list[int] = []  # the class of each param group
+        self.lists = ParamLists()
 
     @property
     def main(self) -> InnerOptimizer:
@@ -31,6 +33,9 @@ class InnerOptimizers:
 
     def __getitem__(self, number: int) -> InnerOptimizer:
         return self._all[number]
+
+    def __iter__(self) -> Iterator[InnerOptimizer]:
+        return iter(self._all)
 
     def number(self, group: int) -> int:
         """Return the number of a group's class. ``group``: its number."""
@@ -48,10 +53,14 @@ class InnerOptimizers:
         """Return the classes that groups have, with their numbers, in order."""
         return [(number, self._all[number]) for number in sorted(set(self._of_groups))]
 
-    def changed(self, groups: Sequence[Options]) -> str | None:
-        """Return an error text if live groups, or the class of one, were edited, else None."""
-        if len(groups) != len(self._of_groups):
-            return f"there are {len(groups)} param groups, not {len(self._of_groups)}: add one by add_param_group()"
+    def changed(self, groups: Sequence[Options] | None = None) -> str | None:
+        """Return an error text if the class or the parameters of a live group were edited, else None.
+
+        ``groups``: the live ones; None: those that were registered.
+        """
+        groups = self.lists.groups if groups is None else groups
+        if edited := self.lists.changed(groups):
+            return edited
         for place, (group, number) in enumerate(zip(groups, self._of_groups, strict=True)):
             if group.get(KEY, self.main.qualified_name if number == 0 else None) != self._all[number].qualified_name:
                 return (
@@ -74,40 +83,51 @@ class InnerOptimizers:
         return {name for inner in self._all for name in inner.defaults}
 
     def complete(self, group: Options) -> Options:
-        """Add the next param group, as a user gave it. Return it, with the name of its class and the class's defaults
-        if it names one.
+        """Add the next param group, as a user gave it. Return it with the options that its class makes of these, and
+        with the name of the class if it names one.
 
         Raises `TypeError` or `ValueError` if it names none that can be used.
         """
-        named, number = group.get(KEY), len(self._of_groups)
+        named = group.get(KEY)
+        given = {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "partition")}
         if named is None:
             self._of_groups.append(0)
-            return {key: value for key, value in group.items() if key != KEY}
-        if not isinstance(named, type) or not issubclass(named, torch.optim.Optimizer):
-            raise TypeError(f"param group {number}: {KEY} must be a class of optimizers, not {named!r}")
-        if named is torch.optim.Optimizer or inspect.isabstract(named):
-            raise TypeError(f"param group {number}: {KEY} is {named.__name__}, which is abstract: name one that steps")
-        inner = next((inner for inner in self._all if inner.optimizer_class is named), None)
+            return {**{key: value for key, value in group.items() if key != KEY}, **self.main.options_of(given)}
+        place = f"param group {len(self._of_groups)}: "
+        check_class(named, place)
+        arguments = arguments_of(named, given)
         try:
-            inner = inner or InnerOptimizer(named, {})
-            defaults = inner.class_defaults()
+            inner = InnerOptimizer(named, arguments)
         except Exception as error:
-            raise ValueError(
-                f"param group {number}: {named.__name__} cannot be built without arguments ({error}): a class that a "
-                "group names needs defaults for all of them"
-            ) from error
+            raise ValueError(f"{place}{named.__name__} cannot be built with its options ({error})") from error
         for option in _SWITCHES:
-            if group.get(option) and option not in defaults:
-                raise ValueError(f"param group {number}: {inner.name} has no option {option!r}: leave it out")
-        if inner not in self._all:
-            if inner.qualified_name in [other.qualified_name for other in self._all]:
+            if given.get(option) and option not in inner.defaults:
+                raise ValueError(f"{place}{inner.name} has no option {option!r}: leave it out")
+        foreign = arguments.keys() - inner.defaults.keys()  # of the constructor alone: torch has them in no param group
+        kept = {key: value for key, value in group.items() if key not in foreign}
+        options = inner.options_of({key: value for key, value in given.items() if key not in foreign})
+        self._of_groups.append(self._number_of(inner, place))
+        return {**inner.defaults, **kept, **options, KEY: inner.qualified_name}
+
+    def _number_of(self, inner: InnerOptimizer, place: str) -> int:
+        """Return the number of a class that a param group names; add it if it is new. ``place``: begins each error."""
+        for number, known in enumerate(self._all):
+            if known.optimizer_class is inner.optimizer_class:
+                different = different_argument(inner.optimizer_class, known.arguments, inner.arguments)
+                if different is None:
+                    return number
                 raise ValueError(
-                    f"param group {number}: two classes have the name {inner.qualified_name}, by which state dicts and "
-                    "checkpoints know them: rename one"
+                    f"{place}{different} of {inner.name} is another one than for the other parameters of that class. "
+                    "It acts in the constructor of the class, which is called once: give it the same value for all "
+                    "parameters of the class"
                 )
-            self._all.append(inner)
-        self._of_groups.append(self._all.index(inner))
-        return {**defaults, **group, KEY: inner.qualified_name}
+            if known.qualified_name == inner.qualified_name:
+                raise ValueError(
+                    f"{place}two classes have the name {inner.qualified_name}, by which state dicts and checkpoints "
+                    "know them: rename one"
+                )
+        self._all.append(inner)
+        return len(self._all) - 1
 
     def drop_foreign(self, completed: Options, given: Options) -> None:
         """Drop the options that torch has added to a completed group, but its own class does not have."""

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options, is_elementwise
+from .equality import equal_values, same
 from .inner import InnerOptimizer, NotElementwiseError
 from .trial import (
     STEPS,
@@ -24,11 +25,9 @@ from .trial import (
     Whole,
     decay_is_low,
     distinct,
-    equal_values,
     placed,
     random_state_kept,
     rate_is_low,
-    text_of,
     with_raised_rates,
 )
 
@@ -181,10 +180,10 @@ def _check_states(inner: InnerOptimizer, whole: Whole) -> None:
     """Raise `ValueError` if a state is neither as large as its parameter nor a scalar: it cannot be cut into pieces."""
     for number, parameter in enumerate(whole.parameters):
         for name, value in whole.state(number).items():
-            if not is_elementwise(value, parameter) and not _is_scalar(value):
-                kind = (
-                    f"has shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"is a {type(value).__name__}"
-                )
+            plain = not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter)
+            if not plain or (not is_elementwise(value, parameter) and not _is_scalar(value)):
+                of_shape = plain and isinstance(value, Tensor)
+                kind = f"has shape {tuple(value.shape)}" if of_shape else f"is a {type(value).__name__}"
                 raise NotElementwiseError(
                     inner.name, f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
                 )
@@ -206,14 +205,14 @@ def _compare_scalars(inner: InnerOptimizer, whole: Whole, half: Half, large: fro
     """
     for mine, theirs in zip(whole.groups, half.groups, strict=True):
         for name, value in mine.items():
-            if text_of(value, type) != text_of(theirs.get(name), type):
+            if not same(value, theirs.get(name)):
                 raise NotElementwiseError(
                     inner.name, f"it put another {name!r} into a param group of pieces than of wholes"
                 )
     for piece in half.pieces:
         state = half.scalars(piece)
         for name, value in whole.state(piece.parameter).items():
-            if name not in large and text_of(value, type) != text_of(state.get(name), type):
+            if name not in large and not same(value, state.get(name)):
                 raise NotElementwiseError(
                     inner.name, f"its state {name!r} came to another value for pieces than for wholes"
                 )

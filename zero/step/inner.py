@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 
@@ -62,6 +63,7 @@ class InnerOptimizer:
         self._class, self._arguments = optimizer_class, defaults
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
+        self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
 
     @property
     def optimizer_class(self) -> type[torch.optim.Optimizer]:
@@ -78,10 +80,18 @@ class InnerOptimizer:
         """The name of the class, with its module."""
         return f"{self._class.__module__}.{self._class.__qualname__}"
 
-    def class_defaults(self) -> Options:
-        """Return the options that the class gives a param group by itself."""
-        made: Any = self._class
-        return dict(made([torch.zeros(1, 1)]).defaults) if self._arguments else dict(self.defaults)
+    @property
+    def arguments(self) -> Options:
+        """The arguments of the class's constructor."""
+        return self._arguments
+
+    def options_of(self, given: Options) -> Options:
+        """Return the options that the class makes of those given for a param group: their defaults, and their kinds.
+
+        A class may keep a learning rate as a tensor, whatever it is given.
+        """
+        (group,) = self._class([{**given, "params": [torch.zeros(1, 1)]}], **self._arguments).param_groups
+        return {key: value for key, value in group.items() if key != "params"}
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
@@ -103,12 +113,13 @@ class InnerOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def begin(self, states: BucketStates, groups: Mapping[int, Options]) -> None:
-        """Let a class that creates its states in the constructor (Adagrad) create those of a new bucket."""
+    def begin(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
+        """Let a class that creates its states in the constructor (Adagrad) create those of the pieces that are ``new``,
+        a byte each, 0 or 1. None: of all."""
         if not self._begins_with_state:
             return
         late = states.master is not None and not states.master.exists
-        states.plan(b"\1" * len(states.pieces), frozenset())
+        states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
             built = self._class(_param_groups(states, groups), **self._arguments)
             states.instance.state.update(built.state)

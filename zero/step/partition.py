@@ -9,7 +9,6 @@ tried: several throw-away parameters are stepped together, and each by itself, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,10 +20,12 @@ from torch import Tensor
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, ParameterSpec, Slot
 from ..core.stage import Placement
+from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 from .classes import InnerOptimizers
 from .elementwise import check_elementwise
+from .equality import equal_values, same
 from .inner import BucketUpdate, InnerOptimizer, NotElementwiseError
 from .trial import (
     STEPS,
@@ -33,17 +34,15 @@ from .trial import (
     Setting,
     Whole,
     distinct,
-    equal_values,
+    large_shapes,
     random_state_kept,
     rate_is_low,
-    text_of,
     with_raised_rates,
 )
 
 PARTITIONS = ("element", "parameter")
 COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
 SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
-LARGE = 1 << 12  # elements from which on a class may keep its states in 8 bits; one parameter has at most twice as many
 
 
 def choose_partitions(
@@ -155,15 +154,25 @@ def check_by_parameter(
     with long sides shortened, and one that is larger. Low learning rates are raised, if the class accepts that. The
     states of random generators do not change.
 
-    Returns the names of the states that are as large as their parameter.
+    Returns the names of the states that are as large as their parameter. Notes the tensor subclasses among states in
+    ``inner.kinds``.
     """
     if not parameters:
         return frozenset()
+    names, kinds = try_by_parameter(inner, groups, parameters)
+    inner.kinds |= kinds
+    return names
+
+
+def try_by_parameter(
+    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> tuple[frozenset[str], Mapping[str, Rebuild]]:
+    """Do what `check_by_parameter` says. Return the names, and the tensor subclasses among states."""
     options, settings = distinct(inner.defaults, groups, parameters)
     shapes = [
         (setting, shape)
         for setting in settings
-        for shape in sorted({*map(_shortened, setting.shapes), *_large(setting.shapes)})
+        for shape in sorted({*map(_shortened, setting.shapes), *large_shapes(setting.shapes)})
     ]
     with random_state_kept(settings):
         if any(map(rate_is_low, options)):
@@ -204,9 +213,14 @@ def _explaining_loops(
         raise
 
 
-def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> frozenset[str]:
+def _compare(
+    inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]
+) -> tuple[frozenset[str], Mapping[str, Rebuild]]:
     """Step throw-away parameters together and each alone, and compare. Return the names of states as large as the
-    parameter. Raises `ValueError` on a difference, `ClassFailedError` if the class raised over all together."""
+    parameter, and the tensor subclasses among states.
+
+    Raises `ValueError` on a difference, `ClassFailedError` if the class raised over all together.
+    """
     together = Whole(inner, options, [placed for placed in shapes for _ in range(COPIES)])
     alone = _Alone(inner, options, together)
     for step in range(STEPS):
@@ -228,16 +242,36 @@ def _compare(inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence
     for number in range(len(together.parameters)):
         one, other = dict(together.state(number)), alone.state(number)
         for name in sorted(one.keys() | other.keys()):
-            if text_of(one.get(name), type) != text_of(other.get(name), type):
+            if not same(one.get(name), other.get(name)):
                 raise _needs_all(inner, f"its state {name!r} came to another value beside other parameters than alone")
     for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):
-        if any(text_of(value, type) != text_of(theirs.get(name), type) for name, value in mine.items()):
+        if not all(same(value, theirs.get(name)) for name, value in mine.items()):
             raise _needs_all(inner, f"it put other options into param group {number} for all parameters than for one")
     try:
         alone.step_nothing()
     except Exception as error:
         raise _needs_all(inner, f"a step over no parameter failed ({error}), as a rank takes that owns none") from error
-    return names
+    return names, _kinds(inner, together)
+
+
+def _kinds(inner: InnerOptimizer, trial: Whole) -> dict[str, Rebuild]:
+    """Return the tensor subclasses among states. Raises `ValueError` for one that is not rebuilt as it was from what is
+    sent and saved of it."""
+    found: dict[str, Rebuild] = {}
+    for number in range(len(trial.parameters)):
+        for name, value in trial.state(number).items():
+            own = kinds_in(value)
+            if not own:
+                continue
+            problem = f"its state {name!r} is another one when it is rebuilt by __tensor_unflatten__"
+            try:
+                again = decode(*encode(value, f"its state {name!r}", wrappers=True), own)
+            except (TypeError, FormatError) as error:
+                again, problem = None, str(error)
+            if not same(value, again):
+                raise ValueError(f"{inner.name} keeps states in {' and '.join(own)}, which cannot be saved: {problem}")
+            found |= own
+    return found
 
 
 def _find_refused(
@@ -276,18 +310,6 @@ def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return a shape whose long sides are shortened; equal ones stay equal, and a longer one stays the longer one."""
     longer = sorted({size for size in shape if size > SMALL})
     return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
-
-
-def _large(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the shape with the most elements, its longest sides halved to at most twice `LARGE`; none if it has
-    fewer than `LARGE`."""
-    sides = list(max(shapes, key=math.prod))
-    if math.prod(sides) < LARGE:
-        return []
-    while math.prod(sides) > 2 * LARGE:
-        place = sides.index(max(sides))
-        sides[place] = -(-sides[place] // 2)
-    return [tuple(sides)]
 
 
 def _names(trial: Whole) -> frozenset[str]:

@@ -11,7 +11,8 @@ user's parameters, and the comparison of results.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 
 from ..core.cuts import EvenCuts
 from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
-from ..core.parameter_specs import flattened
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
@@ -34,6 +34,7 @@ RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
 # Torch's kernels for lists of tensors on CUDA take another loop if a length is no multiple of 4 (kILP in
 # MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
 RAGGED_ON_DEVICE = 97
+LARGE = 1 << 12  # elements from which on a class may keep its states in 8 bits or fewer
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
 # decay, how the decay is rounded. It is no power of two: products with one are exact, whatever a kernel rounds.
@@ -217,7 +218,23 @@ def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
 
 def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Placed]:
     """Return, for each of the ``settings``, throw-away parameters of each number of ``dimensions``."""
-    return [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
+    small = [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
+    large = [(setting, shape) for setting in settings for shape in large_shapes(setting.shapes)]
+    return [*small, *((setting, shape) for setting, shape in large if len(shape) in dimensions)]
+
+
+def large_shapes(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Return the shape with the most elements, shortened to at most twice `LARGE`; none if it has fewer than `LARGE`.
+
+    Its sides are powers of two: it consists of whole blocks for a class whose states have a scale for each block.
+    """
+    sides = list(max(shapes, key=math.prod))
+    if math.prod(sides) < LARGE:
+        return []
+    sides = [1 << (side - 1).bit_length() for side in sides]
+    while math.prod(sides) > 2 * LARGE:
+        sides[sides.index(max(sides))] //= 2
+    return [tuple(sides)]
 
 
 def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
@@ -249,14 +266,6 @@ def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
     return (along - rows * share).nan_to_num().view(parameter.shape)
 
 
-def equal_values(one: Tensor, other: Tensor) -> bool:
-    """Return True if the bits are equal. All NaNs count as equal: torch's own kernels give different ones."""
-    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
-        return True
-    equal = (one == other) & (one.signbit() == other.signbit())
-    return bool((equal | (one.isnan() & other.isnan())).all())
-
-
 def distinct(
     defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> tuple[list[Options], list[Setting]]:
@@ -267,7 +276,7 @@ def distinct(
     for group in dict.fromkeys(spec.group for spec in parameters):
         given = {key: value for key, value in groups[group].items() if key not in NO_OPTIONS}
         given = {**defaults, **given}
-        number_of[group] = numbers_of.setdefault(text_of(given, id), len(options))
+        number_of[group] = numbers_of.setdefault(_text_of(given), len(options))
         if number_of[group] == len(options):
             options.append(given)
     shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
@@ -323,20 +332,18 @@ def _is_low(options: Options, name: str) -> bool:
     return bool(rate < RAISED_RATE) and (name == "lr" or bool(rate > 0))
 
 
-def text_of(value: Any, other: Callable[[Any], object]) -> str:
-    """Return a text that is equal for equal options. For other than plain values it is the text of ``other(value)``."""
+def _text_of(value: Any) -> str:
+    """Return a text that is equal for equal options, by which they are looked up. Other than plain values are equal to
+    themselves alone."""
     if isinstance(value, Tensor):
-        inner, _ = flattened(value)  # of a subclass, as an 8-bit state may be
-        if inner:
-            return f"{type(value)} {[text_of(getattr(value, name), other) for name in inner]}"
         return f"{value.dtype} {value.device} {value.tolist()}"
     if isinstance(value, dict):
-        return str([(key, text_of(inside, other)) for key, inside in value.items()])
+        return str([(key, _text_of(inside)) for key, inside in value.items()])
     if isinstance(value, (list, tuple)):
-        return str((type(value), [text_of(inside, other) for inside in value]))
+        return str((type(value), [_text_of(inside) for inside in value]))
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    return f"{type(value)} {other(value)}"
+    return f"{type(value)} {id(value)}"
 
 
 @contextmanager

@@ -4,7 +4,8 @@ Knows: the format. Does not know: which tensors there are, how bytes are written
 
     8 bytes     the header's length, little-endian
     header      JSON: {"__metadata__": {text: text}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}, and
-                spaces, so that the data begins at a multiple of `PAGE`
+                spaces, so that the data begins at a multiple of `PAGE`. `__metadata__` has "strides" if some tensors
+                had others than row-major ones when they were saved: JSON, by name
     data        the tensors, row-major, without gaps
 
 Format: https://github.com/huggingface/safetensors, "Format". What safetensors' own reader refuses is refused. So is
@@ -18,26 +19,29 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeGuard
 
+from ...core.bits import is_dense
 from ...core.statetree import DTYPES, FormatError
 
 PAGE = 4096
 LONGEST_HEADER = 100_000_000
-METADATA = "__metadata__"
+METADATA, STRIDES = "__metadata__", "strides"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a file. ``begin``: its first byte, counted from the beginning of the data."""
+    """A tensor of a file. ``begin``: its first byte, counted from the beginning of the data. ``stride``: noted strides,
+    of the tensor in memory; its bytes are row-major."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     begin: int = 0
+    stride: tuple[int, ...] | None = None
 
     @property
     def numel(self) -> int:
@@ -68,7 +72,27 @@ class Header:
 
 def header_bytes(tensors: Sequence[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     """Return the length and the header of a file that holds these tensors in this order, which ``begin`` must have."""
-    return header_of(tensors_text(tensors), len(tensors), metadata)
+    return header_of(tensors_text(tensors), len(tensors), {**metadata, **strides_note(tensors)})
+
+
+def strides_note(tensors: Sequence[TensorEntry]) -> dict[str, str]:
+    """Return the part of a file's metadata that notes strides; empty if there are none to note."""
+    found = {entry.name: list(entry.stride) for entry in tensors if entry.stride is not None}
+    return {STRIDES: json.dumps(found)} if found else {}
+
+
+def with_strides(header: Header) -> Header:
+    """Return a header with the strides that its metadata notes. Raises `FormatError` if no tensor can have them."""
+    found = parse_json(header.metadata.get(STRIDES, "{}").encode(), STRIDES)
+    if not isinstance(found, dict):
+        raise FormatError("its strides have no names")
+    shapes = {entry.name: entry.shape for entry in header.tensors}
+    for name, stride in found.items():
+        shape = shapes.get(name, ())
+        if name not in shapes or not _are_sizes(stride) or len(stride) != len(shape) or not is_dense(shape, stride):
+            raise FormatError(f"its strides of {name!r} are not those of a tensor that it has")
+    entries = (replace(e, stride=tuple(found[e.name])) if e.name in found else e for e in header.tensors)
+    return replace(header, tensors=tuple(entries)) if found else header
 
 
 def tensors_text(tensors: Sequence[TensorEntry]) -> str:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ...core.layout import ParameterSpec
-from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, tensor_names
-from ...state.plain_dicts import check, lies_flat
+from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, encode_inline, tensor_names
+from ...state.older import completed
+from ...state.plain_dicts import check, check_form, lies_flat
 from ...step.partition import check_classes
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
@@ -50,38 +51,45 @@ class Fit:
         self._inner: dict[str, set[str]] = {}  # names of the tensors inside lists and dicts, by parameter
         self.groups: list[dict[str, Any]] = []
         self.averages: dict[str, Mapping[str, Saved]] = {}
-        self._check_model(contents)
+        self._check_model(
+            contents,
+            "it is that of another model. To begin with its weights: weights = "
+            f"zero.open_checkpoint({str(checkpoint.path)!r}).model_state_dict(); rename, resize or leave out tensors "
+            "there; model.load_state_dict(weights, strict=False), before the optimizer is built",
+        )
         if with_states:
             self._check_averages(contents, checkpoint)
             self._check_states(contents, checkpoint)
 
     def lies_flat(self, name: str, saved: Saved, stored: StoredTensor, spec: ParameterSpec) -> bool:
         """Return whether a tensor of the parameter's states is one of the states that are as large as it."""
-        if name in self._inner.get(stored.name, ()) or (spec.whole and saved[1].dtype != self.widest(stored)[1].dtype):
+        if name in self._inner.get(stored.name, ()):
             return False
-        return lies_flat(name, _without_values(saved[1]), spec, self.elementwise)
+        entry, widest = saved[1], self.widest(stored)[1]
+        if spec.whole and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
+            return False
+        return lies_flat(name, _without_values(entry), spec, self.elementwise)
 
     def widest(self, stored: StoredTensor) -> Saved:
         """Return the saved weights of a parameter in their widest dtype."""
         return self.masters.get(stored.name, self.model[stored.name])
 
-    def _check_model(self, contents: Contents) -> None:
+    def _check_model(self, contents: Contents, remedy: str) -> None:
         ours = {stored.name: stored for stored in contents.model}
         for name, stored in ours.items():
             if name not in self.model:
-                raise ValueError(f"the checkpoint has no {name!r}, which the model has: it is that of another model")
+                raise ValueError(f"the checkpoint has no {name!r}, which the model has: {remedy}")
             entry = self.model[name][1]
             if entry.shape != stored.shape:
                 raise ValueError(
-                    f"{name!r} has shape {entry.shape} in the checkpoint, but {stored.shape} in the model: it is "
-                    "that of another model"
+                    f"{name!r} has shape {entry.shape} in the checkpoint, but {stored.shape} in the model: {remedy}"
                 )
             dtype = DTYPES[entry.dtype]
             if dtype is not stored.dtype and not (dtype.is_floating_point and stored.dtype.is_floating_point):
                 raise ValueError(f"{name!r} is {dtype} in the checkpoint, but {stored.dtype} in the model")
         for name in self.model:
             if name not in ours:
-                raise ValueError(f"the model has no {name!r}, which the checkpoint has: it is that of another model")
+                raise ValueError(f"the model has no {name!r}, which the checkpoint has: {remedy}")
         for name, (_, entry) in self.masters.items():
             if name not in self.model or entry.shape != self.model[name][1].shape:
                 raise ValueError(f"the master weights of {name!r} in the checkpoint belong to another model")
@@ -110,23 +118,41 @@ class Fit:
                 )
         order = [name for group in saved_groups for name in group["params"]]
         indices = {name: index for index, name in enumerate(order)}
-        self.groups = [{k: v for k, v in group.items() if k not in NO_OPTIONS} for group in saved_groups]
         self.states = checkpoint.states()
         self.values = checkpoint.state_values()
-        layout = contents.storage.layout
-        known = [spec for spec in layout.parameters if spec.group < len(saved_groups)]
-        self.elementwise = check_classes(inners, self.groups, known)
-        meta: dict[int, dict[str, Any]] = {}
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
+        kinds = {name: _shape_alone for inner in inners for name in inner.kinds}
+        meta: dict[int, dict[str, Any]] = {}
         with checkpoint.parsing(OPTIMIZER):
             for parameter in self.states.keys() | self.values.keys():
                 tensors = {name: _without_values(entry) for name, (_, entry) in self.states.get(parameter, {}).items()}
-                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors)
+                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors, kinds)
         named = [
-            {**options, "param_names": group["params"], "params": [indices[name] for name in group["params"]]}
-            for options, group in zip(self.groups, saved_groups, strict=True)
+            {
+                **{key: value for key, value in group.items() if key not in NO_OPTIONS},
+                "param_names": group["params"],
+                "params": [indices[name] for name in group["params"]],
+            }
+            for group in saved_groups
         ]
-        check({"state": meta, "param_groups": named}, contents.groups, contents.storage.listed(), self.elementwise)
+        plain: dict[str, Any] = {"state": meta, "param_groups": named}
+        listed = contents.storage.listed()
+        check_form(plain, contents.groups, listed)
+        plain = completed(plain, contents.groups, inners, listed)
+        for index, states in plain["state"].items():
+            for name, value in states.items():
+                if value is not meta[index].get(name):
+                    self.values.setdefault(order[index], {})[name] = encode_inline(value, name)
+        self.groups = [
+            {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "param_names")}
+            for group in plain["param_groups"]
+        ]
+        self.elementwise = check_classes(inners, self.groups, contents.storage.layout.parameters)
+        check(plain, contents.groups, listed, self.elementwise)
+
+
+def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _without_values(entry: TensorEntry) -> Tensor:

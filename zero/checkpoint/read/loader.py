@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import as_bytes, flattened, memory_of
+from ...core.bits import as_bytes, flattened, laid_out, memory_of
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
@@ -235,7 +235,7 @@ class Loader:
                 for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
             }
             values = self._fit.values.get(each.name, {})
-            facts = [(name, entry.dtype, entry.shape, data) for name, (entry, data) in scalars.items()]
+            facts = [(name, entry.dtype, entry.shape, entry.stride, data) for name, (entry, data) in scalars.items()]
             now = (names, facts, repr(values), states.groups[index])
             if now != before:
                 before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
@@ -258,5 +258,8 @@ class Loader:
         for name, (entry, data) in scalars.items():
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
             memory_of(as_bytes(tensors[name]))[:] = data
-        found = decode_states(values, tensors)
+            if entry.stride is not None:
+                tensors[name] = laid_out(tensors[name], entry.stride)
+        kinds = self._contents.parts.inners[bucket.specs[0].optimizer_class].kinds
+        found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...core.bits import as_bytes, memory_of
+from ...core.bits import as_bytes, laid_out, memory_of
 from ...core.statetree import DTYPES, FormatError
-from ..directory import read_manifest
+from ..directory import read_manifest, steps_in
 from ..format.manifest import NAME, Manifest
-from ..format.names import AVERAGES, FOLDERS, MASTERS, averages_in, index_file
-from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index
+from ..format.names import AVERAGES, FOLDERS, MASTERS, MODEL, averages_in, index_file
+from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index, with_strides
 from .file_reader import CheckpointError, FileReader
 
 
@@ -36,8 +36,9 @@ class TensorFolder:
         self.path = Path(path)
         try:
             self.manifest: Manifest = read_manifest(self.path)
-        except FileNotFoundError as error:
-            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}") from error
+        except (FileNotFoundError, NotADirectoryError) as error:
+            newest = _newest_in(self.path)
+            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}{newest}") from error
         except (OSError, FormatError) as error:
             raise CheckpointError(f"{self.path / NAME}: {error}") from error
         self._headers: dict[str, Header] = {}
@@ -58,7 +59,8 @@ class TensorFolder:
         if path not in self._headers:
             with self.parsing(path), self.file(path) as reader:
                 length = header_length(bytes(reader.read(0, min(8, reader.nbytes))), reader.nbytes)
-                self._headers[path] = parse_header(bytes(reader.read(8, length)), reader.nbytes)
+                found = parse_header(bytes(reader.read(8, length)), reader.nbytes)
+                self._headers[path] = found if path.startswith(f"{MODEL}/") else with_strides(found)
         return self._headers[path]
 
     @contextmanager
@@ -93,7 +95,7 @@ class TensorFolder:
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         if entry.nbytes:
             reader.read_into(memory_of(as_bytes(made)), self.header(reader.path).data + entry.begin)
-        return made
+        return made if entry.stride is None else laid_out(made, entry.stride)
 
     def read_all(self, path: str) -> dict[str, Tensor]:
         """Return the tensors of a file by name, read in the order of their bytes."""
@@ -147,6 +149,14 @@ class TensorFolder:
             placed = parse_index(bytes(reader.read(0, reader.nbytes)))
         if placed != {name: file.rpartition("/")[2] for name, (file, _) in tensors.items()}:
             raise CheckpointError(f"{self.path / path} does not name the files in which the tensors are")
+
+
+def _newest_in(directory: Path) -> str:
+    """Return words that name the newest checkpoint in a folder of checkpoints; none if it is no such folder."""
+    newest: list[Path] = []
+    with suppress(OSError):
+        newest = list(steps_in(directory).values())[-1:]
+    return "".join(f"; it is a folder of checkpoints, and the newest is {path}" for path in newest)
 
 
 def _may_mislead(path: str) -> bool:

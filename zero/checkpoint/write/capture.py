@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import as_bytes
+from ...core.bits import as_bytes, noted_stride
 from ...core.cuts import PartOfCuts
 from ...core.statetree import NAMES
 from ...runtime.bucket import Bucket
@@ -36,18 +36,20 @@ from .snapshot import Snapshot, Source
 
 @dataclass(frozen=True)
 class TreeFile:
-    """A file of one tree of values: the JSON in its header, the tensors as its tensors."""
+    """A file of one tree of values: the JSON in its header, the tensors as its tensors. ``plan``: that of the file."""
 
     path: str
     tree: Any
     tensors: Mapping[str, Tensor]
+    plan: FilePlan = field(init=False, compare=False)
 
-    def plan(self) -> FilePlan:
+    def __post_init__(self) -> None:
         entries, end = [], 0
         for name, tensor in self.tensors.items():
-            entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end))
+            entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end, noted_stride(tensor)))
             end = entries[-1].end
-        return FilePlan(self.path, header_bytes(entries, {"tree": json.dumps(self.tree)}), tuple(entries))
+        header = header_bytes(entries, {"tree": json.dumps(self.tree)})
+        object.__setattr__(self, "plan", FilePlan(self.path, header, tuple(entries)))
 
 
 class Capture:
@@ -81,7 +83,7 @@ class Capture:
         """Add a file of which this rank writes all. Its tensors are copied."""
         for number, (name, tensor) in enumerate(file.tensors.items()):
             source = (file.path, number)
-            self.staged[source] = as_bytes(tensor.cpu()).clone()
+            self.staged[source] = as_bytes(tensor.cpu().contiguous()).clone()
             part = Part(source, 0, 0, self.staged[source].numel())
             self._own_parts[file.path.rpartition("/")[0], name] = [part]
 

@@ -26,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.bits import other_stride
 from ...core.layout import ParameterSpec
 from ...core.statetree import DTYPES, N_AVERAGED, NAMES
 from ..contents import Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
-from ..format.tensorfile import TensorEntry, header_of, index_bytes, tensors_text
+from ..format.tensorfile import TensorEntry, header_of, index_bytes, strides_note, tensors_text
 from .snapshot import Source
 
 WEIGHTS, WHOLE, SCALARS, AVERAGE, COUNT = "weights", "whole", "scalars", "average", "count"
@@ -59,7 +60,8 @@ class SharedFiles:
         """Return all files. Those of `optimizer/` hold the options of these param groups."""
         metadata = {"param_groups": json.dumps(param_groups), "values": self.values}
         optimizer = [
-            replace(file, header=header_of(text, len(file.tensors), metadata)) for file, text in self.optimizer
+            replace(file, header=header_of(text, len(file.tensors), {**metadata, **strides_note(file.tensors)}))
+            for file, text in self.optimizer
         ]
         return [*self.model, *optimizer, *self.masters, *self.averages]
 
@@ -192,16 +194,18 @@ class WritePlan:
             if stored.index is None or stored.place is None:
                 continue
             wide = NAMES[contents.buckets[stored.place[0]].spec.dtypes.master_dtype]
+            stride = other_stride(stored.shape, _spec(contents, stored.place).stride)
             for entries in averages.values():
-                entries.append(TensorEntry(stored.name, wide, stored.shape))
+                entries.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
             found = facts.states.get(stored.place)
             if found is not None:
                 shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}
+                strides = {**dict.fromkeys(found.elementwise, stride), **found.strides}
                 for name, (kind, shape) in sorted((shapes | dict(found.tensors)).items()):
-                    states.append(TensorEntry(key(stored.name, name), kind, shape))
+                    states.append(TensorEntry(key(stored.name, name), kind, shape, stride=strides.get(name)))
                 values.update((key(stored.name, name), value) for name, value in sorted(found.values.items()))
             if stored.place in facts.masters:
-                masters.append(TensorEntry(stored.name, wide, stored.shape))
+                masters.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
         return lay_out(model, aliases, states, values, masters, max_shard_bytes, averages)
 
     def chunks(self, files: Sequence[FilePlan]) -> list[Chunk]:

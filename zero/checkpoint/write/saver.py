@@ -170,7 +170,7 @@ class Saver:
                 "the model": contents.digest,
             },
             "skip": request.skip,
-            "own": tree.plan().nbytes,
+            "own": tree.plan.nbytes,
             "host": socket.gethostname(),
         }
         return _Own(contents, contents.param_groups(), tree, TreeFile(STATE_FILE, *encode(state, "state")), message)
@@ -195,13 +195,13 @@ class Saver:
         for tree in trees:
             capture.add_tree(tree)
         shared = plan.files.with_options(groups)
-        own_files = [tree.plan() for tree in trees]
+        own_files = [tree.plan for tree in trees]
         chunks = [*plan.chunks(shared), *capture.own_chunks(own_files, request.block_bytes, len(shared))]
         plain = {**plan.files.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
         heads = {file.path: file.header for file in own_files}
         if rank == 0:
             heads |= {file.path: file.header for file in shared} | plain
-        sizes = {file.path: file.nbytes for file in [*shared, own.of_state.plan()]}
+        sizes = {file.path: file.nbytes for file in [*shared, own.of_state.plan]}
         sizes |= {path: len(data) for path, data in plain.items()}
         sizes |= {rank_file(number): theirs["own"] for number, theirs in enumerate(found)}
         parameters, not_saved = plan.parameters, tuple(contents.not_saved)

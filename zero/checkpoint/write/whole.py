@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.bits import as_bytes
+from ...core.bits import as_bytes, noted_stride
 from ...core.statetree import NAMES, NO_OPTIONS, encode, encode_options, encode_states
+from ..contents import stride_to_note
 from ..files import make_folders
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import Part, chunks
@@ -34,7 +35,7 @@ _MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class WholeContents:
-    """What a checkpoint is made of. Tensors are plain, on the CPU and row-major.
+    """What a checkpoint is made of. Tensors are plain and on the CPU.
 
     Attributes:
         model: by name; ``aliases``: further names, with the names of the same tensors in ``model``.
@@ -73,11 +74,14 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     for average, found in contents.averages.items():
         tensors.update({(averages_folder(average), name): tensor for name, tensor in found.items()})
     values: dict[str, Any] = {}
+    strides = {place: noted_stride(tensor) for place, tensor in tensors.items() if place[0] != MODEL}
     for parameter, states in contents.states.items():
         of_values, of_tensors = encode_states(states, f"optimizer.state[{parameter!r}]")
+        weights = contents.model[parameter]
         values.update((state_key(parameter, name), value) for name, value in sorted(of_values.items()))
         for name, tensor in sorted(of_tensors.items()):
             tensors[OPTIMIZER, state_key(parameter, name)] = tensor
+            strides[OPTIMIZER, state_key(parameter, name)] = stride_to_note(tensor, weights.shape, weights.stride())
     groups = []
     for number, group in enumerate(contents.groups):
         beside = {key: group[key] for key in NO_OPTIONS if isinstance(group.get(key), str)}
@@ -87,18 +91,19 @@ def write_whole(path: Path, contents: WholeContents, step: int = 0) -> str:
     of_state = TreeFile(STATE_FILE, *encode(dict(contents.state), "state"))
     entries: dict[str, list[TensorEntry]] = {MODEL: [], OPTIMIZER: [], MASTERS: []}
     for (folder, name), tensor in tensors.items():
-        entries.setdefault(folder, []).append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape)))
+        entry = TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), stride=strides.get((folder, name)))
+        entries.setdefault(folder, []).append(entry)
     averages = {name: entries.get(averages_folder(name), []) for name in contents.averages}
     shared = lay_out(
         entries[MODEL], contents.aliases, entries[OPTIMIZER], values, entries[MASTERS], _MAX_SHARD_BYTES, averages
     )
-    files = [*shared.with_options(groups), of_state.plan()]
+    files = [*shared.with_options(groups), of_state.plan]
     tensors |= {("", name): tensor for name, tensor in of_state.tensors.items()}
     staged: dict[Source, Tensor] = {}
     parts: dict[tuple[str, str], list[Part]] = {}
     for number, (place, tensor) in enumerate(tensors.items()):
         source = ("whole", number)
-        staged[source] = as_bytes(tensor.cpu())
+        staged[source] = as_bytes(tensor.cpu().contiguous())
         parts[place] = [Part(source, 0, 0, staged[source].numel())]
     planned = chunks(files, parts, BLOCK_BYTES)
     plain = shared.indices

@@ -1,6 +1,6 @@
 """`zero checkpoint list | verify | export | import`.
 
-Knows: what each command prints, and when it ends with 1. Does not know: formats, or how a conversion works.
+Knows: what each command prints, and its exit code. Does not know: formats, or how a conversion works.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from pathlib import Path
 from ... import CheckpointError, open_checkpoint
 from ...checkpoint.directory import steps_in
 from ...checkpoint.format.manifest import NAME
+from ...checkpoint.read.reader import Checkpoint
 from ..console import Console
-from ..runner import fail, one_line, reports_errors
+from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
 from .importing import import_file
 
@@ -24,7 +25,7 @@ SHOWN = 12  # characters of a hash
 def list_(directory: Path) -> int:
     """Print a table of the checkpoints of a folder. A complete one has all files in their sizes; none is read."""
     if not directory.is_dir():
-        raise NotADirectoryError(f"{directory} is not a folder")
+        raise WrongInputError(f"{directory} is not a folder")
     console = Console()
     rows = [_row(step, folder) for step, folder in steps_in(directory).items()]
     if not rows:
@@ -54,8 +55,8 @@ def _row(step: int, folder: Path) -> list[str]:
 def verify(path: Path) -> int:
     """Read every byte of a checkpoint, or of all checkpoints of a folder. The exit code is 1 if one is not whole."""
     console, code = Console(), 0
-    folders = {} if (path / NAME).exists() else steps_in(path)
-    for folder in folders.values() or [path]:
+    folders = list(steps_in(path).values()) if path.is_dir() and not (path / NAME).exists() else []
+    for folder in folders or [_open(path).path]:
         try:
             checkpoint = open_checkpoint(folder)
             checkpoint.verify()
@@ -70,9 +71,11 @@ def verify(path: Path) -> int:
 def export(path: Path, to: str, out: Path) -> int:
     """Write a checkpoint in another format. It is verified first, and nothing is written unless it is whole."""
     if out.exists():
-        raise FileExistsError(f"{out} exists: name another path")
-    checkpoint = open_checkpoint(path)
+        raise WrongInputError(f"{out} exists: name another path")
+    checkpoint = _open(path)
     checkpoint.verify()
+    with checking_input(OSError):
+        out.parent.mkdir(parents=True, exist_ok=True)
     left_out = EXPORTS[to](checkpoint, out) + ["averages"] * bool(checkpoint.average_names)
     without = f", without {' and '.join(left_out)}" if left_out else ""
     Console().line(f"{path}: written to {out} for {to}{without}")
@@ -82,6 +85,17 @@ def export(path: Path, to: str, out: Path) -> int:
 @reports_errors
 def import_(source: Path, out: Path) -> int:
     """Write a checkpoint from a file of ``torch.save``."""
-    content = import_file(source, out)
+    with checking_input(ValueError, TypeError, FileNotFoundError, FileExistsError):
+        content = import_file(source, out)
     Console().line(f"{source}: written to {out}, content {content[:SHOWN]}")
     return 0
+
+
+def _open(path: Path) -> Checkpoint:
+    """Open a checkpoint. Raises `WrongInputError` if there is none; one that is damaged is a `CheckpointError`."""
+    try:
+        return open_checkpoint(path)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
+            raise WrongInputError(str(error)) from error
+        raise

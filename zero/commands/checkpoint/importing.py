@@ -111,7 +111,7 @@ def _is_optimizer_dict(found: Any) -> bool:
 
 
 def _plain(tensor: Any, place: str) -> Tensor:
-    """Return a tensor, row-major. Raises `TypeError` naming its place if it is none, or cannot be saved."""
+    """Return a tensor as it is saved. Raises `TypeError` naming its place if it is none, or cannot be saved."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{place} is a {type(tensor).__name__}, and must be a tensor")
     return encode(tensor, place)[1].popitem()[1]

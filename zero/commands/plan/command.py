@@ -17,7 +17,7 @@ from ...planning.hardware import Cluster, presets, read_hardware
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from ...planning.setting import PlanSetting
 from ..console import INSTALL_HINT, Console
-from ..runner import check_output, fail, reports_errors
+from ..runner import check_output, checking_input, fail, reports_errors
 from ..train.plots import can_draw
 from .anchor import anchored
 from .findings import Findings
@@ -30,20 +30,17 @@ from .written import write
 
 __all__ = ["run"]
 
-NOTHING_FITS, WRONG_INPUT = 1, 2
+NOTHING_FITS = 1
 FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
 
 
 @reports_errors
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
-    try:
+    with checking_input(ValueError):
         if config.measure:
             return _measure(config)
         return _table(config) if config.rows is not None else _plan(config)
-    except ValueError as error:
-        fail(error)
-        return WRONG_INPUT
 
 
 def _measure(config: PlanConfig) -> int:

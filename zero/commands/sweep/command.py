@@ -23,6 +23,7 @@ from ..runner import (
     cannot_write,
     check_alone,
     check_output,
+    checking_input,
     fail,
     launch_ranks,
     one_line,
@@ -104,8 +105,9 @@ def name_of(job: RunSpec) -> str:
 def run(config: SweepConfig) -> int:
     """Measure every setting, print and write the results. The exit code is 1 if a setting failed or if settings trained
     different parameters. After an interrupt, the results so far are printed and written."""
-    check_alone("zero sweep")
-    check_output(config.out)
+    with checking_input():
+        check_alone("zero sweep")
+        check_output(config.out)
     console = Console()
     found = _Found({job: [] for job in jobs(config)})
     try:

@@ -14,7 +14,16 @@ from pathlib import Path
 from ...checkpoint.directory import LockedDirectory
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ..elastic import launch_elastic
-from ..runner import StoppedError, check_output, fail, launch_ranks, record_error, reports_errors, under_launcher
+from ..runner import (
+    StoppedError,
+    check_output,
+    checking_input,
+    fail,
+    launch_ranks,
+    record_error,
+    reports_errors,
+    under_launcher,
+)
 from .data import load_corpus
 from .model import build_model
 from .rank import make_optimizer, optimizer_arguments, work
@@ -34,8 +43,11 @@ def run(config: TrainConfig) -> int:
     elastic = config.elastic_ranks
     if elastic is not None:
         config = replace(config, resume="auto")
-    worlds = [_world_size(config)] if elastic is None else elastic
-    _check(config, worlds)
+    with checking_input():
+        worlds = [_world_size(config)] if elastic is None else elastic
+        _check(config, worlds)
+    if elastic is not None and config.checkpoint is not None:
+        LockedDirectory(config.checkpoint, "").close()  # raises if another run has it, once instead of in each rank
     try:
         if elastic is not None:
             launch_elastic(RANK, replace(config, elastic=None).to_json(), elastic[0], elastic[-1])
@@ -83,10 +95,10 @@ def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
         check_reshard(config.reshard, config.sharding_factor or world, stage)
     optimizer_arguments(config)
     check_resume(config, load_corpus(config.data, config.sequence).sha256)
-    if config.elastic is not None and config.checkpoint is not None:
-        LockedDirectory(config.checkpoint, "").close()  # raises if another run has it, once instead of in each rank
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
+        if config.checkpoint is not None:
+            check_output(config.checkpoint, flag="--checkpoint")
     if "WORLD_SIZE" not in os.environ:
         _dry_run(config)
 

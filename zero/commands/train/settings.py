@@ -77,17 +77,16 @@ class TrainConfig:
         for name in ("steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every", "keep"):
             value = getattr(self, name)
             _require(value is None or value >= 1, name, value, "at least 1")
-        for name, default in (("checkpoint_every", None), ("keep", None), ("no_async", False)):
-            value = getattr(self, name)
-            _require(self.checkpoint is not None or value == default, name, value, "with --checkpoint")
-        _require(self.checkpoint is not None or self.resume != "auto", "resume", "auto", "with --checkpoint")
-        _require(self.offload is not None or not self.offload_parameters, "offload_parameters", True, "with --offload")
+        of_checkpoints = {option_of(name): getattr(self, name) for name in ("checkpoint_every", "keep", "no_async")}
+        of_checkpoints |= {"--resume auto": self.resume == "auto", "--elastic": self.elastic}
+        for flag, given in of_checkpoints.items():
+            _need(flag, "--checkpoint DIR", self.checkpoint is not None or not given)
+        _need("--offload-parameters", "--offload DIR", self.offload is not None or not self.offload_parameters)
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
         _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
         _require(self.elastic is None or self.elastic_ranks is not None, "elastic", self.elastic, _ELASTIC)
         _require(self.elastic is None or self.ranks is None, "ranks", self.ranks, "omitted with --elastic")
-        _require(self.elastic is None or self.checkpoint is not None, "elastic", self.elastic, "with --checkpoint")
         known = self.elastic is None or self.resume in ("none", "auto")
         _require(known, "resume", self.resume, "omitted with --elastic, which goes on from --checkpoint")
         _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
@@ -169,6 +168,11 @@ def _number(text: str) -> float:
 def _require(holds: bool, name: str, value: object, expected: str) -> None:
     if not holds:
         raise ValueError(f"{option_of(name)} is {value}: it must be {expected}")
+
+
+def _need(flag: str, other: str, there: bool) -> None:
+    if not there:
+        raise ValueError(f"{flag} needs {other}")
 
 
 def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:

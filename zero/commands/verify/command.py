@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from ..runner import reports_errors
+from ..runner import check_alone, checking_input, reports_errors
 from .verification import verify
 
 __all__ = ["run"]
@@ -21,7 +21,11 @@ __all__ = ["run"]
 def run(function: str) -> int:
     """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 if no bit differs, or 1."""
     sys.path.insert(0, os.getcwd())
-    return 0 if verify(**_arguments(function)).ok else 1
+    with checking_input():
+        check_alone("zero verify")
+        arguments = _arguments(function)
+    with checking_input(ValueError, TypeError):
+        return 0 if verify(**arguments).ok else 1
 
 
 def _arguments(text: str) -> dict[str, Any]:

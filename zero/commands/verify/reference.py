@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...config import MixedPrecision
 from ...core.parameter_specs import is_laid_out
 from ...parameters.casting import InputCast, cast
+from ...step.arguments import arguments_of
 from ...step.clip import clip_grad_norm_
 
 Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may name its own ``optimizer_class``
@@ -27,7 +28,15 @@ def plain_optimizers(
     for group in groups:
         options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
         by_class.setdefault(group.get("optimizer_class"), []).append(options)
-    return [optimizer_class(own, **defaults) if cls is None else cls(own) for cls, own in by_class.items()]
+    return [
+        optimizer_class(own, **defaults) if cls is None else cls(own, **_arguments(cls, own[0]))
+        for cls, own in by_class.items()
+    ]
+
+
+def _arguments(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a class has from a param group that names it."""
+    return arguments_of(cls, {key: value for key, value in group.items() if key != "params"})
 
 
 class ReferenceLoop:

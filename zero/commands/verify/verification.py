@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ...config import MixedPrecision
 from ...optimizer import ZeroOptimizer
+from ...step.arguments import check_class
 from .segment import Segment, elastic_plan
 from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
 
@@ -200,8 +201,7 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
 
 def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Let the library check its own arguments on a throw-away module, before any process is started."""
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
-        raise TypeError(f"optimizer_class must be a class of torch.optim, not {optimizer_class!r}")
+    check_class(optimizer_class)
     with torch.random.fork_rng(devices=[]):
         module = nn.Linear(1, 1)
     try:

@@ -1,0 +1,158 @@
+"""The lists of parameters in param groups are fixed, and an edit of one is an error before anything changes; the
+options of a group are live, whatever dict and list hold them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
+
+from ..plain import assert_same_model, plain_step
+from ..small import blocks
+
+pytestmark = pytest.mark.contract
+
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+Groups = list[dict[str, Any]]
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def groups_of(model: nn.Module) -> Groups:
+    named = list(model.named_parameters())
+    return [
+        {"params": [(name, p) for name, p in named if p.dim() > 1], "lr": 0.1},
+        {"params": [(name, p) for name, p in named if p.dim() == 1], "lr": 0.2},
+    ]
+
+
+def built(model: nn.Module, group: Any, stage: int) -> ZeroOptimizer:
+    return ZeroOptimizer(groups_of(model), torch.optim.Adam, module=model, stage=stage, process_group=group)
+
+
+def loss_of(model: nn.Module, scale: float) -> torch.Tensor:
+    found: torch.Tensor = model(X * scale).square().sum()
+    return found
+
+
+def error_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fresh() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2))
+
+
+EDITS: dict[str, tuple[Callable[[Groups], object], str]] = {
+    "drop": (lambda groups: groups[0]["params"].pop(1), "'1.weight' is in param group 0 no more"),
+    "filter": (
+        lambda groups: groups[1].update(params=[p for p in groups[1]["params"] if p is not groups[1]["params"][0]]),
+        "'0.bias' is in param group 1 no more",
+    ),
+    "move": (
+        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
+        "'2.weight' of param group 0 is now in param group 1",
+    ),
+    "reverse": (lambda groups: groups[0]["params"].reverse(), "'2.weight' has another place in param group 0"),
+    "append": (
+        lambda groups: groups[0]["params"].append(fresh()),
+        r"param group 0 has a further parameter, of shape \(2,\)",
+    ),
+    "replace": (lambda groups: groups[0].update(params=[fresh()] * 3), "'0.weight' is in param group 0 no more"),
+    "twice": (lambda groups: groups[0]["params"].append(groups[0]["params"][1]), "param group 0 has '1.weight' twice"),
+    "generator": (
+        lambda groups: groups[0].update(params=iter(groups[0]["params"])),
+        "the parameters of param group 0 are a list_iterator, and no list",
+    ),
+    "no list": (lambda groups: groups[0].pop("params"), "'0.weight' is in param group 0 no more"),
+    "pop": (lambda groups: groups.pop(), "'0.bias' is in param group 1 no more"),
+    "add": (lambda groups: groups.append({"params": [fresh()], "lr": 1.0}), "there are 3 param groups, not 2"),
+    "turn": (lambda groups: groups.reverse(), "'0.weight' of param group 0 is now in param group 1"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@ALL_STAGES
+@pytest.mark.by_default("0-drop", "1-move", "2-reverse", "3-filter", "3-append", "1-pop", "2-add", "0-turn", "3-twice")
+def test_an_edited_list_is_an_error_on_every_rank_and_nothing_changes(stage: int, edit: str) -> None:
+    """One rank edits, and puts everything back. Then training goes on with the bits of the plain loop."""
+    change, said = EDITS[edit]
+
+    def program(transport: Transport) -> tuple[nn.Module, list[str]]:
+        model = blocks()
+        optimizer = built(model, transport, stage)
+        errors = []
+        for step in range(3):
+            loss_of(model, step + transport.rank + 1).backward()
+            kept = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
+            if transport.rank == 1 and step:
+                change(optimizer.param_groups)
+            if step:
+                calls: tuple[Callable[[], object], ...] = (lambda: optimizer.clip_grad_norm_(0.1), optimizer.step)
+                calls += (lambda: optimizer.add_param_group({"params": [fresh()]}),) if stage < 3 else ()
+                errors += [error_of(call) for call in calls]
+            optimizer.param_groups[:] = [group for group, _, _ in kept]
+            for group, options, parameters in kept:
+                group.update(options, params=parameters)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model, errors
+
+    plain = blocks()
+    adam = torch.optim.Adam(groups_of(plain))
+    for step in range(3):
+        plain_step(plain, adam, loss_of, [step + 1.0, step + 2.0], 2)
+        adam.zero_grad()
+    for model, errors in on_threads(2, program, timeout=10):
+        assert_same_model(model, plain)
+        assert len(errors) == (4 if stage == 3 else 6)
+        for error in errors:
+            assert re.search(rf"(rank 1|Error): {said}: the lists of param groups are fixed, unlike their", error), (
+                error
+            )
+
+
+def replace_groups(optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Put other lists and dicts with the same parameters in place of those that are there, and change options."""
+    groups = optimizer.param_groups
+    match step:
+        case 0:
+            groups[0]["params"] = list(groups[0]["params"])
+        case 1:
+            groups[1] = {**groups[1], "lr": 0.05, "params": tuple(groups[1]["params"])}
+        case _:
+            optimizer.param_groups = [{**group, "betas": (0.5, 0.6)} for group in groups]
+
+
+@ALL_STAGES
+def test_options_are_live_in_whatever_dict_and_list_of_the_same_parameters(stage: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = blocks()
+        optimizer = built(model, transport, stage)
+        for step in range(4):
+            replace_groups(optimizer, step)
+            loss_of(model, step + transport.rank + 1).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    plain = blocks()
+    adam = torch.optim.Adam(groups_of(plain))
+    for step in range(4):
+        replace_groups(adam, step)
+        plain_step(plain, adam, loss_of, [step + 1.0, step + 2.0], 2)
+        adam.zero_grad()
+    for model in on_threads(2, program, timeout=10):
+        assert_same_model(model, plain)

@@ -1,0 +1,101 @@
+"""The classes that users name, and which options of a param group are arguments of a class's constructor.
+
+Knows: classes, and what their constructors make. Does not know: which param group has which class, how it is stepped.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .equality import same
+
+KEY = "optimizer_class"  # of a param group: a class when it is given, and its qualified name from then on
+OptimizerClass = type[torch.optim.Optimizer]
+
+
+def check_class(named: Any, place: str = "") -> None:
+    """Raise `TypeError` unless ``named`` is a class of optimizers that can step.
+
+    ``place``: the param group that names it, with which the error begins.
+    """
+    if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
+        meant, what = _meant(named), reprlib.repr(named)
+        if meant is not None and not isinstance(named, str):
+            what = f"{'an instance' if meant is type(named) else 'a partial'} of {meant.__name__}"
+        remedy = "a class, such as torch.optim.AdamW," if meant is None else f"the class {_public_name(meant)},"
+        raise TypeError(f"{place}{KEY} must be a class of optimizers, not {what}: give {remedy} and its arguments here")
+    if named is torch.optim.Optimizer or inspect.isabstract(named):
+        raise TypeError(f"{place}{KEY} is {named.__name__}, which is abstract: name one that steps")
+
+
+def _meant(named: Any) -> type | None:
+    """Return the class that a user means by an instance, a `functools.partial` or a name of torch.optim; else None."""
+    if isinstance(named, torch.optim.Optimizer):
+        return type(named)
+    found: Any = named.func if isinstance(named, functools.partial) else None
+    if isinstance(named, str):
+        found = next((vars(torch.optim)[name] for name in vars(torch.optim) if name.lower() == named.lower()), None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def _public_name(found: type) -> str:
+    """Return the name of a class as users write it."""
+    if vars(torch.optim).get(found.__name__) is found:
+        return f"torch.optim.{found.__name__}"
+    return f"{found.__module__}.{found.__qualname__}"
+
+
+def arguments_of(optimizer_class: OptimizerClass, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a param group that are arguments of its class's constructor.
+
+    If the constructor has ``**kwargs``, an option counts as one of these if the class makes something else with it.
+    """
+    parameters = inspect.signature(optimizer_class).parameters.values()
+    names = {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    found = {key: value for key, value in options.items() if key in names}
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        for key, value in options.items():
+            if key not in names and _acts(optimizer_class, found, {**found, key: value}):
+                found[key] = value
+    return found
+
+
+def different_argument(optimizer_class: OptimizerClass, one: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """Return the name of an argument that has another value in ``other``, and that acts in the constructor, else None.
+
+    If several act together alone, their names are returned.
+    """
+    if not _acts(optimizer_class, one, other):
+        return None
+    different = [key for key in {**one, **other} if not same(one.get(key, same), other.get(key, same))]
+    for key in different:
+        changed = {name: value for name, value in one.items() if name != key}
+        if _acts(optimizer_class, one, {**changed, key: other[key]} if key in other else changed):
+            return key
+    return ", ".join(different)
+
+
+def _acts(optimizer_class: OptimizerClass, one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether the constructor makes something else of the arguments ``other`` than of ``one``, beside the
+    options of param groups. If it refuses ``other``, it does not."""
+    made = _made(optimizer_class, other)
+    return made is not None and not same(made, _made(optimizer_class, one))
+
+
+def _made(optimizer_class: OptimizerClass, arguments: Mapping[str, Any]) -> Any:
+    """Return the attributes and the states that the constructor makes, or None if it raises."""
+    with torch.random.fork_rng(devices=[]):  # it may draw random numbers, which must be equal in a comparison
+        torch.manual_seed(0)
+        try:
+            made = optimizer_class([torch.zeros(1, 1)], **arguments)
+        except Exception:
+            return None
+    groups = ("defaults", "param_groups", "state")
+    kept = {key: value for key, value in vars(made).items() if key not in groups and not key.startswith("_optimizer_")}
+    return kept, list(made.state.values())
