@@ -46,8 +46,7 @@ def run(job: ShortJob, worker: list[str], limits: dict[str, float]) -> None:
 
 def _run_some(job: ShortJob, worker: list[str], limits: dict[str, float]) -> str:
     """Run sections in one worker, until it is done or one is cut off. Return those that were not begun."""
-    log = Path(job.folder) / "gpu-short.log"
-    with log.open("a") as errors:
+    with (Path(job.folder) / "gpu-short.log").open("a") as errors:
         process = subprocess.Popen(
             [*worker, job.to_json(), str(os.getpid())],
             cwd=ROOT,
@@ -120,7 +119,6 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, few steps: to see that it works.")] = False,
     world: Annotated[str, typer.Option(help="c: of how many ranks this one is the last, with commas.")] = "8",
     pairs: Annotated[int, typer.Option(min=1, help="c: steps of each system, in turn.")] = 10,
-    show_only: Annotated[bool, typer.Option("--show", help="Measure nothing: show what is in the folder.")] = False,
 ) -> None:
     """All that a few minutes on one GPU can show, in sections that are written as they end."""
     unknown = [name for name in sections if name not in SECTIONS]
@@ -128,29 +126,24 @@ def main(
         raise typer.BadParameter(f"--sections takes letters of {''.join(SECTIONS)!r}, not {sections!r}")
     console = shown.console(stderr=False)
     folder = out.resolve()
-    if not show_only:
-        flags = f"--sections {sections} --device {device}{' --quick' if quick else ''} --world {world} --pairs {pairs}"
-        job = ShortJob(
-            str(folder),
-            sections,
-            checked_device(device),
-            quick,
-            _numbers(world),
-            3 if quick else pairs,
-            f"python -m benchmarks.gpu_short {flags} --out DIR",
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        factor = TIMES_ON_THE_CPU if device == "cpu" else 1.0
-        limits = {name: section.limit * factor for name, section in SECTIONS.items()}
-        run(job, [sys.executable, "-m", "benchmarks.gpu_short.worker"], limits)
+    flags = f"--sections {sections} --device {device}{' --quick' if quick else ''} --world {world} --pairs {pairs}"
+    job = ShortJob(
+        str(folder),
+        sections,
+        checked_device(device),
+        quick,
+        _numbers(world),
+        3 if quick else pairs,
+        f"python -m benchmarks.gpu_short {flags} --out DIR",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    factor = TIMES_ON_THE_CPU if device == "cpu" else 1.0
+    limits = {name: section.limit * factor for name, section in SECTIONS.items()}
+    run(job, [sys.executable, "-m", "benchmarks.gpu_short.worker"], limits)
     found = Found(folder)
-    for report in found.reports.values():
-        console.print(report.line(), markup=False)
-        break
-    for table in tables(found):
-        console.print(table.rich())
-    outcomes = [outcome_of(report)["outcome"] for name, report in found.reports.items() if name in sections]
-    if any(outcome != WHOLE for outcome in outcomes):
+    console.print(found.reports[sections[0]].line(), markup=False)
+    console.print(*(table.rich() for table in tables(found)), sep="\n")
+    if any(outcome_of(found.reports[name])["outcome"] != WHOLE for name in sections):
         raise typer.Exit(1)
 
 

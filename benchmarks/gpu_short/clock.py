@@ -73,7 +73,7 @@ class Cuda(Host):
     backend = "cpu:gloo,cuda:nccl"
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._cuda = device, torch.cuda
+        self.device = device
         torch.cuda.set_device(device)
 
     def finish(self) -> None:

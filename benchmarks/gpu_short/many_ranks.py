@@ -28,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -115,10 +116,7 @@ def _loop(system: str, shape: Llama, device: str) -> _Loop:
 
 def _torch_loop(model: nn.Module, count: int) -> _Loop:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-
-    def clip() -> Tensor:
-        return nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-
+    clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()), MAX_NORM)
     return _Loop(model, clip, optimizer.step, optimizer.zero_grad, count)
 
 
@@ -277,18 +275,13 @@ def by_name(events: Iterable[dict[str, Any]]) -> dict[str, tuple[int, float]]:
 
 def shared_gpu(job: ShortJob) -> Iterator[Row]:
     """Yield a row for each test."""
-    device = job.device if job.device != "cpu" else "cpu"
-    chosen = [f"test_programs_give_the_bits_of_the_plain_loop_on_the_same_device[{device}-{name}]" for name in PROGRAMS]
-    chosen += [f"test_so_does_attention[{stage}-{device}]" for stage in STAGES]
+    chosen = [
+        f"test_programs_give_the_bits_of_the_plain_loop_on_the_same_device[{job.device}-{name}]" for name in PROGRAMS
+    ]
+    chosen += [f"test_so_does_attention[{stage}-{job.device}]" for stage in STAGES]
     tests = [f"{FILE}::{name}" for name in chosen[: 1 if job.quick else None]]
-    options = [
-        "-o",
-        "addopts=",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        f"--timeout={TEST_LIMIT}",
-    ]  # with or without pytest-xdist
+    # The project's own options are not for all places: they need pytest-xdist.
+    options = ["-o", "addopts=", "-q", "-p", "no:cacheprovider", f"--timeout={TEST_LIMIT}"]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         done = subprocess.run(

@@ -22,12 +22,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..systems import FSDP2, ON_A_DEVICE, PLAIN, How
 from .clock import Host, clock
 from .job import Row, ShortJob
-from .one_rank import TOKENS, WARM, join_alone, loss_of, model_of, tokens_of
+from .one_rank import TOKENS, WARM, Runner, join_alone, model_of, tokens_of
 
 MIB = 1 << 20
 PASSES = 7  # of a fused AdamW over memory: it reads parameter, gradient and two states, and writes all but the gradient
@@ -42,18 +41,13 @@ LIMIT = 60.0  # seconds of a process
 def updates(job: ShortJob) -> Iterator[Row]:
     """Yield a row for a copy, for each size of a bucket, and for each number of buckets in a call."""
     timer, total = clock(job.device), (8 if job.quick else 1024) * MIB
-    speed = 2 * total / _timed(timer, _copy_of(torch.zeros(total, dtype=torch.uint8, device=job.device)))[0]
+    source, target = (torch.zeros(total, dtype=torch.uint8, device=job.device) for _ in range(2))
+    speed = 2 * total / _timed(timer, lambda: target.copy_(source))[0]
     yield {"what": "copy", "mib": total / MIB, "in_a_call": 1, "bytes_a_second": speed, "host_us": 0.0}
-    for size in SIZES[: 2 if job.quick else None]:
-        yield _update(job, timer, "bucket", size, 1, max(1, total // 4 // (size * MIB)))
-    for number in IN_A_CALL[: 2 if job.quick else None]:
-        yield _update(job, timer, "buckets in a call", 4, number, max(1, total // 4 // (4 * MIB * number)))
-
-
-def _copy_of(source: Tensor) -> Callable[[], object]:
-    """Return a function that copies a tensor."""
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
+    first = 2 if job.quick else None
+    cases = [("bucket", size, 1) for size in SIZES[:first]] + [("buckets in a call", 4, n) for n in IN_A_CALL[:first]]
+    for what, size, number in cases:
+        yield _update(job, timer, what, size, number, calls=max(1, total // 4 // (size * MIB * number)))
 
 
 def _update(job: ShortJob, timer: Host, what: str, size: int, in_a_call: int, calls: int) -> Row:
@@ -98,7 +92,7 @@ def _timed(timer: Host, call: Callable[[], object]) -> tuple[float, float]:
 def peaks(job: ShortJob) -> Iterator[Row]:
     """Yield a row for each system, by the kind of allocator."""
     for name, setting in ALLOCATORS.items():
-        environment = {**os.environ, **({"PYTORCH_ALLOC_CONF": setting} if setting else {})}
+        environment = os.environ | ({"PYTORCH_ALLOC_CONF": setting} if setting else {})
         command = [sys.executable, "-m", "benchmarks.gpu_short.memory", job.to_json()]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
         for line in done.stdout.splitlines():
@@ -122,21 +116,19 @@ def rows(job: ShortJob) -> Iterator[Row]:
 def _row(job: ShortJob, timer: Host, system: str) -> Row:
     timer.restart()
     start = timer.held()
-    training = ON_A_DEVICE[system].build(model_of(job), How(None))
+    runner = Runner(system, ON_A_DEVICE[system].build(model_of(job), How(None)))
     batch = tokens_of(job, TOKENS[0])
     for number in range(WARM + 1):
         if number == WARM:
             timer.restart()
-        training.backward(loss_of(training, batch))
-        training.step()
-        training.clear()
+        runner.step(batch)
     timer.finish()
     reserved, retries = timer.reserved()
     return {
         "system": system,
         "peak": timer.most() - start,
         "kept": timer.held() - start,
-        "reserved": reserved - start,
+        "reserved": reserved,
         "retries": retries,
     }
 

@@ -38,24 +38,19 @@ MARGIN = 4 << 30  # bytes that stay free beside what the first system needs
 
 
 @dataclass
-class _Runner:
+class Runner:
     """A model under a system."""
 
     name: str
     training: Training
-    numel: int
 
     def step(self, tokens: Tensor) -> Tensor:
-        loss = loss_of(self.training, tokens)
+        """Run a step; return the loss."""
+        loss = loss_fn(self.training.forward(tokens[:, :-1]), tokens[:, 1:])
         self.training.backward(loss)
         self.training.step()
         self.training.clear()
         return loss.detach()
-
-
-def loss_of(training: Training, tokens: Tensor) -> Tensor:
-    """Run a forward."""
-    return loss_fn(training.forward(tokens[:, :-1]), tokens[:, 1:])
 
 
 def systems() -> dict[str, tuple[str, How]]:
@@ -106,14 +101,13 @@ def join_alone(timer: Host) -> None:
 
 
 def _turns(job: ShortJob, timer: Host) -> Iterator[Row]:
-    runners, needed = list[_Runner](), 0
+    runners, needed = list[Runner](), 0
     for name, (system, how) in systems().items():
         before = timer.held()
         if timer.free() < 2 * needed + MARGIN and not job.quick:
-            yield _error(name, f"no room: {timer.free() / 1e9:.0f} GB are free")
+            yield {"no_room": name, "needed": 2 * needed + MARGIN, "free": timer.free()}
             continue
-        model = model_of(job)
-        runner = _Runner(name, ON_A_DEVICE[system].build(model, how), sum(p.numel() for p in model.parameters()))
+        runner = Runner(name, ON_A_DEVICE[system].build(model_of(job), how))
         for _ in range(WARM):
             runner.step(tokens_of(job, TOKENS[0]))
         runners.append(runner)
@@ -126,7 +120,7 @@ def _turns(job: ShortJob, timer: Host) -> Iterator[Row]:
             yield {"tokens": tokens, "turn": turn, "system": runner.name, **_turn(runner, timer, batch, job.quick)}
 
 
-def _turn(runner: _Runner, timer: Host, batch: Tensor, quick: bool) -> Row:
+def _turn(runner: Runner, timer: Host, batch: Tensor, quick: bool) -> Row:
     """Run steps in a row, after one that does not count, and return what one took."""
     steps = 2 if quick else IN_A_ROW
     runner.step(batch)
@@ -134,19 +128,12 @@ def _turn(runner: _Runner, timer: Host, batch: Tensor, quick: bool) -> Row:
     begin, started = time.perf_counter(), timer.processor_time()
     for _ in range(steps):
         loss = runner.step(batch)
-    host, processor = time.perf_counter() - begin, timer.processor_time() - started
+    processor = timer.processor_time() - started
     timer.finish()
     in_a_row = time.perf_counter() - begin
     return {
         "in_a_row": in_a_row / steps,
-        "host": host / steps,
         "processor": processor / steps,
         "buckets": runner.training.buckets() if runner.name.startswith("zero") else 0,
         "loss": float(loss),
-        "error": "",
     }
-
-
-def _error(name: str, error: str) -> Row:
-    none = {"in_a_row": 0.0, "host": 0.0, "processor": 0.0, "buckets": 0, "loss": 0.0}
-    return {"tokens": 0, "turn": 0, "system": name, **none, "error": error}

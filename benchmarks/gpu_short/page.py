@@ -5,7 +5,7 @@ Knows: the rows of the sections. Does not know: how they were measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -52,12 +52,16 @@ def text_of(found: Found) -> str:
 def tables(found: Found) -> Iterator[Table]:
     """Yield all tables."""
     yield found.outcomes()
-    if (of := targets(found)).rows:
-        yield of
+    if aims := list(targets(found)):
+        cells = [[what, aim, seen, "yes" if met else "no"] for what, aim, seen, met in aims]
+        yield Table("Targets", ["measure", "target", "measured", "met"], cells)
     if rows := found.rows("a", "what"):
         yield _updates(rows)
-    for tokens in dict.fromkeys(row["tokens"] for row in found.rows("b", "turn") if not row["error"]):
-        yield _steps([row for row in found.rows("b", "turn") if row["tokens"] == tokens or row["error"]], tokens)
+    for tokens in dict.fromkeys(row["tokens"] for row in found.rows("b", "turn")):
+        yield _steps([row for row in found.rows("b", "turn") if row["tokens"] == tokens], tokens)
+    if rows := found.rows("b", "no_room"):
+        sizes = {f"{what} GB": _gigabytes(what) for what in ("needed", "free")}
+        yield _table("b: systems for which there was no room", rows, {"system": lambda row: row["no_room"], **sizes})
     for ranks in dict.fromkeys(row["ranks"] for row in found.rows("c", "us_a_parameter")):
         yield _hosts([row for row in found.rows("c", "us_a_parameter") if row["ranks"] == ranks], ranks)
     if rows := found.rows("c", "on_device"):
@@ -71,30 +75,28 @@ def tables(found: Found) -> Iterator[Table]:
         yield _memory(rows)
 
 
+def _table(title: str, rows: Sequence[Row], columns: dict[str, Callable[[Row], str]]) -> Table:
+    return Table(title, list(columns), [[text(row) for text in columns.values()] for row in rows])
+
+
 def _updates(rows: Sequence[Row]) -> Table:
     copy = next(row["bytes_a_second"] for row in rows if row["what"] == "copy")
-    cells = [
-        [
-            row["what"],
-            f"{row['mib']:g}",
-            str(row["in_a_call"]),
-            f"{row['bytes_a_second'] / 1e9:,.0f}",
-            f"{row['bytes_a_second'] / copy:.2f}",
-            f"{row['host_us']:.0f}",
-        ]
-        for row in rows
-    ]
-    return Table("a: fused AdamW in bf16", ["", "MiB", "tensors a call", "GB/s", "÷ copy", "host µs a call"], cells)
+    columns = {
+        "": lambda row: row["what"],
+        "MiB": lambda row: f"{row['mib']:g}",
+        "tensors a call": lambda row: str(row["in_a_call"]),
+        "GB/s": lambda row: f"{row['bytes_a_second'] / 1e9:,.0f}",
+        "÷ copy": lambda row: f"{row['bytes_a_second'] / copy:.2f}",
+        "host µs a call": lambda row: f"{row['host_us']:.0f}",
+    }
+    return _table("a: fused AdamW in bf16", rows, columns)
 
 
 def _steps(rows: Sequence[Row], tokens: int) -> Table:
     times = medians(rows)
     cells = []
     for system in dict.fromkeys(row["system"] for row in rows):
-        of = [row for row in rows if row["system"] == system and not row["error"]]
-        if not of:
-            cells.append([system, *["–"] * 6, next(row["error"] for row in rows if row["system"] == system)])
-            continue
+        of = [row for row in rows if row["system"] == system]
         turns = [row["in_a_row"] for row in of]
         cells.append(
             [
@@ -116,79 +118,74 @@ def medians(rows: Sequence[Row]) -> dict[str, float]:
     """Return the median seconds of a step, by system."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        if not row["error"]:
-            found.setdefault(row["system"], []).append(row["in_a_row"])
+        found.setdefault(row["system"], []).append(row["in_a_row"])
     return {system: median(values) for system, values in found.items()}
 
 
 def _hosts(rows: Sequence[Row], ranks: int) -> Table:
-    cells = [
-        [
-            row["system"],
-            *(_ms(row[phase]) for phase in ("forward", "backward", "clip", "step", "total")),
-            f"{row['of_fsdp2']:.2f}",
-            f"{row['us_a_parameter']:.1f}",
-            str(row["buckets"] or "–"),
-            str(row["headers"] or "–"),
-        ]
-        for row in rows
-    ]
-    columns = ["system", "forward", "backward", "clip", "step", "sum", "÷ FSDP2", "µs a parameter", "buckets"]
-    title = f"c: the host's ms in a step of rank {ranks - 1} of {ranks}, 32 narrow blocks"
-    return Table(title, [*columns, "headers sent"], cells)
+    columns = {
+        "system": lambda row: row["system"],
+        **{phase: _milliseconds(phase) for phase in ("forward", "backward", "clip", "step")},
+        "sum": _milliseconds("total"),
+        "÷ FSDP2": lambda row: f"{row['of_fsdp2']:.2f}",
+        "µs a parameter": lambda row: f"{row['us_a_parameter']:.1f}",
+        "buckets": lambda row: str(row["buckets"] or "–"),
+        "headers sent": lambda row: str(row["headers"] or "–"),
+    }
+    return _table(f"c: the host's ms in a step of rank {ranks - 1} of {ranks}, 32 narrow blocks", rows, columns)
 
 
 def _on_device(rows: Sequence[Row]) -> Table:
-    cells = [
-        [
-            row["on_device"],
-            _ms(row["in_a_row"]),
-            f"{row['kernels']:,}",
-            _ms(row["busy"]),
-            f"{max(0.0, 1 - row['busy'] / row['in_a_row']):.2f}",
-            str(row["looks"]),
-            f"{row['peak'] / 1e9:.1f}",
-            f"{row['kept'] / 1e9:.1f}",
-        ]
-        for row in rows
-    ]
-    columns = ["system", "ms in a row", "kernels", "busy ms", "idle share", "looks", "peak GB", "kept GB"]
-    first = rows[0]
-    return Table(f"c: a step of rank 7 of {first['ranks']} on the device, {first['tokens']:,} tokens", columns, cells)
+    columns = {
+        "system": lambda row: row["on_device"],
+        "ms in a row": _milliseconds("in_a_row"),
+        "kernels": lambda row: f"{row['kernels']:,}",
+        "busy ms": _milliseconds("busy"),
+        "idle share": lambda row: f"{max(0.0, 1 - row['busy'] / row['in_a_row']):.2f}",
+        "looks": lambda row: str(row["looks"]),
+        **{f"{name} GB": _gigabytes(name) for name in ("peak", "kept")},
+    }
+    ranks, tokens = rows[0]["ranks"], rows[0]["tokens"]
+    return _table(f"c: a step of rank {ranks - 1} of {ranks} on the device, {tokens:,} tokens", rows, columns)
 
 
 def _kernels(rows: Sequence[Row], system: str) -> Table:
-    cells = [[row["kernel"], f"{row['times']:,}", _ms(row["seconds"])] for row in rows]
-    return Table(f"c: what takes the device's time under {system}", ["kernel", "times", "ms"], cells)
+    columns = {
+        "kernel": lambda row: row["kernel"],
+        "times": lambda row: f"{row['times']:,}",
+        "ms": _milliseconds("seconds"),
+    }
+    return _table(f"c: what takes the device's time under {system}", rows, columns)
 
 
 def _memory(rows: Sequence[Row]) -> Table:
-    cells = [
-        [
-            row["system"],
-            row["allocator"],
-            f"{row['peak'] / 1e9:.2f}",
-            f"{row['kept'] / 1e9:.2f}",
-            f"{row['reserved'] / 1e9:.2f}",
-            str(row["retries"]),
-        ]
-        for row in rows
-    ]
-    columns = ["system", "allocator", "peak GB", "kept GB", "reserved GB", "retries"]
-    return Table("e: memory at world size 1", columns, cells)
+    columns = {
+        "system": lambda row: row["system"],
+        "allocator": lambda row: row["allocator"],
+        **{f"{name} GB": _gigabytes(name) for name in ("peak", "kept", "reserved")},
+        "retries": lambda row: str(row["retries"]),
+    }
+    return _table("e: memory at world size 1", rows, columns)
+
+
+def _milliseconds(name: str) -> Callable[[Row], str]:
+    return lambda row: _ms(row[name])
+
+
+def _gigabytes(name: str) -> Callable[[Row], str]:
+    return lambda row: f"{row[name] / 1e9:.2f}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
 
 
 # -- targets ----------------------------------------------------------------------------------------------------------
 
 
-def targets(found: Found) -> Table:
-    """Make a table of what was aimed at, and what was measured."""
-    rows = [[what, target, seen, "yes" if met else "no"] for what, target, seen, met in _targets(found)]
-    return Table("Targets", ["measure", "target", "measured", "met"], rows)
-
-
-def _targets(found: Found) -> Iterator[tuple[str, str, str, bool]]:
-    steps = [row for row in found.rows("b", "turn") if not row["error"] and found.has_gpu("b")]
+def targets(found: Found) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield what was measured, what was aimed at, what was seen, and whether the target is met."""
+    steps = found.rows("b", "turn") if found.has_gpu("b") else []
     for tokens in dict.fromkeys(row["tokens"] for row in steps):
         times = medians([row for row in steps if row["tokens"] == tokens])
         yield from _of_one_rank(times, tokens)
@@ -230,7 +227,3 @@ def _of_one_rank(times: dict[str, float], tokens: int) -> Iterator[tuple[str, st
                 yield f"{what}: zero {stage} ÷ plain", "≤ 1.05", f"{ratio:.2f}", ratio <= 1.05
     if (ours := times.get("zero 3")) and FSDP2 in times:
         yield f"{what}: zero 3 ÷ FSDP2", "≤ 1", f"{ours / times[FSDP2]:.2f}", ours <= times[FSDP2]
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"

@@ -64,13 +64,6 @@ class _Answer:
         return self._sent.popleft()
 
 
-class _Marker:
-    """The byte behind a part of a large message."""
-
-    def wait(self, timeout: float) -> bytes:
-        return MARKER
-
-
 class AnsweredBackend(GlooBackend):
     """The last rank of a "fake" process group, whose peers answer at once. See the module.
 
@@ -84,7 +77,7 @@ class AnsweredBackend(GlooBackend):
         self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._last_header = b""
         self._answer_size: dict[tuple[int, int], int] = {}  # by the rank and the slot of its header
-        self._done, self._marker = _Done(), _Marker()
+        self._done = _Done()
         self._fills = self._all_to_all_fills()
 
     def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Any:
@@ -136,7 +129,8 @@ class AnsweredBackend(GlooBackend):
         return pack_messages([data[12:]] * self.world_size)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
-        return self._marker if slot % PORTS == MARKER_PORT else _Answer(self._sent[source, slot])
+        """Receive an answer, or the byte behind a part of a large message."""
+        return _Answer(deque([MARKER]) if slot % PORTS == MARKER_PORT else self._sent[source, slot])
 
 
 def answered() -> Transport:
