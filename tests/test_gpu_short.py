@@ -27,6 +27,7 @@ LIMITS = {"a": 30.0, "b": 30.0, "c": 3.0, "d": 30.0, "e": 30.0}
 FAKE = """
 import sys, time, os
 from benchmarks.gpu_short.job import ShortJob, run
+from benchmarks.rank import end_with
 
 def rows(what):
     def measure(job):
@@ -40,6 +41,7 @@ def rows(what):
         yield {"row": 2}
     return measure
 
+end_with(int(sys.argv[2]))
 run(ShortJob.from_json(sys.argv[1]), {name: rows(what) for name, what in zip("abcde", %r)}, "a GPU")
 """
 
