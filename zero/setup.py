@@ -20,7 +20,7 @@ from collectives import build as build_collective
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
-from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.layout import MIB, BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters, why_one_device
 from .gradients.hooks import check_free
@@ -177,13 +177,14 @@ class Builder:
             return
         units = self.storage.units() or {}
         LOG.info(
-            "%s of %d: stage %d, %s, %d buckets, %d units, sharding factor %d, collective %s (%s), common memory: %s, "
-            "offload: %s",
+            "%s of %d: stage %d, %s, %d buckets of at most %s, %d units, sharding factor %d, collective %s (%s), "
+            "common memory: %s, offload: %s",
             self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
             self.inners.names(),
             len(self.storage.layout.buckets),
+            f"{self.bucket_sizes.most / MIB:.4g} MiB",
             len(set(units.values())),
             self.shards.world_size,
             self.collective.name,
