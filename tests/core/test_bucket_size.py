@@ -77,6 +77,8 @@ def test_on_an_accelerator_a_gathered_unit_is_a_bucket_and_else_a_twelfth_of_the
     for stage, ranks in ((0, 1), (0, 8), (1, 8), (2, 8), (3, 1)):  # one rank gathers nothing
         found = config(blocks(), stage=stage_of(stage), bucket_cap_mb=cap)
         assert sizes(found, "cuda", ranks) == mib(twelfth, DEFAULT_CAP_MB)
+    many = sizes(config(blocks(), stage=stage_of(1), bucket_cap_mb=cap), "cuda", MANY_RANKS, hosts=8)
+    assert many == (mib(pair) if cap == "auto" else mib(twelfth, DEFAULT_CAP_MB))
 
 
 def test_a_twelfth_is_at_least_25_mib_and_at_most_256_and_between_hosts_128() -> None:

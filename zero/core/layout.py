@@ -351,10 +351,10 @@ def bucket_sizes(
 ) -> BucketSizes:
     """Return the sizes of buckets for a ``bucket_cap_mb``.
 
-    None and "auto" are 25 MiB on the CPU. Where ranks are many, "auto" is the largest unit there: a ring takes a step
-    for each rank, however few bytes it moves. On an accelerator both are chosen from the model, since a bucket costs
-    the host the same time, however large it is: a unit that is gathered is one bucket; else buckets have a twelfth of
-    the model, from 25 to 256 MiB (between hosts 128), and the first one has 25.
+    None is 25 MiB on the CPU. On an accelerator it is chosen from the model, since a bucket costs the host the same
+    time, however large it is: a unit that is gathered is one bucket; else buckets have a twelfth of the model, from 25
+    to 256 MiB (between hosts 128), and the first one has 25. "auto" is the same, and where ranks are many at least the
+    largest unit: a ring takes a step for each rank, however few bytes it moves.
 
     Args:
         cap_mb: as the user gave it.
@@ -368,12 +368,14 @@ def bucket_sizes(
     if cap_mb is not None and cap_mb != "auto":
         most = first = cap_mb
     elif device == "cpu":
-        most = first = unit_cap_mb(largest_unit) if cap_mb == "auto" and ranks >= MANY_RANKS else DEFAULT_CAP_MB
+        most = first = DEFAULT_CAP_MB
     elif units_are_gathered:
         most = first = unit_cap_mb(largest_unit)
     else:
         limit = MOST_CAP_MB if hosts == 1 else MOST_CAP_MB_BETWEEN_HOSTS
         most, first = max(DEFAULT_CAP_MB, min(limit, -(-total // (BUCKETS_OF_A_MODEL * MIB)))), DEFAULT_CAP_MB
+    if cap_mb == "auto" and ranks >= MANY_RANKS:
+        most = first = max(most, unit_cap_mb(largest_unit))
     return BucketSizes(int(most * MIB), int(first * MIB))
 
 

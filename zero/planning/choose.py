@@ -179,8 +179,7 @@ def scale_curves(
     planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
 ) -> list[ScaleCurve]:
     """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
-    and on eight hosts, and one copy on all ranks with buckets of 25 MiB. The others have the default size of GPUs, and
-    on CPUs that of a unit.
+    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB.
 
     Args:
         planner: of the training.
@@ -188,24 +187,23 @@ def scale_curves(
         chosen: whose stage and ``reshard_after_forward`` are taken.
         fabrics: seconds of a ring's step, by name.
     """
-    host = cluster.per_host
-    cap = planner.training.unit_cap_mb("cpu") if cluster.gpu.family == "cpu" else None
-    micro_batches = planner.training.micro_batches(cluster.ranks)
+    unit = planner.training.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
+    micro_batches, host = planner.training.micro_batches(cluster.ranks), cluster.per_host
     whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
-    wanted: list[tuple[str, int, float | None]] = [(whole, 0, cap)]
+    wanted = [(whole, 0, unit)]
     if chosen.row.states is Placement.SHARD:
-        wanted += [(f"F={factor}", factor, cap) for factor in (host, 8 * host) if factor > 1]
-    if planner.setting(cluster, chosen.stage, cap).bucket_bytes > DEFAULT_CAP_MB * MIB:
+        wanted += [(f"F={factor}", factor, unit) for factor in (host, 8 * host) if factor > 1]
+    if unit > DEFAULT_CAP_MB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
     curves = []
-    for name, factor, cap_mb in wanted:
+    for name, factor, cap in wanted:
         points = []
         sharing = max(factor // host, 1)  # hosts that share a copy
         for hosts in sorted({count - count % sharing or 1 for count in host_counts(cluster)}):
             more = cluster.with_hosts(hosts)
             if factor and more.ranks <= factor:
                 continue
-            setting = replace(planner.setting(more, chosen.stage, cap_mb), sharding_factor=factor or None)
+            setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
             setting = replace(setting, offload=chosen.offload, offload_parameters=chosen.offload_parameters)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
