@@ -43,7 +43,7 @@ EVENTS = {
     "zero.runtime.accumulator:GradAccumulator.launch": BUCKET,
     "zero.runtime.accumulator:GradAccumulator.divide": BUCKET,
     "zero.runtime.accumulator:GradAccumulator.gather_means": BUCKET,
-    "zero.runtime.accumulator:_Reduction.wait": BUCKET,
+    "zero.runtime.events:WaitedInStages.wait": BUCKET,
     "zero.step.inner:_step": BUCKET,
     "zero.runtime.flat_states:": BUCKET,
     "zero.step.update:Update._gather": BUCKET,

@@ -22,8 +22,6 @@ from typing import Any
 from .calls_rank import Called, CallsJob
 from .checkpoint_job import CheckpointJob, SaveSample, merged
 from .crossing_rank import Crossed, CrossingJob
-from .gpu_job import GpuJob, OnDevice, read_on_device
-from .host_job import HeaderJob, HeaderTime, HostJob, HostTime, Traced
 from .interleaved_rank import InterleavedJob
 from .job import Job, Measured, Waited, read
 from .step_job import Asked, StepJob, Trained
@@ -75,42 +73,6 @@ def interleaved_ranks(job: InterleavedJob, world_size: int) -> list[dict[str, li
         said = [process.communicate()[0].strip().splitlines() for process in processes]
         _complain(processes, folder)
     return [json.loads(lines[-1]) for lines in said]
-
-
-def train_on_device(job: GpuJob) -> OnDevice:
-    """Start the one rank of a training on a device, and return its result."""
-    with _started("benchmarks.gpu_rank", job.to_json(), [()], "lo") as ((process,), folder):
-        lines = process.communicate()[0].strip().splitlines()
-        _complain([process], folder)
-    return read_on_device(json.loads(lines[-1]))
-
-
-def host_times(job: HostJob) -> list[HostTime]:
-    """Start the one process that times the host's work, and return the result of each variant."""
-    return [HostTime(**json.loads(line)) for line in _alone("benchmarks.host_rank", job.to_json())]
-
-
-def traced(job: HostJob) -> Traced:
-    """Start the process that runs the steps of one variant on a device, and return its result."""
-    return Traced(**json.loads(_alone("benchmarks.trace_rank", job.to_json())[-1]))
-
-
-def header_times(job: HeaderJob, world_size: int) -> list[HeaderTime]:
-    """Start ranks that send headers to each other, and return what rank 0 has timed with each carrier."""
-    commands = [()] * world_size
-    with _started("benchmarks.header_rank", json.dumps(asdict(job)), commands, "lo", first_alone=True) as found:
-        processes, folder = found
-        lines = processes[0].communicate()[0].strip().splitlines()
-        _complain(processes, folder)
-    return [HeaderTime(**json.loads(line)) for line in lines]
-
-
-def _alone(module: str, job: str) -> list[str]:
-    """Start one process, and return the lines of JSON that it has printed."""
-    with _started(module, job, [()], "lo") as ((process,), folder):
-        lines = process.communicate()[0].strip().splitlines()
-        _complain([process], folder)
-    return [line for line in lines if line.startswith("{")]
 
 
 @contextmanager

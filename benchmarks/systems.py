@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from zero.commands.sweep.baselines import fully_sharded
 
 LEARNING_RATE = 1e-3
+DDP_CAP_MB = 25.0  # its default
 
 
 @dataclass
@@ -56,11 +57,12 @@ class Training:
 class How:
     """Options of all systems.
 
-    ``bucket_cap_mb``: MiB of a bucket, for systems with such buckets. ``narrow``: compute and communicate in bf16.
+    ``bucket_cap_mb``: MiB of a bucket, for systems with such buckets; None: their default. ``narrow``: compute and
+    communicate in bf16.
     ``muon``: step the matrices of blocks by Muon.
     """
 
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     narrow: bool = False
     muon: bool = False
 
@@ -170,7 +172,7 @@ def _floor(model: nn.Module, how: How) -> Training:
 
 def _ddp(fused: bool) -> Build:
     def build(model: nn.Module, how: How) -> Training:
-        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb)
+        wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb or DDP_CAP_MB)
 
         def forward(inputs: Tensor) -> Tensor:
             with torch.autocast("cpu", torch.bfloat16, enabled=how.narrow):
@@ -187,7 +189,7 @@ def _ddp(fused: bool) -> Build:
 def _redundancy(model: nn.Module, how: How) -> Training:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb)
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=how.bucket_cap_mb or DDP_CAP_MB)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **_arguments(True))
     training = _training(model, wrapped, optimizer)
     inner = _training(model, wrapped, optimizer.optim)
@@ -211,7 +213,7 @@ def _deepspeed(stage: int) -> Build:
     def build(model: nn.Module, how: How) -> Training:
         import deepspeed  # type: ignore[import-not-found]
 
-        elements = int(how.bucket_cap_mb * 1024 * 1024) // 4
+        elements = int((how.bucket_cap_mb or DDP_CAP_MB) * 1024 * 1024) // 4
         config = {
             "train_micro_batch_size_per_gpu": 1,
             # its default of 500 million elements is two gigabytes, far more than the buckets of the others

@@ -35,6 +35,7 @@ class Table:
         return f"**{self.title}**\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
     def rich(self) -> RichTable:
+        from rich.markup import escape
         from rich.table import Table as RichTable
 
         table = RichTable(title=self.title, title_justify="left")
@@ -42,7 +43,7 @@ class Table:
             table.add_column(column, justify="right" if number else "left", no_wrap=True)
         for _, rows in itertools.groupby(self.rows, key=lambda row: row[0]):
             for row in rows:
-                table.add_row(*row)
+                table.add_row(*map(escape, row))
             table.add_section()
         return table
 

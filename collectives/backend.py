@@ -12,6 +12,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor, UntypedStorage
 
+NCCL = frozenset({"nccl", "nccl2", "nccl-legacy"})  # torch's names for it: after 2.13 there are two implementations
+
 
 class Pending(Protocol):
     """A transfer under way."""
@@ -124,7 +126,7 @@ class Backend(ABC):
 
     def stays_on(self, device: torch.device) -> bool:
         """Return True if these collectives move tensors of an accelerator without the host's memory."""
-        return self.device_backend(device) == "nccl"
+        return self.device_backend(device) in NCCL
 
     @property
     def has_parts(self) -> bool:

@@ -163,7 +163,7 @@ class Tree:
             packed = self._pass(data, _marked(tag, AGAIN), None)
         if packed is None:
             return None
-        found = dict(zip(self._order, _unpack(packed), strict=True))
+        found = dict(zip(self._order, unpack_messages(packed), strict=True))
         return [found[rank] for rank in range(len(found))]
 
     def _pass(self, data: bytes, tag: Tag, most: int | None) -> bytes | None:
@@ -188,8 +188,8 @@ class Tree:
             if told is None:
                 return None
             too_long = too_long or told == TOO_LONG
-            messages += [b""] * len(ranks) if too_long else _unpack(told)
-        packed = TOO_LONG if too_long else _pack(messages)
+            messages += [b""] * len(ranks) if too_long else unpack_messages(told)
+        packed = TOO_LONG if too_long else pack_messages(messages)
         if most is not None and len(packed) > most:
             packed = TOO_LONG
         if self._parent is None:
@@ -222,14 +222,14 @@ class Tree:
             self._sends += [self._messenger.send_control(b"", to, _marked(tag, WAITING)) for to in ranks]
 
 
-def _pack(messages: Sequence[bytes]) -> bytes:
+def pack_messages(messages: Sequence[bytes]) -> bytes:
     """Return messages as one. Equal ones, which most records of ranks are, are there once."""
     distinct = {message: number for number, message in enumerate(dict.fromkeys(messages))}
     numbers = [len(distinct), *map(len, distinct), *(distinct[message] for message in messages)]
     return b"".join([struct.pack(f"<{len(numbers)}I", *numbers), *distinct])
 
 
-def _unpack(data: bytes) -> list[bytes]:
+def unpack_messages(data: bytes) -> list[bytes]:
     (count,) = struct.unpack_from("<I", data)
     lengths = struct.unpack_from(f"<{count}I", data, 4)
     begin = len(data) - sum(lengths)

@@ -8,6 +8,9 @@ On CUDA a block is free when the work on it is enqueued, not when it is done, as
 user of the block must enqueue on the same stream, or on one that was ordered behind it: an optimizer's calls and hooks
 order the current stream behind the one before. A block that the pool drops goes back to the stream that allocated it,
 which need not be ordered behind anything: the allocator must keep it until the work of the current stream is done.
+
+On an accelerator torch's caching allocator gives memory back in microseconds, so nothing that is free is kept there
+(`worth_keeping`), except by an exact pool, whose blocks keep their addresses.
 """
 
 from __future__ import annotations
@@ -40,6 +43,12 @@ def _uses(storage: UntypedStorage) -> int:
 def holders(tensor: Tensor) -> int:
     """Return how many others hold a tensor's memory, besides ``tensor`` itself and the pool if it comes from one."""
     return _uses(tensor.untyped_storage()) - 2  # one of the two is the storage object, which the pool shares
+
+
+def worth_keeping(device: torch.device) -> bool:
+    """Return whether free memory of a device is kept for later: not on an accelerator. On the CPU the kernel faults in
+    each page of a fresh block."""
+    return device.type in ("cpu", "meta")
 
 
 def _private(nbytes: int, device: torch.device) -> UntypedStorage:
@@ -101,6 +110,7 @@ class Pool:
         result = torch.empty(0, dtype=dtype, device=device)
         if need == 0:
             return result
+        self.drop_cheap()
         free = [block for block in self._blocks if block.free]
         in_use = sum(block.asked for block in self._blocks) - sum(block.asked for block in free)
         self._most_asked = max(self._most_asked, in_use + need)
@@ -112,6 +122,11 @@ class Pool:
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         block.asked = need
         return result.set_(block.storage, 0, (numel,), (1,))
+
+    def drop_cheap(self) -> None:
+        """Drop every free block that is not worth keeping, unless the pool is exact."""
+        if not self._exact:
+            self._drop([block for block in self._blocks if block.free and not worth_keeping(block.storage.device)])
 
     def trim(self) -> None:
         """Drop every free block."""

@@ -29,9 +29,9 @@ from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
-from .backend import Backend
+from .backend import NCCL, Backend
 from .backends.hybrid import HybridBackend
-from .backends.rendezvous import HostListener, exchange_infos, host_key, join
+from .backends.rendezvous import HostListener, exchange_infos, host_key, join, machine_of
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .control_plane import MESH_RANKS
@@ -130,11 +130,13 @@ def _check_hierarchical(neighbours: Neighbours) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, the reason for it, and the replica of this rank if there are several."""
+    """An algorithm, the reason for it, and the replica of this rank if there are several. ``hosts``: of all ranks, as
+    far as the choice depends on it."""
 
     collective: Collective
     reason: str
     replica: Transport | None = None
+    hosts: int = 1
 
     @property
     def shards(self) -> Transport:
@@ -195,7 +197,7 @@ def replicate(
         return choice(transport, builds[algorithm], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
         if transport.backend.has_parts:
-            return _replicas_by_nccl(transport, replicas)
+            return _replicas_by_nccl(transport, replicas, device)
         reason = "through the host's memory, since NCCL's collectives are among all ranks of a group of the whole job"
         if transport.rank == 0:
             remedy = "give the optimizer the group of all ranks, or leave sharding_factor= away"
@@ -226,16 +228,17 @@ def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
     """Return True if NCCL moves the tensors of every rank. The ranks ask each other, to choose alike. Collective."""
     name = transport.backend.device_backend(device)
     names = transport.exchange(name.encode(), Tag(Kind.EXCHANGE, "telling what moves a device's tensors"))
-    return all(name == b"nccl" for name in names)
+    return all(name.decode() in NCCL for name in names)
 
 
-def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice:
+def _replicas_by_nccl(transport: Transport, replicas: Sequence[range], device: torch.device = CPU) -> Choice:
     """Make replicas of ``replicas``, and pass sums on between them, by process groups of their ranks. Collective."""
     world, factor = range(transport.world_size), len(replicas[0])
     mine = replicas[transport.rank // factor]
     hosts = _hosts_of(transport)
     within = all(any(set(ranks) <= set(host) for host in hosts) for ranks in replicas)
     owners = _part(transport, [world[place::factor] for place in range(factor)])
+    _connect_owners(owners, transport, device)
     inner: Collective
     if factor == 1:
         inner = Pairwise(transport.split(mine))
@@ -244,7 +247,7 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range]) -> Choice
         inner = AllToAll(part) if within else Native(part)
     where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
-    return Choice(Replicated(transport, inner, owners), reason, inner.transport)
+    return Choice(Replicated(transport, inner, owners), reason, inner.transport, len(hosts))
 
 
 def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
@@ -266,11 +269,32 @@ def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
     return made
 
 
+def _connect_owners(owners: Backend, transport: Transport, device: torch.device) -> None:
+    """Pass a number from each replica to the next one. Collective.
+
+    NCCL has a communicator for each pair of ranks. Torch makes it when the first tensor is passed, and both ranks wait
+    for each other meanwhile. In the middle of a backward, with other communicators busy, they could wait for ever.
+    """
+    token, rank = torch.zeros(1, device=device), owners.rank
+    try:
+        if rank:
+            owners.take_from(token, rank - 1).wait(owners.timeout)
+        if rank + 1 < owners.world_size:
+            owners.pass_to(token, rank + 1).wait(owners.timeout)
+    except BaseException as error:
+        transport.abort(f"{transport.rank_label}, while replicas are connected: {type(error).__name__}: {error}")
+        raise
+
+
 def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:
-    """Find the ranks of each host, without connecting them. Collective."""
+    """Find the ranks of each machine, without connecting them. Collective.
+
+    NCCL needs no kernel between its ranks. So containers of one machine are one host here: a reduce-scatter between
+    them would send no fewer bytes than an all-to-all, which keeps the bits.
+    """
     listener = HostListener(transport.world_size)
     try:
-        return _hosts([info.host for info in exchange_infos(transport, listener)])
+        return _hosts([machine_of(info.host) for info in exchange_infos(transport, listener)])
     finally:
         listener.close()
 
@@ -283,4 +307,5 @@ def _by_nccl(transport: Transport) -> Choice:
         Native(transport),
         f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "
         "in an order of its own: collective='pairwise' keeps the bits of the plain loop",
+        hosts=len(hosts),
     )

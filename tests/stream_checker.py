@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
 from zero.gradients.placeholder import ShardedGradient
-from zero.runtime import staging, streams
+from zero.runtime import accumulator, staging, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
 
@@ -353,6 +353,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "use", use)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: False)
     monkeypatch.setattr(pool, "_current_stream", lambda device: here().current() if is_on() else None)
+    for module in (pool, accumulator):
+        monkeypatch.setattr(module, "worth_keeping", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here().current())
     monkeypatch.setattr(staging, "_line_on", lambda device: here().stream(f"copies {len(here().streams)}"))
     monkeypatch.setattr(OffloadedStates, "wait_for_copies", lambda self: here().synchronize())

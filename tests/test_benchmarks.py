@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu_job, network
+from benchmarks import network
 from benchmarks.cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check, write_values
 from benchmarks.crossing_rank import Crossed
 from benchmarks.job import Job, Measured, quartiles
@@ -38,9 +38,6 @@ from typer.testing import CliRunner  # noqa: E402
 from benchmarks import collectives as one_host  # noqa: E402
 from benchmarks import (  # noqa: E402
     crossing,
-    gpu,
-    gpu_bits,
-    gpu_host,
     interleaved,
     memory,
     offload,
@@ -51,13 +48,12 @@ from benchmarks import (  # noqa: E402
     two_hosts,
 )
 from benchmarks.fits import fit  # noqa: E402
-from benchmarks.gpu_tables import DeviceResults  # noqa: E402
 from benchmarks.models import Layers, Tensors  # noqa: E402
 from benchmarks.processes import forked_ranks  # noqa: E402
 from benchmarks.scaling_axes import AXES, BUCKETS, TENSORS, Point  # noqa: E402
 from benchmarks.scaling_tables import Sample, ScalingResults  # noqa: E402
 from benchmarks.step_job import CAP_MB, Held, Run, StepJob, Trained  # noqa: E402
-from benchmarks.systems import DDP, FLOOR, FSDP2, PLAIN  # noqa: E402
+from benchmarks.systems import DDP, FLOOR, PLAIN  # noqa: E402
 
 from .pictures import FOLDER, misfits  # noqa: E402
 
@@ -110,10 +106,6 @@ def test_words_that_do_not_fit_are_found() -> None:
 
 STORED: dict[str, tuple[ModuleType, Sequence[str]]] = {
     "crossing": (crossing, ()),
-    "gpu": (gpu, ()),
-    "gpu-bits": (gpu_bits, ()),
-    "gpu-headers": (gpu_host, ()),
-    "gpu-host": (gpu_host, ()),
     "memory": (memory, ()),
     "offload": (offload, ()),
     "scaling": (scaling, ()),
@@ -225,62 +217,6 @@ def test_steps_in_turn_are_compared_with_those_beside_them(tmp_path: Path) -> No
     assert [(part["system"], len(part["seconds"])) for part in parts] == [("zero 3", 20), ("zero 2", 20)]
 
 
-def test_what_is_for_a_gpu_runs_without_one_where_it_is_asked_to(tmp_path: Path) -> None:
-    chosen = [PLAIN, FSDP2, "zero 3"]
-    options = [word for name in chosen for word in ("--system", name)]
-    words = ["--device", "cpu", "--quick", "--dtype", "bf16", *options, "--markdown", "--out", tmp_path]
-    done = _run(gpu, *words)
-    assert done.exit_code == 0, done.output
-    runs = [gpu_job.read_on_device(part) for part in Report.read(tmp_path / "gpu.json").parts]
-    assert [run.job.system for run in runs] == chosen
-    plain, _, ours = runs
-    assert ours.loss == plain.loss, "one rank's loss is that of the plain loop, to the bit"
-    for run in runs:
-        assert 0 < run.in_a_row < 60
-        assert run.waited >= run.host >= run.update > 0
-        assert run.copy > 0 < run.peak
-        assert run.numel == gpu_job.numel(gpu_job.TINY)
-    assert (tmp_path / "gpu.png").read_bytes().startswith(b"\x89PNG")
-    again = _run(gpu, "--show", tmp_path / "gpu.json", "--markdown", "--out", tmp_path / "again")
-    assert "| zero 3 ÷ FSDP2 | bf16 | ≤ 1.02 |" in done.stdout
-    assert again.stdout == done.stdout
-
-
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
-    done = _run(gpu, "--out", tmp_path)
-    assert done.exit_code == 2
-    assert done.stderr.startswith("error: there is no CUDA here")
-    assert done.stderr.count("\n") == 1
-    assert done.stdout == ""
-
-
-def test_the_largest_model_is_taken_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = [gpu_job.numel(shape) for shape in gpu_job.SHAPES]
-    assert sizes == sorted(sizes, reverse=True)
-    assert 0.3e9 < sizes[-1] < sizes[0] < 1.1e9
-    for shape in gpu_job.SHAPES:
-        needed = gpu_job.needed_bytes(shape, 2048)
-        assert gpu_job.largest(int(needed / 0.9) + 1, 2048) == shape
-        assert gpu_job.largest(needed, 2048) != shape
-    assert gpu_job.largest(1 << 30, 2048) is None
-    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(gpu.torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
-    done = _run(gpu)
-    assert done.exit_code == 2
-    assert "cuda:0 has 3.0 GiB free" in done.output
-
-
-def test_an_update_at_the_speed_of_a_copy_is_told_as_such() -> None:
-    """A copy of n bytes reads and writes 2 n; a fused AdamW passes over seven tensors."""
-    job = gpu_job.GpuJob("zero 1", "fp32", "cpu", gpu_job.TINY, 1, 1, 0, 3, 1)
-    run = gpu_job.OnDevice(job, 1000, 1.0, 1.0, 1.0, 1.0, 28000.0, 0, 0, 0.0)
-    assert run.update_bandwidth == 28 * 1000
-    assert DeviceResults([run]).share("fp32", "zero 1") == 1.0
-    half = replace(run, job=replace(job, dtype="bf16"))
-    assert half.update_bandwidth == 14 * 1000
-
-
 def test_a_system_or_model_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Path) -> None:
     calls = (
         (steps, "--system"),
@@ -289,9 +225,8 @@ def test_a_system_or_model_that_there_is_not_is_named_with_those_that_there_are(
         (scaling, "--axis"),
         (interleaved, "--system"),
     )
-    for module, option in (*calls, (gpu, "--system"), (gpu, "--dtype")):
-        device = ["--device", "cpu"] if module is gpu else []
-        done = _run(module, option, "no such thing", *device, "--out", tmp_path)
+    for module, option in calls:
+        done = _run(module, option, "no such thing", "--out", tmp_path)
         assert done.exit_code == 2
         assert "'no such thing' is no" in done.output
         assert "there are" in done.output

@@ -8,18 +8,20 @@ from __future__ import annotations
 import math
 import numbers
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Algorithm, Transport, check_name
+from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
-from .core.layout import MIB, Dtypes, automatic_cap_mb
+from .core.layout import BucketSizes, Dtypes, bucket_sizes
 from .core.parameter_specs import FLOATS
-from .core.stage import Stage
+from .core.stage import Placement, Stage
 from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class Config:
     stage: Stage
     module: nn.Module | None
     process_group: ProcessGroup | Transport | None
-    bucket_cap_mb: float | Literal["auto"]
+    bucket_cap_mb: float | Literal["auto"] | None
     collective: str | Algorithm
     sharding_factor: int | None
     reshard_after_forward: bool | int
@@ -148,22 +150,32 @@ class Config:
                 'bucket_cap_mb="auto" asks how large a unit of the module is: pass the module itself, or parameters '
                 "and module=model, or a number of MiB"
             )
-        if cap != "auto" and (not isinstance(cap, (int, float)) or not cap > 0 or math.isinf(cap)):
-            raise ValueError(f'bucket_cap_mb must be a positive number of MiB or "auto", not {cap!r}')
+        is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
+        if cap is not None and cap != "auto" and not is_number:
+            raise ValueError(f'bucket_cap_mb must be a positive number of MiB, None or "auto", not {cap!r}')
         check_name(self.collective)
 
-    def bucket_bytes(self, ranks: int) -> int:
-        """Return the size of a bucket in bytes. ``ranks``: how many share a copy."""
-        if self.bucket_cap_mb != "auto":
-            return int(self.bucket_cap_mb * MIB)
-        assert self.module is not None
-        return automatic_cap_mb(ranks, max(self._unit_bytes(self.module), default=0)) * MIB
+    def bucket_sizes(self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int) -> BucketSizes:
+        """Return the sizes of buckets.
 
-    def _unit_bytes(self, module: nn.Module) -> list[int]:
-        """Return the bytes of each unit but the root's rest, as they are when the model computes."""
-        narrow = None if self.precision is None else self.precision.param_dtype.itemsize
-        members = find_units(module, self.units).parameters
-        return [sum(p.numel() * (narrow or p.itemsize) for p in unit) for unit in members[ROOT + 1 :]]
+        ``listed``: the parameters that are trained; ``ranks``: how many share a copy; ``hosts``: of all ranks.
+        """
+        units = [] if self.module is None else find_units(self.module, self.units).parameters[ROOT + 1 :]
+        return bucket_sizes(
+            self.bucket_cap_mb,
+            device.type,
+            units_are_gathered=self.stage.parameters is Placement.SHARD and ranks > 1,
+            ranks=ranks,
+            hosts=hosts,
+            largest_unit=max((self._bytes(unit, device) for unit in units), default=0),
+            total=self._bytes(listed, device),
+        )
+
+    def _bytes(self, parameters: Iterable[Tensor], device: torch.device) -> int:
+        """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
+        of = Dtypes.all if self.precision is None else self.precision.of
+        described = [(p.numel(), of(p.dtype)) for p in parameters if p.dtype in FLOATS]
+        return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
     def transport(self) -> Transport:
         """Return the transport of the process group."""
@@ -182,7 +194,7 @@ class Config:
         default, there = torch.get_default_device(), torch.accelerator.current_accelerator(check_available=True)
         modes = get_function_modes()
         was_set = default.type != "cpu" or any(isinstance(mode, DeviceContext) for mode in modes)
-        if was_set or there is None or self._backend_of(there) != "nccl":
+        if was_set or there is None or self._backend_of(there) not in NCCL:
             return default
         return torch.device(there.type, torch.accelerator.current_device_index())
 

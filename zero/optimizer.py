@@ -54,7 +54,8 @@ class ZeroOptimizer(WithLiveStates):
             registration, and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`. Default: the world, or a rank alone.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
-        bucket_cap_mb: MiB of a bucket, as in DDP. "auto": 25, or the largest unit if more and 64 ranks share a copy.
+        bucket_cap_mb: MiB of a bucket, as in DDP. None: 25, but on accelerators a unit at stage 3, and else a twelfth
+            of the model (`describe`). "auto": the same, and at least the largest unit if 64 ranks share a copy.
         collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
             the ranks and the parameters. `describe` names it, with the reason.
         sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
@@ -95,7 +96,7 @@ class ZeroOptimizer(WithLiveStates):
         module: nn.Module | None = None,
         process_group: ProcessGroup | Transport | None = None,
         divisor: float | None = None,
-        bucket_cap_mb: float | Literal["auto"] = 25.0,
+        bucket_cap_mb: float | Literal["auto"] | None = None,
         collective: str | Algorithm = "auto",
         sharding_factor: int | None = None,
         reshard_after_forward: bool | int = True,
@@ -129,7 +130,7 @@ class ZeroOptimizer(WithLiveStates):
             device = config.landing()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         find_meta = partial(materializer_of, self._module, listed, param_init_fn, init_state_dict, config.landing)
-        parts = Builder(config, inners, device, find_meta)
+        parts = Builder(config, inners, listed, device, find_meta)
         self._builder, self._transport, self._inners = parts, parts.transport, inners
         self._storage, self._reducer = parts.storage, parts.reducer
         self.engine = Engine(parts)

@@ -20,7 +20,7 @@ from collectives import build as build_collective
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import build, extended
-from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.layout import MIB, BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, check_offloaded_parameters, why_one_device
@@ -58,6 +58,7 @@ class Builder:
         self,
         config: Config,
         inners: InnerOptimizers,
+        listed: Sequence[Tensor],
         device: torch.device,
         find_meta: Callable[[], Materializer | None],
     ) -> None:
@@ -66,6 +67,7 @@ class Builder:
         Args:
             config: the checked arguments of the optimizer.
             inners: the user's optimizer classes.
+            listed: the parameters that they train.
             device: the device of the parameters; for meta parameters, the one on which they will get memory.
             find_meta: returns the materializer of the module's meta tensors, or None.
 
@@ -87,7 +89,7 @@ class Builder:
         try:
             check_modules(self.module)
             check_not_in_units(self.module)
-            self._bucket_bytes = config.bucket_bytes(self.shards.world_size)
+            self.bucket_sizes = config.bucket_sizes(listed, device, self.shards.world_size, self.choice.hosts)
             self._materializer = find_meta()
             if self.offload is not None:
                 if self.offload.parameters:
@@ -124,7 +126,7 @@ class Builder:
             config.module,
             self.collective,
             config.units,
-            self._bucket_bytes,
+            self.bucket_sizes,
             config.precision,
             post_forward_group,
             self.reshard_group_size == 1 < self.shards.world_size,
@@ -179,13 +181,14 @@ class Builder:
             return
         units = self.storage.units() or {}
         LOG.info(
-            "%s of %d: stage %d, %s, %d buckets, %d units, sharding factor %d, collective %s (%s), common memory: %s, "
-            "offload: %s",
+            "%s of %d: stage %d, %s, %d buckets of at most %s, %d units, sharding factor %d, collective %s (%s), "
+            "common memory: %s, offload: %s",
             self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
             self.inners.names(),
             len(self.storage.layout.buckets),
+            f"{self.bucket_sizes.most / MIB:.4g} MiB",
             len(set(units.values())),
             self.shards.world_size,
             self.collective.name,
@@ -272,10 +275,11 @@ class Builder:
             with self._failing_for_all():
                 self._materializer.finish()
         buckets, across = len(self.storage.buckets), self.storage.buckets_cross_units
+        most, first = self.bucket_sizes.most, self.bucket_sizes.first
         if buckets:
-            layout = extended(self.storage.layout, described, self._bucket_bytes, across_units=across)
+            layout = extended(self.storage.layout, described, most, across_units=across)
         else:
-            layout = build(described, self.shards.world_size, self._bucket_bytes, across_units=across)
+            layout = build(described, self.shards.world_size, most, first_bytes=first, across_units=across)
         stores = self._reserve(layout, buckets, found)
         wide: dict[Bucket, Tensor] = {}  # this rank's interval of the values before the cast
 
@@ -365,7 +369,7 @@ class Builder:
 
     def _lines(self, described: Sequence[ParameterSpec]) -> list[str]:
         """Return, as text, the facts that must be equal on all ranks."""
-        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self._bucket_bytes} bytes"
+        settings = f"stage {self.stage.number}, collective {self.collective.name}, bucket {self.bucket_sizes}"
         buffers = [] if self.module is None else named_buffers(self.module)
         return [
             settings,

@@ -22,7 +22,9 @@ from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
 from .ordered_sum import ordered_sum
-from .running import Running, begun
+from .running import Running, Several, begun, nothing
+
+MOST_PADDING = 0.5  # of the elements of an all-gather
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,14 @@ class ProcessGroupAlgorithm(ABC):
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the
-        longest, in scratch memory as long as all of them, and the padding is counted as payload."""
+        longest, in scratch memory as long as all of them, and the padding is counted as payload. If it would be more
+        than `MOST_PADDING`, as with one owner for each parameter, each owner broadcasts its slice instead."""
         t = self.transport
         if t.world_size == 1:
             return Chain(())
         width = max(high - low for low, high in itertools.pairwise(bounds))
+        if width * t.world_size > (1 + MOST_PADDING) * bounds[-1]:
+            return self._all_broadcast(buffer, bounds, tag)
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
         if width * t.world_size != bounds[-1]:
@@ -113,6 +118,19 @@ class ProcessGroupAlgorithm(ABC):
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
         t.count_payload(moved, moved)
+        return work
+
+    def _all_broadcast(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
+        """Let each owner broadcast its slice into its place."""
+        t = self.transport
+        slices = [(rank, buffer[low:high]) for rank, (low, high) in enumerate(itertools.pairwise(bounds)) if high > low]
+
+        def call(backend: Backend) -> Pending:
+            return Several([backend.broadcast(as_bytes(each), rank) for rank, each in slices])
+
+        work = self._start(tag, bounds, buffer.dtype, call, nothing)
+        own = (bounds[t.rank + 1] - bounds[t.rank]) * buffer.itemsize
+        t.count_payload((t.world_size - 1) * own, bounds[-1] * buffer.itemsize - own)
         return work
 
 

@@ -5,7 +5,7 @@ Knows: the backend's transfers. Does not know: which algorithm they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..backend import Pending
@@ -36,6 +36,17 @@ class Running:
         except BaseException as error:  # half a sum is no sum
             t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
             raise
+
+
+class Several:
+    """Transfers of the backend that are under way together."""
+
+    def __init__(self, pendings: Sequence[Pending]) -> None:
+        self._pendings = pendings
+
+    def wait(self, timeout: float) -> None:
+        for pending in self._pendings:
+            pending.wait(timeout)
 
 
 def begun(transport: Transport, tag: Tag, call: Callable[[], Pending | None], finish: Callable[[], None]) -> Running:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..backend import Backend
+from ..backend import NCCL, Backend
 from ..messages import PeerError
 from ..transport import Transport
 from .threads import solo
@@ -174,7 +174,7 @@ class GlooBackend(Backend):
         aborted = sum(part.abort_collectives() for part in self._parts) > 0
         if self._on_streams:
             for kind, name in _backends(self.group).items():
-                if name == "nccl":
+                if name in NCCL:
                     _of_device(self.group, kind).abort()
             self._on_streams, aborted = _UnderWay(), True
         return aborted

@@ -33,7 +33,7 @@ _HELLO = struct.Struct(f"<I{_TOKEN_BYTES}s")
 class RankInfo:
     """What a rank sends to the others about itself."""
 
-    host: str  # equal for processes that can reach each other through the kernel
+    host: str  # `host_key`
     user: int
     address: str
     token: str
@@ -79,6 +79,12 @@ def host_key() -> str:
     except (FileNotFoundError, PermissionError):
         return secrets.token_hex(16)  # shared with no other process
     return f"{boot} {namespace}"
+
+
+def machine_of(key: str) -> str:
+    """Return the part of a `host_key` that names the boot of the kernel: containers of one machine have it in common,
+    also if each has a network namespace of its own."""
+    return key.partition(" ")[0]
 
 
 def _user() -> int:

@@ -19,7 +19,7 @@ import torch.testing._internal.distributed.fake_pg  # registers the backend "fak
 from hypothesis import given, settings
 from torch import Tensor, nn
 
-from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag
+from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, Loopback, MismatchError, PeerError, Tag, Transport
 from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.topology import choose
@@ -27,9 +27,12 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import device_of
 
 from ..carried import MIXED, SAME, assert_same_bits, awkward, reduction, whole_numbers
+from ..late import on_late_threads
+from ..models import odd_batches, odd_loss
 from ..plain import assert_same_states
 from ..pool import SIZE, GlooPool
-from ..programs import Program, Round, Step, compare, run_rank
+from ..programs import Program, Round, Step, compare, locked_build, run_rank
+from ..shampoo import Shampoo
 from .test_collectives import WAYS
 from .test_rendezvous import on_hosts, works
 from .test_shared import Job, equal_numbers, jobs, program
@@ -97,15 +100,17 @@ def counted(group: dist.ProcessGroup, rank: int, bounds: list[int]) -> tuple[tup
     return (between.payload_sent, between.payload_received), (rest.payload_sent, rest.payload_received)
 
 
-@pytest.mark.parametrize(("bounds", "gathered"), [([0, 4, 8, 12], 4 * 4), ([0, 5, 5, 12], 4 * 7)])
-def test_a_rank_sends_all_but_its_own_slice_and_gathers_the_longest(
-    gloo: GlooPool, bounds: list[int], gathered: int
+@pytest.mark.parametrize(
+    ("bounds", "padded"), [([0, 4, 8, 12], 4 * 4), ([0, 4, 8, 13], 4 * 5), ([0, 5, 5, 12], 0), ([0, 0, 12, 12], 0)]
+)
+def test_a_rank_sends_all_but_its_own_slice_and_gathers_the_longest_or_each_as_it_is(
+    gloo: GlooPool, bounds: list[int], padded: int
 ) -> None:
-    """Counts bytes; a gather of uneven slices is padded."""
+    """Counts bytes. Slices are padded to the longest if that adds at most half; else each owner broadcasts its own."""
     for rank, (reduced, whole) in enumerate(gloo.run(counted, bounds, ranks=range(3))):
-        own = 4 * (bounds[rank + 1] - bounds[rank])
-        assert reduced == (4 * 12 - own, 2 * own)
-        assert whole == (2 * gathered, 2 * gathered)
+        own, every = 4 * (bounds[rank + 1] - bounds[rank]), 4 * bounds[-1]
+        assert reduced == (every - own, 2 * own)
+        assert whole == ((2 * padded, 2 * padded) if padded else (2 * own, every - own))
 
 
 PROGRAMS = [
@@ -134,17 +139,19 @@ def test_training_by_all_to_all_gives_the_bits_of_the_plain_loop(gloo: GlooPool,
 # -- the selection -----------------------------------------------------------------------------------------------------
 
 
-def told_of_nccl(patch: pytest.MonkeyPatch) -> None:
+def told_of_nccl(patch: pytest.MonkeyPatch, name: str = "nccl") -> None:
     """Make every process group report NCCL for CUDA; tensors on the CPU still use gloo."""
-    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
+    patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": name, "cpu": "gloo"}[device.type])
 
 
-def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: bool) -> tuple[str, str]:
+def chosen(
+    group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[str], nccl: str, containers: Sequence[int] = ()
+) -> tuple[str, str]:
     """Return the name of the chosen algorithm, whether it works, and the reason of the choice."""
     with pytest.MonkeyPatch.context() as patch:
         if nccl:
-            told_of_nccl(patch)
-        on_hosts(patch, hosts)
+            told_of_nccl(patch, nccl)
+        on_hosts(patch, hosts, containers)
         choice = choose(connect(group).fork(), torch.device(devices[rank]))
     return works(choice.collective), choice.reason
 
@@ -152,16 +159,18 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], devices: list[
 @pytest.mark.parametrize(
     ("hosts", "devices", "nccl", "name"),
     [
-        ([0, 0, 0], ["cuda"] * 3, True, "all_to_all"),
-        ([0, 1, 0], ["cuda"] * 3, True, "native"),
-        ([0, 0, 0], ["cuda"] * 3, False, "shared"),
-        ([0, 0, 0], ["cpu"] * 3, True, "shared"),
-        ([0, 1, 0], ["cpu"] * 3, True, "hierarchical"),
-        ([0, 0, 0], ["cuda", "cpu", "cuda"], True, "shared"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl", "all_to_all"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl2", "all_to_all"),
+        ([0, 0, 0], ["cuda"] * 3, "nccl-legacy", "all_to_all"),
+        ([0, 1, 0], ["cuda"] * 3, "nccl", "native"),
+        ([0, 0, 0], ["cuda"] * 3, "", "shared"),
+        ([0, 0, 0], ["cpu"] * 3, "nccl", "shared"),
+        ([0, 1, 0], ["cpu"] * 3, "nccl", "hierarchical"),
+        ([0, 0, 0], ["cuda", "cpu", "cuda"], "nccl", "shared"),
     ],
 )
 def test_nccl_is_used_where_every_rank_s_tensors_are_on_gpus_that_have_it(
-    gloo: GlooPool, hosts: list[int], devices: list[str], nccl: bool, name: str
+    gloo: GlooPool, hosts: list[int], devices: list[str], nccl: str, name: str
 ) -> None:
     found = gloo.run(chosen, hosts, devices, nccl, ranks=range(3))
     assert [each for each, _ in found] == [name] * 3
@@ -171,6 +180,21 @@ def test_nccl_is_used_where_every_rank_s_tensors_are_on_gpus_that_have_it(
     if name == "native":
         assert why.startswith("3 ranks are on 2 hosts, where NCCL's own reduce-scatter sends less")
         assert "collective='pairwise' keeps the bits" in why
+
+
+def test_containers_of_one_machine_are_one_host_for_nccl_and_several_for_the_kernel(gloo: GlooPool) -> None:
+    for devices, nccl, name in ((["cuda"] * 3, "nccl", "all_to_all"), (["cpu"] * 3, "", "pairwise")):
+        found = gloo.run(chosen, [0, 0, 0], devices, nccl, [1, 2, 3], ranks=range(3))
+        assert [each for each, _ in found] == [name] * 3
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl2", "nccl-legacy"])
+def test_torchs_names_of_nccl_are_known(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another name the host would wait for each collective."""
+    backend = object.__new__(GlooBackend)
+    monkeypatch.setattr(GlooBackend, "device_backend", lambda _, device: name if device.type == "cuda" else "gloo")
+    assert backend.stays_on(torch.device("cuda"))
+    assert not backend.stays_on(torch.device("cpu"))
 
 
 def described(group: dist.ProcessGroup, rank: int, hosts: list[int]) -> tuple[str, Tensor]:
@@ -352,3 +376,30 @@ def test_threads_have_no_collectives_of_their_own() -> None:
     for transport in Loopback[None](2).transports:
         with pytest.raises(CollectiveError, match=r"'all_to_all' needs a torch\.distributed process group"):
             AllToAll(transport)
+
+
+def step_with_owners(transport: Transport) -> tuple[int, int]:
+    """Return the bytes that a rank sends in a step, and what the formula says of all ranks."""
+    model, batches = locked_build(0), odd_batches(transport.world_size, extra=False)
+    optimizer = ZeroOptimizer(
+        model,
+        Shampoo,
+        stage=1,
+        process_group=transport,
+        collective="all_to_all",
+        partition="parameter",
+        bucket_cap_mb=0.005,
+        lr=0.05,
+    )
+    before = optimizer.traffic.payload_sent
+    odd_loss(model, batches[transport.rank]).backward()
+    optimizer.step()
+    found = optimizer.traffic.payload_sent - before, optimizer.describe().formula_traffic_bytes(1, 1)
+    optimizer.close()
+    return found
+
+
+def test_parameters_with_one_owner_each_travel_without_padding() -> None:
+    """Padded to the longest, the slices of eight owners would be several times as many bytes."""
+    found = on_late_threads(8, step_with_owners)
+    assert sum(sent for sent, _ in found) == found[0][1]

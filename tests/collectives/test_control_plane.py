@@ -25,7 +25,7 @@ from collectives import (
     control_plane,
 )
 from collectives import build as build_collective
-from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, Tree, _pack, _unpack
+from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, Tree, pack_messages, unpack_messages
 from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL, Messenger
 from zero import ZeroOptimizer
@@ -78,8 +78,8 @@ def test_whoever_waits_for_a_rank_waits_longer_than_that_rank(data: st.DataObjec
 
 @given(st.lists(st.sampled_from([b"", b"a", b"bb", bytes(1000)])))
 def test_messages_are_packed_and_equal_ones_once(messages: list[bytes]) -> None:
-    assert _unpack(_pack(messages)) == messages
-    assert len(_pack(messages)) <= 4 + 4 * len(messages) + sum(4 + len(message) for message in set(messages))
+    assert unpack_messages(pack_messages(messages)) == messages
+    assert len(pack_messages(messages)) <= 4 + 4 * len(messages) + sum(4 + len(message) for message in set(messages))
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def test_the_messages_of_a_rank_that_is_not_its_host_s_first_do_not_grow(hosts: 
     for world_size in (16, 32, 64):
         patient = Loopback[tuple[int, int, int]](world_size, timeout=6400.0)  # so that no rank says that it waits
         found = patient.run(program)
-        packed = _pack([bytes([rank]) * 100 for rank in range(world_size)])
-        assert set(found[hosts:]) == {(1, HEADER_BYTES + len(_pack([bytes(100)])), HEADER_BYTES + len(packed))}
+        packed = pack_messages([bytes([rank]) * 100 for rank in range(world_size)])
+        assert set(found[hosts:]) == {(1, HEADER_BYTES + len(pack_messages([bytes(100)])), HEADER_BYTES + len(packed))}
         assert found[0][0] == world_size // hosts - 1 + (hosts - 1).bit_length()
 
 

@@ -9,6 +9,8 @@ it has received the message, which this checker cannot know.
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +67,23 @@ def test_training_has_the_plain_loops_bits_when_every_transfer_finishes_late(sta
 def test_training_by_the_groups_own_reduce_scatter_touches_nothing_under_way(stage: int) -> None:
     """With one round a step, the sums of `late.py` have the order of the plain loop's."""
     assert check(Program(3, stage, collective="native", steps=(Step((Round(),), clips=((0.1, 2.0),)),) * 2)) >= 2
+
+
+@pytest.mark.parametrize("waits", [1, 1000])
+@pytest.mark.by_default("1000")
+def test_a_backend_may_hold_the_tensors_of_a_transfer_after_its_wait(
+    waits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL's does for a while. A unit's memory is gathered into again when nobody holds it, and not before."""
+    held = threading.local()
+    collective = LateBackend._collective
+
+    def holding(self: LateBackend, name: str, out: Tensor, source: Tensor, *given: Any) -> Any:
+        vars(held).setdefault("tensors", deque(maxlen=waits)).append((out, source))
+        return collective(self, name, out, source, *given)
+
+    monkeypatch.setattr(LateBackend, "_collective", holding)
+    check(Program(3, 3, bucket_cap_mb=CAP, collective="all_to_all", steps=STEPS))
 
 
 # -- errors that the backend reports -----------------------------------------------------------------------------------

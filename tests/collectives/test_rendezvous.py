@@ -62,12 +62,17 @@ def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], st
     return program
 
 
-def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int]) -> None:
-    """Pretend that rank r is on host ``hosts[r]``."""
+def on_hosts(monkeypatch: pytest.MonkeyPatch, hosts: Sequence[int], containers: Sequence[int] = ()) -> None:
+    """Pretend that rank r is on host ``hosts[r]``, or in a container of its own there."""
+    names = (
+        [f"machine{host} 1" for host in hosts]
+        if not containers
+        else [f"machine{host} {container}" for host, container in zip(hosts, containers, strict=True)]
+    )
 
     def infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
         found = exchange_infos(transport, listener)
-        return [replace(info, host=f"host {host}") for info, host in zip(found, hosts, strict=True)]
+        return [replace(info, host=name) for info, name in zip(found, names, strict=True)]
 
     monkeypatch.setattr(topology, "exchange_infos", infos)
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import itertools
 import time
 import warnings
+from collections import defaultdict
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -18,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import BucketQueue, Choice, CollectiveError, PeerError, Replicated, Transport, Work
+from collectives import BucketQueue, Choice, CollectiveError, PeerError, Replicated, Transport, Work, topology
 from collectives.algorithms.hybrid_sharding import _OnDevice
 from collectives.backends import gloo as gloo_backend
 from collectives.backends.gloo import GlooBackend, connect
@@ -26,7 +30,7 @@ from collectives.topology import _replicas_by_nccl, replicate
 from zero import ZeroOptimizer
 
 from ..carried import BF16, FP32, SOON, assert_same_bits, awkward, plain_sum, reduction
-from ..late import LateLoopback, on_late_threads
+from ..late import LateBackend, LateLoopback, on_late_threads
 from ..plain import assert_same_states
 from ..pool import SIZE, GlooPool
 from ..programs import Program, Round, Step, compare, run_rank
@@ -101,6 +105,73 @@ def test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its
     between = 2 * (world_size // factor - 1) * numel * total.itemsize
     for which in range(2):
         assert sum(traffic[which] for _, _, traffic in found) == BUCKETS * (inside + between)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[LateBackend, list[tuple[str, int, int]]]:
+    """Return what each rank of each process group has launched, as it is launched: (name, rank, elements)."""
+    found: dict[LateBackend, list[tuple[str, int, int]]] = defaultdict(list)
+
+    def noting(name: str) -> Callable[..., Any]:
+        real = getattr(LateBackend, name)
+
+        def call(self: LateBackend, tensor: Tensor, *given: Any) -> Any:
+            found[self].append((name, given[0] if isinstance(given[0], int) else -1, tensor.numel()))
+            return real(self, tensor, *given)
+
+        return call
+
+    for name in ("pass_to", "take_from", "broadcast", "all_to_all", "all_gather"):
+        monkeypatch.setattr(LateBackend, name, noting(name))
+    return found
+
+
+def test_each_pair_of_replicas_is_connected_before_a_backward(calls: dict[Any, list[tuple[str, int, int]]]) -> None:
+    """NCCL makes the communicator of a pair at its first transfer, and both wait for each other then."""
+    on_late_threads(6, lambda transport: by_nccl(transport, 2).reason)
+    owners = sorted(each for each in calls.values())
+    first, middle, last = [("pass_to", 1, 1)], [("take_from", 0, 1), ("pass_to", 2, 1)], [("take_from", 1, 1)]
+    assert owners == sorted([first, middle, last] * 2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.by_default("0")
+def test_both_ranks_of_a_communicator_use_it_in_one_order_whatever_is_ready_first(
+    seed: int, calls: dict[LateBackend, list[tuple[str, int, int]]]
+) -> None:
+    """Otherwise two communicators could wait for each other on a device. Buckets have different lengths."""
+    factor, world_size = 2, 6
+
+    def program(transport: Transport) -> None:
+        choice = by_nccl(transport, factor)
+        queue = BucketQueue(partial(launch, transport, choice.collective), 1, 100)
+        for round_ in range(2):
+            queue.begin(range(BUCKETS))
+            ready = Random(f"{seed} {round_} {transport.rank}").sample(range(BUCKETS), BUCKETS)
+            for bucket in ready:
+                queue.ready(bucket)
+            queue.finish()
+
+    def launch(transport: Transport, collective: Any, bucket: int) -> Work:
+        length = 8 * (bucket + 1)
+        bounds, out = [0, length, 2 * length], torch.empty(length)
+        tag = reduction(f"bucket {bucket}", 1 + bucket, bucket)
+        work: Work = collective.reduce_scatter(torch.ones(2 * length), bounds, out, start=None, tag=tag)
+        return work
+
+    on_late_threads(world_size, program)
+    of_owners = [backend for backend in calls if backend.world_size == world_size // factor]
+    assert len(of_owners) == world_size
+    for one, other in itertools.permutations(of_owners, 2):
+        if one._world is other._world and one.rank + 1 == other.rank:
+            passed = [numel for name, _, numel in calls[one] if name == "pass_to"]
+            taken = [numel for name, source, numel in calls[other] if (name, source) == ("take_from", one.rank)]
+            assert passed == taken
+            assert len(passed) == 1 + 2 * BUCKETS
+        if one._world is other._world:
+            totals = [numel for name, _, numel in calls[one] if name == "broadcast"]
+            assert totals == [numel for name, _, numel in calls[other] if name == "broadcast"]
+            assert len(totals) == 2 * BUCKETS
 
 
 def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed_with_others() -> None:
@@ -241,6 +312,7 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], factor: int) -
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(GlooBackend, "device_backend", lambda _, device: {"cuda": "nccl", "cpu": "gloo"}[device.type])
         on_hosts(patch, hosts)
+        patch.setattr(topology, "_connect_owners", lambda *_: None)  # there is no such device
         choice = replicate(connect(group).fork(), factor, "auto", torch.device("cuda"))
     assert isinstance(choice.collective, Replicated)
     return works(choice.collective.inner), choice.reason, choice.collective.exact

@@ -15,12 +15,15 @@ import torch
 
 import zero
 from zero.commands import cli
+from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.start import start_of
 from zero.commands.plan.table import COLUMNS
 from zero.commands.train.settings import TrainConfig
 from zero.core.layout import MIB
 from zero.planning.hardware import presets, read_hardware
+from zero.planning.model import Model, ParameterShape
+from zero.planning.plan import Training
 from zero.planning.setting import PlanSetting
 
 from ..planning.configs import LLAMA_3_8B, ROW, llama
@@ -190,7 +193,7 @@ def test_a_module_is_built_without_memory_and_counted_with_its_loss(
 def start(**changes: Any) -> str:
     config = PlanConfig(preset="tiny", sequence=32, precision="fp32", optimizer=changes.get("optimizer", "adamw"))
     setting = PlanSetting(**{"stage": 3, "world_size": 2, "bucket_bytes": 25 * MIB, "precision": "fp32", **changes})
-    return start_of(config, setting, presets().cluster("cpu:2"), 1)
+    return start_of(config, setting, presets().cluster("cpu:2"), 1, training_of(config))
 
 
 def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,7 +237,7 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
 ) -> None:
     config = PlanConfig(preset="tiny", precision=precision, optimizer=optimizer)
     given = {"stage": 3, "world_size": 8, "bucket_bytes": 3 * MIB, "precision": precision, "device": "cuda"}
-    begun = start_of(config, PlanSetting(**{**given, **changes}), presets().cluster("h100:8"), 1)
+    begun = start_of(config, PlanSetting(**{**given, **changes}), presets().cluster("h100:8"), 1, training_of(config))
     bound = inspect.signature(zero.ZeroOptimizer).bind
 
     def optimizer_of(*given: Any, **named: Any) -> dict[str, Any]:
@@ -253,26 +256,30 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
 
 
-def test_the_start_says_auto_where_that_is_the_size() -> None:
-    config, unit = PlanConfig(preset="tiny", precision="fp32"), 40 * MIB
-    for ranks, nbytes, on_gpus, on_the_cpu in (
-        (64, unit, '"auto"', "auto"),
-        (2, unit, "40", "40"),
-        (64, unit + MIB, "41", "41"),
+def test_the_start_says_auto_where_that_is_the_size_and_nothing_where_it_is_the_default() -> None:
+    config = PlanConfig(preset="tiny", precision="fp32")
+    block = ParameterShape(("block",), (2560, 4096), unit=1)  # 40 MiB
+    training = Training(Model("one", (block,), ("", "blocks.0")), [], precision="fp32")
+    for device, ranks, mib, flag in (
+        ("cpu", 64, 40, "--bucket-cap-mb auto "),
+        ("cpu", 2, 40, "--bucket-cap-mb 40 "),
+        ("cpu", 64, 41, "--bucket-cap-mb 41 "),
+        ("cpu", 64, 25, ""),
+        ("cuda", 2, 40, ""),
+        ("cuda", 64, 41, "bucket_cap_mb=41, "),
+        ("cuda", 64, 25, "bucket_cap_mb=25, "),
     ):
-        setting = PlanSetting(3, ranks, bucket_bytes=nbytes, precision="fp32")
-        begun = start_of(config, setting, presets().cluster(f"h100:{ranks}"), 1, unit)
-        assert f"bucket_cap_mb={on_gpus}, " in begun
-        begun = start_of(config, setting, presets().cluster(f"cpu:{ranks}"), 1, unit)
-        assert f"--bucket-cap-mb {on_the_cpu} " in begun
-    plain = PlanSetting(3, 64, precision="fp32")
-    assert "bucket_cap_mb" not in start_of(config, plain, presets().cluster("h100:64"), 1, 0)
+        setting = PlanSetting(3, ranks, bucket_bytes=mib * MIB, precision="fp32", device=device, ranks_per_host=1)
+        gpu = "cpu" if device == "cpu" else "h100"
+        begun = start_of(config, setting, presets().cluster(f"{gpu}:{ranks}"), 1, training)
+        assert flag in begun
+        assert bool(flag) is bool(re.search("bucket.cap.mb", begun))
 
 
 def test_several_hosts_meet_at_an_endpoint() -> None:
     config = PlanConfig(preset="tiny", precision="fp32")
     setting = PlanSetting(3, 4, bucket_bytes=25 * MIB, precision="fp32")
-    begun = start_of(config, setting, presets().cluster("cpu:2x2", nic=10), 1)
+    begun = start_of(config, setting, presets().cluster("cpu:2x2", nic=10), 1, training_of(config))
     assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
 
 

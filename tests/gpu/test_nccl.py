@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from collectives import CollectiveError, Kind, Tag
-from collectives.algorithms.process_group import Native
+from collectives.algorithms.process_group import AllToAll, Native
 from collectives.backends.gloo import connect
+from collectives.pool import Pool, holders
 from zero import ZeroOptimizer
 from zero.commands.train.model import Shape
 from zero.commands.train.model import build as build_gpt
@@ -226,6 +227,56 @@ def landed(group: dist.ProcessGroup, rank: int, stage: int) -> set[str]:
 def test_a_model_without_memory_lands_where_nccl_is(ranks: Ranks, stage: int) -> None:
     for found in ranks.run(landed, stage, world_size=2):
         assert found == {torch.device(ranks.device).type}
+
+
+def held(group: dist.ProcessGroup, rank: int, device: str) -> list[int]:
+    """Return how many hold the memory of each of several gathers a while after its wait, and the bytes of their pool.
+
+    A thread of the backend may let go a little later than the wait ends.
+    """
+    transport, pool, found = connect(group).fork(), Pool(exact=True), []
+    for number in range(5):
+        whole = pool.take(transport.world_size * 1000, torch.float32, torch.device(device))
+        whole[rank * 1000 : (rank + 1) * 1000] = rank
+        bounds = [1000 * each for each in range(transport.world_size + 1)]
+        AllToAll(transport).all_gather(whole, bounds, tag=Tag(Kind.ALL_GATHER, "whole", number)).wait()
+        until = time.monotonic() + SOON
+        while holders(whole) and time.monotonic() < until:
+            time.sleep(0.01)
+        found.append(holders(whole))
+        del whole
+    return [*found, pool.held_bytes]
+
+
+def test_a_backend_holds_the_memory_of_a_gather_no_longer_than_its_wait(ranks: Ranks) -> None:
+    """Units are gathered into memory that nobody holds."""
+    for found in ranks.run(held, ranks.device, world_size=2):
+        assert found == [*[0] * 5, 2 * 1000 * 4]
+
+
+def rounds(group: dist.ProcessGroup, rank: int, device: str, count: int) -> Tensor:
+    """Train in replicas of two, with several buckets on their way between them."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6))).to(device)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.01)
+    optimizer = ZeroOptimizer(
+        model, torch.optim.SGD, stage=2, process_group=group, sharding_factor=2, bucket_cap_mb=0.02, lr=1e-3
+    )
+    batch = torch.full((4, 64), 0.1 * (rank + 1), device=device)
+    for _ in range(count):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
+
+
+def test_hundreds_of_rounds_between_replicas_come_to_their_end(ranks: Ranks) -> None:
+    """Three communicators are in use at a time: of a replica, of the owners of a slice, of two neighbours."""
+    count = 20 if ranks.device == "cpu" else 500
+    first, *others = ranks.run(rounds, ranks.device, count, world_size=SIZE)
+    assert all(torch.equal(first, other) for other in others)
+    assert first.isfinite().all()
 
 
 # -- a rank that is lost -----------------------------------------------------------------------------------------------

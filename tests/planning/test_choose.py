@@ -172,7 +172,7 @@ def test_the_curve_has_a_band_and_ends_at_most_ranks() -> None:
 @pytest.mark.parametrize("changes", [{}, {"offload": "host"}, {"reshard": False}])
 def test_the_curve_is_that_of_the_chosen_setting(changes: dict[str, Any]) -> None:
     here = cluster("h100:8x4")
-    chosen = replace(planner().setting(here, 3, planner().training.unit_cap_mb()), **changes)
+    chosen = replace(planner().setting(here, 3, planner().training.unit_cap_mb("cuda")), **changes)
     point = next(each for each in scale_curves(planner(), here, chosen, {})[0].points if each.ranks == 32)
     found = planner().choice(chosen, here)
     assert found.step is not None

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import ALGORITHMS, Kind, Tag, Transport
+from collectives import ALGORITHMS, Kind, Tag, Transport, pool
 from collectives.pool import Pool
 from zero.core.bits import same_bits
 
@@ -125,7 +125,9 @@ def test_a_wait_counts_the_work_before_it_alone() -> None:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_block_of_a_pool_is_one_storage_whoever_uses_it() -> None:
+def test_a_block_of_a_pool_is_one_storage_whoever_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "worth_keeping", lambda device: True)
+
     def program(*, waits: bool) -> None:
         pool = Pool()
         with StreamChecker() as device:

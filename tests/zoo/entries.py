@@ -287,6 +287,7 @@ ENTRIES: dict[str, Entry] = {
     "L18": Entry("what is kept on disk has its room from the start, and is in memory only while it is stepped"),
     "L19": Entry("a model that was built without memory gets the values of plain construction, a bucket at a time"),
     "L20": Entry("one run writes into a folder of checkpoints"),
+    "L21": Entry("a step launches what its budget allows, and looks at a device as rarely"),
 }
 
 

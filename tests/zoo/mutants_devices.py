@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from .mutant import Edit, Mutant
+from collections.abc import Callable
+from typing import Any
+
+from .mutant import Edit, Mutant, Wrap
 
 LAYOUT = "core/test_layout.py"
 ELEMENTWISE = "step/test_elementwise.py"
@@ -10,6 +13,33 @@ THREADS = "gradients/test_two_threads.py"
 REPLICAS = "collectives/test_replicas_on_devices.py"
 SUM = f"{REPLICAS}::test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its_way"
 ABORT = f"{REPLICAS}::test_collectives_that_may_not_have_ended_are_aborted_with_the_group"
+MEMORY = "runtime/test_device_memory.py"
+
+
+def copying(divide: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: Any, divisor: float) -> None:
+        if self.has_sum:
+            self._sum().data.clone()
+        divide(self, divisor)
+
+    return wrong
+
+
+def keeping(clear: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: Any) -> None:
+        kept = self._whole, self._kept_sum, self._sum_apart
+        clear(self)
+        self._whole, self._kept_sum, self._sum_apart = kept
+
+    return wrong
+
+
+def freeing_nothing(_: Callable[..., None]) -> Callable[..., None]:
+    def wrong(self: Any) -> None:
+        pass
+
+    return wrong
+
 
 MUTANTS = (
     Mutant(
@@ -240,5 +270,46 @@ MUTANTS = (
             ),
         ),
         (f"{REPLICAS}::test_a_failure_aborts_what_is_under_way_in_the_parts_of_its_group",),
+    ),
+    Mutant(
+        "a-launch-more-for-each-bucket",
+        ("L21",),
+        "The slice of each bucket is copied once more in a step.",
+        (Wrap("zero.runtime.accumulator.GradAccumulator.divide", copying),),
+        ("test_launches.py::test_a_step_is_within_its_budget[True-2]",),
+    ),
+    Mutant(
+        "cleared-gradients-keep-their-memory-on-a-device",
+        ("L7",),
+        "Gradients of the last step take memory while the next forward does.",
+        (Wrap("zero.runtime.accumulator.GradAccumulator.clear", keeping),),
+        (f"{MEMORY}::test_between_steps_no_gradient_and_no_scratch_takes_memory[2-2]",),
+    ),
+    Mutant(
+        "free-scratch-keeps-its-memory-on-a-device",
+        ("L7",),
+        "The scratch memory of a backward stays until the next one.",
+        (Wrap("collectives.pool.Pool.drop_cheap", freeing_nothing),),
+        (f"{MEMORY}::test_between_steps_no_gradient_and_no_scratch_takes_memory[2-2]",),
+    ),
+    Mutant(
+        "a-mean-in-the-place-of-the-sum-is-added-to",
+        ("L1",),
+        "On one rank a divisor divides the sum in place, and the next backward adds to the mean.",
+        (
+            Edit(
+                "zero.runtime.accumulator.GradAccumulator.gather_means",
+                "not self._sum_apart and divisor != 1",
+                "not self._sum_apart and divisor == 0",
+            ),
+        ),
+        (f"{MEMORY}::test_the_bits_are_those_of_the_plain_loop[None-1-0]",),
+    ),
+    Mutant(
+        "the-first-bucket-is-as-large-as-the-others",
+        ("L6",),
+        "The reduction of a backward's first bucket begins when a twelfth of the model is done.",
+        (Edit("zero.core.buckets._buckets", "bucket_bytes if complete else first_bytes", "bucket_bytes"),),
+        ("core/test_bucket_size.py::test_the_first_bucket_of_a_backward_is_smaller_and_a_later_group_has_none",),
     ),
 )

@@ -163,7 +163,7 @@ REPLICAS = (
         "A bucket on its way between replicas keeps its contribution: scratch memory grows with the replicas.",
         (
             Edit(
-                "zero.runtime.accumulator.GradAccumulator.passed_on",
+                "zero.runtime.accumulator.GradAccumulator._passed_on",
                 "        self._local = self._saved_sum = None\n",
                 "        self.touched = True\n",
             ),

@@ -86,7 +86,7 @@ MUTANTS = (
         "What was accumulated is divided by the ranks at every backward: 1/W compounds.",
         (
             Edit(
-                "zero.runtime.accumulator.GradAccumulator.reduced",
+                "zero.runtime.accumulator.GradAccumulator._reduced",
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n''',
                 '''the reduction of the contribution is complete."""\n        self.has_sum = True\n'''
                 "        self._sum().data.div_(self.bucket.world_size)\n",

@@ -15,9 +15,16 @@ from .owners import choose_owners
 
 
 def build(
-    parameters: Sequence[ParameterSpec], world_size: int, bucket_bytes: int, *, across_units: bool = False
+    parameters: Sequence[ParameterSpec],
+    world_size: int,
+    bucket_bytes: int,
+    *,
+    first_bytes: int | None = None,
+    across_units: bool = False,
 ) -> Layout:
     """Lay out ``parameters`` (in order of registration) in buckets of at most ``bucket_bytes`` each.
+
+    ``first_bytes``: of the bucket that a backward completes first, if it has another size.
 
     A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.whole`), class and, without
     ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
@@ -29,16 +36,27 @@ def build(
     """
     if world_size < 1:
         raise ValueError(f"world size must be at least 1, not {world_size}")
-    return extended(Layout((), (), world_size), parameters, bucket_bytes, across_units=across_units)
+    empty = Layout((), (), world_size)
+    return extended(empty, parameters, bucket_bytes, first_bytes=first_bytes, across_units=across_units)
 
 
-def extended(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, *, across_units: bool = False) -> Layout:
+def extended(
+    layout: Layout,
+    more: Sequence[ParameterSpec],
+    bucket_bytes: int,
+    *,
+    first_bytes: int | None = None,
+    across_units: bool = False,
+) -> Layout:
     """Return a layout with further parameters in further buckets. No existing slot moves."""
-    added = _buckets(layout, more, bucket_bytes, across_units)
+    first_bytes = bucket_bytes if layout.buckets or first_bytes is None else first_bytes
+    added = _buckets(layout, more, bucket_bytes, first_bytes, across_units)
     return Layout((*layout.parameters, *more), (*layout.buckets, *added), layout.world_size)
 
 
-def _buckets(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, across_units: bool) -> list[BucketSpec]:
+def _buckets(
+    layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, first_bytes: int, across_units: bool
+) -> list[BucketSpec]:
     keys: dict[tuple[object, ...], list[int]] = {}
     used: dict[tuple[object, ...], int] = {}
     complete: list[list[int]] = []
@@ -46,7 +64,7 @@ def _buckets(layout: Layout, more: Sequence[ParameterSpec], bucket_bytes: int, a
         unit = spec.unit if spec.whole or not across_units else 0
         key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
-        if filling and used[key] + nbytes > bucket_bytes:
+        if filling and used[key] + nbytes > (bucket_bytes if complete else first_bytes):
             complete.append(filling)
             filling, used[key] = [], 0
             keys[key] = filling

@@ -40,6 +40,7 @@ from torch import Tensor
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNIT_EXPONENT = 1074  # every finite fp64 number is an integer multiple of 2**-1074
 _TILE = 4096  # elements that are transposed together from rows of blocks to columns of lanes: they fit the first cache
+TILES, DEVICE_TILES = 16, 1024  # in a chunk: on the CPU one that stays in the cache, elsewhere few launches
 _MAX_BLOCK = 16
 _WIRE = struct.Struct("<dB7x272s")  # norm type, flags, units: room for 2**64 blocks of the largest fp64 number
 
@@ -196,7 +197,7 @@ class _Reader:
     def __init__(self, dtype: torch.dtype, device: torch.device, norm_type: float) -> None:
         self._norm_type = norm_type
         self._block = 8 if dtype == torch.float64 else _MAX_BLOCK
-        self._tiles = 16 if device.type == "cpu" else 1024  # in a chunk
+        self._tiles = TILES if device.type == "cpu" else DEVICE_TILES
         self._chunk = self._tiles * _TILE
         self._stage = torch.empty(self._chunk, dtype=dtype, device=device)
         shape = (self._tiles, self._block, _TILE // self._block)

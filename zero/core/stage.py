@@ -44,9 +44,12 @@ class Stage:
         """
         return self.keeps_full_grads and not (self.grads_replicated and dtypes.widens)
 
-    def sum_lies_apart(self, dtypes: Dtypes) -> bool:
-        """Return whether the running sum of a rank's shard has memory of its own, outside the whole gradient buffer."""
-        return not self.keeps_full_grads or self.grads_replicated or dtypes.widens
+    def sum_lies_apart(self, dtypes: Dtypes, *, is_mean: bool = False) -> bool:
+        """Return whether the running sum of a rank's shard has memory of its own, outside the whole gradient buffer.
+
+        ``is_mean``: the sum of one rank that divides by 1 is the mean, and is kept once.
+        """
+        return not self.keeps_full_grads or (self.grads_replicated and not is_mean) or dtypes.widens
 
     @property
     def grads_replicated(self) -> bool:

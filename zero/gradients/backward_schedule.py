@@ -150,6 +150,8 @@ class BackwardSchedule:
         for bucket in self.buckets:
             bucket.used, bucket.seen = bytearray(len(bucket.used)), bytearray(len(bucket.seen))
             bucket.grad.clear()
+            if not bucket.grad.tensors():
+                bucket.means, bucket.addresses = [], []
 
     def close(self) -> None:
         """Let go of all buckets."""

@@ -134,6 +134,7 @@ class Reducer:
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._schedule.complete(self._round_is_over)
+        self._shards.pool.drop_cheap()
         self._slots.publish()
 
     def outside_backward(self) -> None:
@@ -304,8 +305,7 @@ class Reducer:
         return self._join_protocol is not None
 
     def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
-        """Return the context around a call that all ranks make. Inside `join` it broadcasts the call to ranks without
-        batches."""
+        """Return the context around a call that all ranks make. Inside `join` it tells ranks without batches."""
         if self._join_protocol is None:
             return nullcontext()
         return self._join_protocol.broadcast(name, arguments, self.divisor)

@@ -20,7 +20,7 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
@@ -68,7 +68,7 @@ class ShardedStorage(ParameterStorage):
         module: nn.Module,
         collective: Collective,
         predicate: Predicate | None,
-        bucket_bytes: int,
+        bucket_sizes: BucketSizes,
         precision: MixedPrecision | None,
         post_forward_group: Choice | None,
         keeps_whole: bool,
@@ -80,7 +80,7 @@ class ShardedStorage(ParameterStorage):
         None: all of them; ``keeps_whole``: each keeps the whole. ``offload_backend``: the memory of this rank's slices,
         if not beside the model; ``materializer``: of tensors on the meta device."""
         super().__init__(transport, shards, module, precision)
-        self._root, self._bucket_bytes, self._streams = module, bucket_bytes, streams
+        self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
         self._materializer = materializer
         self._meta = None if materializer is None else materializer.device  # where meta tensors get memory
         there = (parameter.device for parameter in module.parameters())
@@ -161,7 +161,8 @@ class ShardedStorage(ParameterStorage):
         return [entry for entry in self._others() if id(entry[1]) not in numbers]
 
     def _layout_of(self, described: Sequence[ParameterSpec]) -> Layout:
-        return build(described, self._shards.world_size, self._bucket_bytes, across_units=self.buckets_cross_units)
+        most, across = self._bucket_sizes.most, self.buckets_cross_units
+        return build(described, self._shards.world_size, most, across_units=across)
 
     def _describe_rest(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}

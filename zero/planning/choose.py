@@ -23,12 +23,11 @@ MOST_RANKS = 10_000
 
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
-    caps = sorted({DEFAULT_CAP_MB, planner.training.unit_cap_mb()})
     on_gpus = cluster.gpu.family != "cpu"
     for number in range(4):
         stage = stage_of(number)
-        for cap in caps:
-            whole = planner.setting(cluster, number, cap)
+        caps = None, planner.training.unit_cap_mb("cuda" if on_gpus else "cpu")
+        for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
                 yield whole
                 continue
@@ -188,8 +187,8 @@ def scale_curves(
         chosen: whose stage and ``reshard_after_forward`` are taken.
         fabrics: seconds of a ring's step, by name.
     """
-    unit, host = planner.training.unit_cap_mb(), cluster.per_host
-    micro_batches = planner.training.micro_batches(cluster.ranks)
+    unit = planner.training.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
+    micro_batches, host = planner.training.micro_batches(cluster.ranks), cluster.per_host
     whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
     wanted = [(whole, 0, unit)]
     if chosen.row.states is Placement.SHARD:

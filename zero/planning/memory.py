@@ -19,13 +19,13 @@ from functools import partial
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
 from ..core.formulas import formula_bytes
-from ..core.layout import BucketSpec, Dtypes, Layout, Piece
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, Piece
 from ..core.runs import CUT, adjoins, part_begins, runs
 from ..core.stage import Placement
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
-_Key = tuple[Dtypes, int, int, bool, bool, bool]
+_Key = tuple[Dtypes, int, BucketSizes, bool, bool, bool]
 _STAGED = {"": 0, "disk": 2, "host": 3}  # buckets of offloaded states in memory during a step: MEMORY.md, `offload`
 
 
@@ -122,7 +122,8 @@ class MemoryPlan:
                 device=setting.device,
                 whole_matrices=key[-1],
             )
-            layout = build(specs, setting.factor, setting.bucket_bytes, across_units=key[-2])
+            most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
+            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key[-2])
             seen: dict[object, BucketSpec] = {}
             counts: Counter[object] = Counter()
             for bucket in layout.buckets:
@@ -172,7 +173,7 @@ def _key(setting: PlanSetting) -> _Key:
     """Return what a layout depends on."""
     across = setting.has_units and setting.shares_buckets
     whole = len(setting.classes) > 1
-    return setting.dtypes, setting.factor, setting.bucket_bytes, setting.has_units, across, whole
+    return setting.dtypes, setting.factor, setting.bucket_sizes, setting.has_units, across, whole
 
 
 def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
@@ -214,7 +215,9 @@ def _gradients(setting: PlanSetting, bucket: BucketSpec, own: int) -> int:
         whole = bucket.numel * dtypes.itemsize("reduce_dtype")
     elif stage.grads_replicated:
         whole = bucket.numel * dtypes.itemsize("accumulate_dtype")
-    return whole + (own * dtypes.itemsize("accumulate_dtype") if stage.sum_lies_apart(dtypes) else 0)
+    sum_is_mean = setting.factor == 1 and setting.device != "cpu"
+    apart = stage.sum_lies_apart(dtypes, is_mean=sum_is_mean)
+    return whole + apart * own * dtypes.itemsize("accumulate_dtype")
 
 
 def _run_count(

@@ -18,14 +18,15 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 
 from ..core.formulas import spread_of_owners
-from ..core.layout import DEFAULT_CAP_MB, MIB, unit_cap_mb
+from ..core.layout import BucketSizes, bucket_sizes, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
-from .model import Model, UnitWork
+from .model import Model, ParameterShape, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
 from .seconds.program import TraceEvent
@@ -108,14 +109,31 @@ class Training:
         last = 0.0 if numbers is None else 2.0 * numbers.ffn * numbers.hidden * self.tokens
         return replace(work, matmul_flops=work.matmul_flops - last)
 
-    @property
-    def largest_unit(self) -> int:
-        """The bytes of the largest unit."""
-        return max(self.model.unit_numels()[1:], default=0) * self.param_dtype.itemsize
+    def bucket_sizes(self, setting: PlanSetting, cap_mb: float | Literal["auto"] | None) -> BucketSizes:
+        """Return the sizes of buckets in a setting for a ``bucket_cap_mb``."""
+        return bucket_sizes(
+            cap_mb,
+            setting.device,
+            units_are_gathered=setting.gathers_units,
+            ranks=setting.factor,
+            hosts=setting.hosts,
+            largest_unit=max(self._unit_bytes(setting.device), default=0),
+            total=sum(self._padded(parameter, setting.device) for parameter in self.model.parameters),
+        )
 
-    def unit_cap_mb(self) -> int:
+    def unit_cap_mb(self, device: str) -> int:
         """Return the ``bucket_cap_mb`` of which one bucket holds any unit; 25 if units are smaller."""
-        return unit_cap_mb(self.largest_unit)
+        return unit_cap_mb(max(self._unit_bytes(device), default=0))
+
+    def _unit_bytes(self, device: str) -> list[int]:
+        """Return the bytes of each unit in buckets, without the root's rest."""
+        found = [0] * len(self.model.units)
+        for parameter in self.model.parameters:
+            found[parameter.unit] += self._padded(parameter, device)
+        return found[1:]
+
+    def _padded(self, parameter: ParameterShape, device: str) -> int:
+        return PRECISIONS[self.precision].padded(parameter.numel, device) * self.param_dtype.itemsize
 
     def activation_bytes(self) -> int:
         """Return the most that activations take at one moment, beside the parameters."""
@@ -213,18 +231,19 @@ class Planner:
         other._activations = other.training.activation_bytes()
         return other
 
-    def setting(self, cluster: Cluster, stage: int, cap_mb: int = DEFAULT_CAP_MB) -> PlanSetting:
-        """Return a setting of this training, in which all ranks share one copy."""
-        return PlanSetting(
+    def setting(self, cluster: Cluster, stage: int, cap_mb: float | None = None) -> PlanSetting:
+        """Return a setting of this training, in which all ranks share one copy. ``cap_mb``: ``bucket_cap_mb``."""
+        found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
-            bucket_bytes=cap_mb * MIB,
             precision=self.training.precision,
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
+        sizes = self.training.bucket_sizes(found, cap_mb)
+        return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)
 
     def peak(self, setting: PlanSetting) -> PeakBytes:
         """Return the bytes of the rank that holds most."""

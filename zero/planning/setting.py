@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from ..core.layout import Dtypes
+from ..core.layout import BucketSizes, Dtypes
 from ..core.stage import (
     Placement,
     Stage,
@@ -87,6 +87,7 @@ class PlanSetting:
         device: the type of the parameters' device.
         ranks_per_host: neighbouring ranks of one host; None: all ranks are on one.
         threads: whether the ranks are threads of one process (`collectives.Loopback`).
+        first_bucket_bytes: of the bucket that a backward completes first; 0: as the others.
 
     Raises:
         ValueError: an argument is invalid; the message names it and the remedy.
@@ -105,6 +106,7 @@ class PlanSetting:
     device: str = "cpu"
     ranks_per_host: int | None = None
     threads: bool = False
+    first_bucket_bytes: int = 0
 
     def __post_init__(self) -> None:
         row = stage_of(self.stage)
@@ -172,6 +174,11 @@ class PlanSetting:
     def has_units(self) -> bool:
         """Whether parameters are in units."""
         return self.row.parameters is Placement.SHARD
+
+    @property
+    def bucket_sizes(self) -> BucketSizes:
+        """The sizes of buckets."""
+        return BucketSizes(self.bucket_bytes, self.first_bucket_bytes or self.bucket_bytes)
 
     @property
     def shares_buckets(self) -> bool:

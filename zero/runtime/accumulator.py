@@ -22,36 +22,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from collectives import Collective, Kind, Tag, Transport, Work, pass_on
+from collectives import Collective, Kind, Tag, Transport, Work
+from collectives.pool import worth_keeping
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
 from ..core.bits import first_unequal, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
-from .events import Event, Waited
+from .events import Event, Waited, WaitedInStages
 from .flat_buffer import FlatBuffer, redistribute
 from .streams import Streams
-
-
-class _Reduction:
-    """A reduce-scatter of a bucket in flight, a `StagedWork`. Each call may be repeated, also after an interrupt."""
-
-    def __init__(self, store: GradAccumulator, work: Work) -> None:
-        self._store: GradAccumulator | None = store
-        self._work = work
-
-    def pass_on(self) -> None:
-        if self._store is not None:
-            with self._store.passing():
-                pass_on(self._work)
-            self._store.passed_on()
-
-    def wait(self) -> None:
-        if self._store is not None:
-            with self._store.waiting():
-                self._work.wait()
-            store, self._store = self._store, None
-            store.reduced()
 
 
 def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
@@ -79,12 +59,14 @@ class GradAccumulator:
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
         number, rank = bucket.index, shards.rank_label
         self._launching = Event(f"reduce_scatter bucket {number}", rank)
-        self.passing = Event(f"pass_on_reduce_scatter bucket {number}", rank)
-        self.waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
+        self._passing = Event(f"pass_on_reduce_scatter bucket {number}", rank)
+        self._waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
         self._gathering = Event(f"all_gather_gradients bucket {number}", rank)
         self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
-        self._sum_apart = stage.sum_lies_apart(bucket.dtypes)
+        self._keeps_memory = worth_keeping(torch.device(bucket.device))
+        sum_is_mean = shards.world_size == 1 and not self._keeps_memory  # until a divisor is not 1
+        self._sum_apart = self._sum_begins_apart = stage.sum_lies_apart(bucket.dtypes, is_mean=sum_is_mean)
         self._whole: FlatBuffer | None = None  # contributions, means, or first these and then those
         self._views: list[Tensor] = []  # of the whole, by slot
         self._kept_sum: FlatBuffer | None = None
@@ -248,13 +230,13 @@ class GradAccumulator:
         before = self.running_sum()
         start = None if before is None else before.data
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
-        return _Reduction(self, work)
+        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, self._reduced)
 
-    def passed_on(self) -> None:
+    def _passed_on(self) -> None:
         """Note that the contribution is part of a sum: its memory, and that of the running sum, is free."""
         self._local = self._saved_sum = None
 
-    def reduced(self) -> None:
+    def _reduced(self) -> None:
         """Note that the reduction of the contribution is complete."""
         self.has_sum = True
         self._close()
@@ -297,8 +279,14 @@ class GradAccumulator:
         with self._gathering():
             if self._whole is None:
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
-            own, total = self._whole.shard(self.bucket.cuts, self._shards.rank), self._sum().data
-            torch.div(total, divisor, out=own.data) if divisor != 1 else own.data.copy_(total)
+            own = self._whole.shard(self.bucket.cuts, self._shards.rank)
+            if not self._sum_apart and divisor != 1:
+                self._kept_sum, self._sum_apart = FlatBuffer(own.data.clone(), Placement.SHARD, own.begin), True
+            total = self._sum().data
+            if divisor != 1:
+                torch.div(total, divisor, out=own.data)
+            elif self._sum_apart:
+                own.data.copy_(total)
             tag = Tag(Kind.ALL_GATHER, f"means of {self.label}", round_, self.bucket.index)
             work = redistribute(own, self._whole, self.bucket.cuts, collective, tag)
             return Waited(work, self._waiting_for_means)
@@ -309,6 +297,10 @@ class GradAccumulator:
         """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
+        if not self._keeps_memory:
+            self._streams.keep_memory(self.tensors())
+            self._whole = self._kept_sum = None
+            self._views, self._sum_apart = [], self._sum_begins_apart
 
     def clear_slot(self, slot: int) -> None:
         """Reset one parameter to "no gradient": -0.0 in the contribution and in the sum."""

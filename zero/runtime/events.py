@@ -27,13 +27,14 @@ Does not know: buckets, units, ranks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from torch.autograd import profiler
 from torch.profiler import record_function
 
-from collectives import Work
+from collectives import Work, pass_on
 
 LOG = logging.getLogger("zero")
 _OF_PROFILER = vars(profiler)
@@ -81,3 +82,29 @@ class Waited:
     def wait(self) -> None:
         with self._event():
             self._work.wait()
+
+
+class WaitedInStages:
+    """A `StagedWork` in flight whose two waits are events, each followed by a call of its own.
+
+    Each wait may be repeated, also after an interrupt.
+    """
+
+    def __init__(
+        self, work: Work, passing: Event, passed_on: Callable[[], None], waiting: Event, done: Callable[[], None]
+    ) -> None:
+        self._work, self._done = work, False
+        self._passing, self._passed_on, self._waiting, self._then = passing, passed_on, waiting, done
+
+    def pass_on(self) -> None:
+        if not self._done:
+            with self._passing():
+                pass_on(self._work)
+            self._passed_on()
+
+    def wait(self) -> None:
+        if not self._done:
+            with self._waiting():
+                self._work.wait()
+            self._done = True
+            self._then()

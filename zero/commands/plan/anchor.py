@@ -12,7 +12,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.layout import MIB, automatic_cap_mb
 from ...planning.choose import MOST_RANKS
 from ...planning.hardware import Cluster
 from ...planning.plan import Planner, Training
@@ -115,17 +114,16 @@ def _training(config: TrainConfig) -> Training:
 
 def _setting(config: TrainConfig, ranks: int, training: Training) -> PlanSetting:
     """Return the setting of a run as the planner has it."""
-    cap = config.bucket_cap
-    mib = automatic_cap_mb(config.sharding_factor or ranks, training.largest_unit) if cap == "auto" else cap
-    return PlanSetting(
+    found = PlanSetting(
         stage=config.stage,
         world_size=ranks,
         sharding_factor=config.sharding_factor,
         reshard=config.reshard,
         offload="" if config.offload is None else "disk",
         offload_parameters=config.offload_parameters,
-        bucket_bytes=int(mib * MIB),
         precision=config.precision,
         optimizer=config.optimizer,
         fused=config.fused,
     )
+    sizes = training.bucket_sizes(found, config.bucket_cap)
+    return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)

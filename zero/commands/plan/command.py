@@ -24,7 +24,7 @@ from .findings import Findings
 from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
-from .start import is_automatic, start_of
+from .start import cap_argument, start_of
 from .table import plan_table
 from .written import write
 
@@ -183,7 +183,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
         lines.append(f"${dollars:,.2f} for a billion tokens")
     lines += [line for line in [found.spread] if line]
     lines.append(_buckets(found, best))
-    lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training.largest_unit)}")
+    lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training)}")
     return lines
 
 
@@ -201,8 +201,8 @@ def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
 def _buckets(found: Findings, best: PlannedSetting) -> str:
     cap, cluster = best.setting.bucket_bytes // MIB, found.asked.cluster
     line = f"bucket_cap_mb: {cap}"
-    if is_automatic(best.setting, found.asked.training.largest_unit):
-        line += ' ("auto")'
+    named = cap_argument(best.setting, found.asked.training)
+    line += " (the default)" if not named else ' ("auto")' if named == "auto" else ""
     for other, change in found.other_caps:
         line += f"; {other} would cost {change:+.1%}"
     if best.setting.factor > 1:

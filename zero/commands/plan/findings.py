@@ -78,12 +78,12 @@ def _band(choice: PlannedSetting, asked: Asked, planner: Planner) -> tuple[float
 
 
 def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list[tuple[int, float]]:
-    cap = best.setting.bucket_bytes
-    same = [each for each in choices if replace(each.setting, bucket_bytes=cap) == best.setting and each.step]
+    sizes = best.setting.bucket_sizes
+    others = [each for each in choices if each.setting.bucket_sizes != sizes and each.step]
     return [
         (each.setting.bucket_bytes // MIB, each.seconds / best.seconds - 1)
-        for each in same
-        if each.setting.bucket_bytes != cap
+        for each in others
+        if replace(each.setting, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first) == best.setting
     ]
 
 

@@ -5,32 +5,31 @@ Knows: how both write a setting. Does not know: why it was chosen.
 
 from __future__ import annotations
 
-from ...core.layout import DEFAULT_CAP_MB, MIB, automatic_cap_mb
+from ...core.layout import MIB
 from ...planning.hardware import Cluster
+from ...planning.plan import Training
 from ...planning.setting import PlanSetting
 from .settings import PlanConfig
 
-__all__ = ["is_automatic", "start_of"]
+__all__ = ["cap_argument", "start_of"]
 
 _CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
 _TRAINED = ("adamw", "adam", "sgd", "adagrad", "muon")  # by zero train
 _FUSED = ("adamw", "adam", "momentum", "sgd")  # in torch; Adagrad is on CPUs alone
 
 
-def is_automatic(setting: PlanSetting, largest_unit: int) -> bool:
-    """Return whether the size of buckets is what "auto" stands for, and not the default. ``largest_unit``: bytes."""
-    cap = setting.bucket_bytes // MIB
-    return cap != DEFAULT_CAP_MB and cap == automatic_cap_mb(setting.factor, largest_unit)
+def cap_argument(setting: PlanSetting, training: Training) -> str:
+    """Return ``bucket_cap_mb`` as text; empty if buckets have the default size."""
+    if setting.bucket_sizes == training.bucket_sizes(setting, None):
+        return ""
+    return (
+        "auto" if setting.bucket_sizes == training.bucket_sizes(setting, "auto") else str(setting.bucket_bytes // MIB)
+    )
 
 
-def start_of(
-    config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int, largest_unit: int = 0
-) -> str:
-    """Return the command of a preset, or the arguments.
-
-    ``micro_batches``: of each rank in a step; ``largest_unit``: bytes of the model's largest unit.
-    """
-    cap = "auto" if is_automatic(setting, largest_unit) else str(setting.bucket_bytes // MIB)
+def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_batches: int, training: Training) -> str:
+    """Return the command of a preset, or the arguments. ``micro_batches``: of each rank in a step."""
+    cap = cap_argument(setting, training)
     on_cpu = cluster.gpu.family == "cpu"  # as zero train is
     if config.preset is None or not on_cpu or config.optimizer not in _TRAINED:
         return _arguments(config, setting, cluster, f'"{cap}"' if cap == "auto" else cap)
@@ -44,7 +43,7 @@ def start_of(
         flags.append(f"--sharding-factor {setting.factor}")
     if setting.reshard is not True:
         flags.append(f"--reshard-after-forward {str(setting.reshard).lower()}")
-    if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
+    if cap:
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
         flags.append("--offload .")
@@ -72,7 +71,7 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
     if setting.offload:
         folder = '"cpu"' if setting.offload == "host" else '"."'
         arguments.append(f"offload=Offload({folder}{', parameters=True' * setting.offload_parameters})")
-    if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
+    if cap:
         arguments.append(f"bucket_cap_mb={cap}")
     if config.precision != "fp32":
         dtype = "bfloat16" if config.precision == "bf16" else "float16"

@@ -53,7 +53,7 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
         if best is None
         else {
             "name": name_of(best.setting),
-            "start": start_of(config, best.setting, cluster, found.micro_batches, asked.training.largest_unit),
+            "start": start_of(config, best.setting, cluster, found.micro_batches, asked.training),
             "other_bucket_cap_mb": dict(found.other_caps),
             "enough_bucket_bytes": enough_bytes(cluster, best.setting.factor),
         },

@@ -1,0 +1,212 @@
+"""Counts what a step launches on a device, without one: operators that touch elements, by the phase that issues them.
+
+One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.gpu_short.peers`). The library takes its
+paths for devices. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
+a path works on at a time are smaller in proportion, so that a step launches what it would at full width.
+
+`python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.gpu_short.peers import (
+    NARROW,
+    NARROWER,
+    SEVEN_BILLION,
+    Llama,
+    answered,
+    build,
+    device_paths,
+    join_fake_group,
+    tokens,
+)
+from collectives import Transport
+from zero import MixedPrecision, ZeroOptimizer
+from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
+from zero.parameters.edit_detector import EditDetector
+
+RANKS = 8
+_VIEWS_AND_EMPTY = """
+view as_strided slice select detach expand unbind transpose t alias split split_with_sizes chunk narrow flatten
+unsqueeze squeeze permute reshape _reshape_alias _unsafe_view unfold set_ resize_ empty empty_strided empty_like
+new_empty new_empty_strided lift_fresh is_same_size
+"""
+WITHOUT_KERNEL = frozenset(_VIEWS_AND_EMPTY.split())
+LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"])
+METHODS = ("tolist", "numpy", "cpu")  # look without one of these operators
+GATHER, REDUCTION = "_allgather_base_", "alltoall_base_"
+PHASES = {  # of the innermost function on the stack that is one of these
+    ("zero.parameters.gathered.gathers", "start"): "gather",
+    ("zero.step.update", "_gather"): "gather",
+    ("zero.runtime.accumulator", "gather_means"): "gather",
+    ("zero.parameters.edit_detector", "compare"): "release",
+    ("zero.parameters.edit_detector", "take"): "release",
+    ("zero.runtime.accumulator", "flush"): "reduce",
+    ("zero.runtime.accumulator", "_launch"): "reduce",
+    ("zero.runtime.accumulator", "wait"): "reduce",
+    ("zero.runtime.accumulator", "divide"): "divide",
+    ("zero.step.update", "norm_part"): "clip",
+    ("zero.step.update", "clip"): "clip",
+    ("zero.step.update", "step"): "step",
+}
+ON_THE_HOST = ("zero.step.update", "clip")  # reads the norm, which is in the host's memory
+
+
+@dataclass
+class Counted:
+    """A step: launches by phase and those outside all phases, looks at values of a device by phase, and how often units
+    or buckets were gathered, released and reduced. ``rounds``: headers of collectives that were awaited. ``control``:
+    meetings and exchanges."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
+    looks: Counter[str] = field(default_factory=Counter)
+    times: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    control: int = 0
+    buckets: int = 0
+
+    @property
+    def total(self) -> int:
+        """The launches beyond the model's."""
+        return sum(self.launches.values()) + sum(self.others.values())
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self, counted: Counted) -> None:
+        super().__init__()
+        self._counted = counted
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.split(".")[0]
+        if name not in WITHOUT_KERNEL:
+            self.note(name)
+        return func(*args, **(kwargs or {}))
+
+    def note(self, name: str) -> None:
+        """Note an operator, or a method of a tensor."""
+        counted, (phase, function) = self._counted, _issued_by()
+        if not function[0]:
+            return
+        if name in LOOKS or name in METHODS:
+            counted.looks[phase] += function != ON_THE_HOST
+        elif phase:
+            counted.launches[phase] += 1
+            counted.times["gather"] += name == GATHER
+            counted.times["reduce"] += name == REDUCTION
+        else:
+            counted.others[f"{name} of {'.'.join(function)}"] += 1
+
+
+def _issued_by() -> tuple[str, tuple[str, str]]:
+    """Return the phase, and the innermost function of the library that is running; empty if there is none."""
+    frame: Any = sys._getframe(3)
+    innermost = ("", "")
+    while frame is not None:
+        function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if function[0].startswith(("zero.", "collectives.")):
+            innermost = innermost if innermost[0] else function
+            if function in PHASES:
+                return PHASES[function], innermost
+        frame = frame.f_back
+    return "", innermost
+
+
+def cap_of(stage: int) -> float:
+    """Return the default size of a bucket on a device, in MiB of the narrow model; at stage 3 that of a narrow unit."""
+    shape = NARROW if stage == 3 else SEVEN_BILLION
+    model = build(shape, torch.device("meta"))
+    sizes = bucket_sizes(
+        None,
+        "cuda",
+        units_are_gathered=stage == 3,
+        ranks=RANKS,
+        hosts=1,
+        largest_unit=2 * sum(parameter.numel() for parameter in model.blocks[0].parameters()),
+        total=2 * sum(parameter.numel() for parameter in model.parameters()),
+    )
+    return sizes.most / MIB * (1 if stage == 3 else NARROWER)
+
+
+def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW) -> Counted:
+    """Count the third step of a rank in bf16 with fp32 masters. The default process group is a fake one."""
+    optimizer_of: Callable[..., ZeroOptimizer] = ZeroOptimizer
+    model, batch = build(shape, torch.device("cpu")), tokens(shape, 4, torch.device("cpu"))
+    optimizer = optimizer_of(
+        model,
+        torch.optim.AdamW,
+        stage=stage,
+        process_group=answered(),
+        collective="all_to_all",
+        mixed_precision=MixedPrecision(torch.bfloat16),
+        bucket_cap_mb=cap_mb,
+        lr=1e-4,
+        fused=True,
+    )
+    counted = Counted(buckets=len(optimizer._storage.buckets))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, noted in (
+            (Transport, "announce", lambda: _add(counted, "rounds")),
+            (Transport, "meet", lambda: _add(counted, "control")),
+            (Transport, "exchange", lambda: _add(counted, "control")),
+            (EditDetector, "compare", lambda: counted.times.update(["release"])),
+        ):
+            patch.setattr(owner, name, _noting(getattr(owner, name), noted))
+        operators = _Operators(counted)
+        for name in METHODS:
+            patch.setattr(Tensor, name, _noting(getattr(Tensor, name), partial(operators.note, name)))
+        for _ in range(3):
+            counted.__init__(buckets=counted.buckets)  # type: ignore[misc]
+            with operators:
+                model(batch).backward()
+                if clip:
+                    optimizer.clip_grad_norm_(1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    optimizer.close()
+    return counted
+
+
+def _add(counted: Counted, name: str) -> None:
+    setattr(counted, name, getattr(counted, name) + 1)
+
+
+def _noting(method: Callable[..., Any], noted: Callable[[], object]) -> Callable[..., Any]:
+    def call(*given: Any, **named: Any) -> Any:
+        noted()
+        return method(*given, **named)
+
+    return call
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    join_fake_group(RANKS)
+    phases = list(dict.fromkeys(PHASES.values()))
+    print(f"A step of rank {RANKS - 1} of {RANKS}, with clip: 32 blocks of Llama-7B, bf16 with fp32 masters")
+    print("stage, buckets       total", *(f"{phase:>8}" for phase in phases), "   looks  rounds control")
+    with device_paths():
+        for stage in range(4):
+            for cap in (DEFAULT_CAP_MB * NARROWER, cap_of(stage)):
+                found = count(stage, cap)
+                numbers = [found.total, *(found.launches[phase] for phase in phases)]
+                numbers += [sum(found.looks.values()), found.rounds, found.control]
+                print(f"{stage}, {found.buckets:3} of {cap / NARROWER:6.0f} MiB", *(f"{n:8,}" for n in numbers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""A step launches no more kernels on a device, and looks at its values no more often, than this table says.
+
+Launches are what a host has to do for each unit and each bucket, whatever its size, and on GPUs they decide the time of
+a step. The counts are those of `launches`, for 4 blocks as one of 8 ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.gpu_short.peers import NARROW, device_paths, join_fake_group
+
+from .launches import RANKS, Counted, cap_of, count
+
+SHAPE = replace(NARROW, layers=4)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The most launches of one gather, one release and one reduction, and of all divisions, clips and steps together.
+
+    ``looks``: at values of the device, with and without a clip. ``rounds``: headers of collectives that are awaited.
+    ``control``: meetings and exchanges, with and without a clip.
+    """
+
+    gather: int
+    release: int
+    reduce: int
+    divide: int
+    clip: int
+    step: int
+    looks: tuple[int, int]
+    rounds: int
+    control: tuple[int, int] = (3, 1)
+
+
+BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
+    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=288, step=117, looks=(40, 0), rounds=18),
+    1: Budget(gather=1, release=0, reduce=31, divide=9, clip=288, step=117, looks=(40, 0), rounds=18),
+    2: Budget(gather=1, release=0, reduce=31, divide=9, clip=288, step=117, looks=(40, 0), rounds=18),
+    3: Budget(gather=2, release=6, reduce=55, divide=5, clip=252, step=65, looks=(40, 1), rounds=13),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_of_many() -> Iterator[None]:
+    join_fake_group(RANKS)
+    with device_paths():
+        yield
+    dist.destroy_process_group()
+
+
+def of_each(counted: Counted, phase: str) -> float:
+    return counted.launches[phase] / max(1, counted.times[phase])
+
+
+@pytest.mark.parametrize("stage", BUDGETS)
+@pytest.mark.parametrize("clip", [True, False])
+def test_a_step_is_within_its_budget(clip: bool, stage: int) -> None:
+    budget = BUDGETS[stage]
+    counted = count(stage, cap_of(stage), clip=clip, shape=SHAPE)
+    assert counted.others == {}, "launches of no phase"
+    for phase in ("gather", "release", "reduce"):
+        assert of_each(counted, phase) <= getattr(budget, phase), phase
+    for phase in ("divide", "clip", "step"):
+        assert counted.launches[phase] <= getattr(budget, phase), phase
+    assert (counted.launches["clip"] > 0) is clip, "else nothing would be counted at all"
+    assert sum(counted.looks.values()) <= budget.looks[not clip]
+    assert counted.rounds <= budget.rounds
+    assert counted.control <= budget.control[not clip]
