@@ -109,9 +109,11 @@ class AnsweredBackend(GlooBackend):
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         port = slot % PORTS
-        if port == CONTROL_PORT:  # comes before its header
-            data = self._from_all(data)
-            self._answer_size[to, slot - CONTROL_PORT + HEADER_PORT] = len(data)
+        if port == CONTROL_PORT:
+            answer = self._from_all(data)
+            if answer is not data:  # in a tree, where it comes before its header
+                self._answer_size[to, slot - CONTROL_PORT + HEADER_PORT] = len(answer)
+                data = answer
         if port == HEADER_PORT:
             self._last_header = data
             size = self._answer_size.pop((to, slot), None)
