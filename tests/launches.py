@@ -56,7 +56,7 @@ PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.parameters.edit_detector", "take"): "release",
     ("zero.runtime.accumulator", "flush"): "reduce",
     ("zero.runtime.accumulator", "_launch"): "reduce",
-    ("zero.runtime.accumulator", "wait"): "reduce",
+    ("collectives.algorithms.ordered_sum", "ordered_sum"): "reduce",
     ("zero.runtime.accumulator", "divide"): "divide",
     ("zero.step.update", "norm_part"): "clip",
     ("zero.step.update", "clip"): "clip",

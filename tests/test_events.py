@@ -283,8 +283,8 @@ def test_each_optimizer_says_once_what_was_chosen_and_why(stage: int, caplog: py
     why = apart if stage == 3 else whole
     for rank in range(2):
         assert lines_of(caplog, "zero", logging.INFO, rank) == [
-            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets, {units} units, sharding factor 2, collective pairwise "
-            f"(the ranks are threads), common memory: no ({why}), offload: none"
+            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets of at most 0.0009766 MiB, {units} units, sharding "
+            f"factor 2, collective pairwise (the ranks are threads), common memory: no ({why}), offload: none"
         ]
         assert lines_of(caplog, "collectives", logging.INFO, rank) == [
             f"rank {rank} of 2: collective pairwise (the ranks are threads)"

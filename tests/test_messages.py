@@ -344,7 +344,7 @@ def test_ranks_whose_loaders_have_different_lengths_are_told_of_join(stage: int)
         return error_of(run)
 
     for message in on_threads(2, program, timeout=5):
-        assert "if they have different numbers of batches, they train inside optimizer.join()" in message
+        assert "Ranks with different numbers of batches train inside optimizer.join()" in message
 
 
 # -- states ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from collectives import Algorithm, Transport, check_name
 from collectives.backend import NCCL
@@ -174,7 +175,7 @@ class Config:
     def _bytes(self, parameters: Iterable[Tensor], device: torch.device) -> int:
         """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
         of = Dtypes.all if self.precision is None else self.precision.of
-        described = [(p.numel(), of(p.dtype)) for p in parameters if p.dtype in FLOATS]
+        described = [(p.numel(), of(p.dtype)) for p in parameters if p.dtype in FLOATS and not is_lazy(p)]
         return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
     def transport(self) -> Transport:

@@ -264,8 +264,8 @@ ENTRIES: dict[str, Entry] = {
     "P52": Entry("a run that saves has the bits and the messages of one that does not"),
     "P53": Entry("a newer version of the format is one error"),
     "P54": Entry("loaded at another precision, the wide weights and states are rounded once"),
-    "P60": Entry("a save makes its step the newest; a branch that a run has left is set aside by name, and never lost"),
-    "P61": Entry("what a file system lacks is done otherwise, with one warning, or refused with the reason"),
+    "P55": Entry("a save makes its step the newest; a branch that a run has left is set aside by name, and never lost"),
+    "P56": Entry("what a file system lacks is done otherwise, with one warning, or refused with the reason"),
     # laws of this library
     "L1": Entry("the plain loop's arithmetic: order of sums, true division, -0.0 for nothing, cuts that no sum sees"),
     "L2": Entry("a gradient or parameter that a rank shows is right, or it is loud"),

@@ -93,35 +93,35 @@ LEASES, TOGETHER = "zero.checkpoint.folder.lock._Lease.take", "zero.checkpoint.w
 MUTANTS = (
     Mutant(
         "a-branch-that-was-left-is-the-newest",
-        ("P60",),
+        ("P55",),
         "After a restore of step 2 the run saves step 3; the next one takes step 8, which the run has left.",
         (Wrap(f"{LOCKED}.above", none_is_above),),
         (f"{DIRECTORY}::test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_aside_by_name",),
     ),
     Mutant(
         "a-branch-is-left-before-the-save-is-complete",
-        ("P60", "P36"),
+        ("P55", "P36"),
         "A crash of a save below the newest step leaves neither the old newest step nor the new one as the newest.",
         (Wrap("zero.checkpoint.folder.directory.steps_in", under_their_own_names_alone),),
         (WENT_BACK,),
     ),
     Mutant(
         "what-was-not-set-aside-yet-is-not-brought-back",
-        ("P60", "P36"),
+        ("P55", "P36"),
         "The next run removes what a crash has left of a save, and with it the old newest step is gone.",
         (Wrap(f"{LOCKED}._bring_back", brings_nothing_back),),
         (WENT_BACK,),
     ),
     Mutant(
         "without-locks-two-runs-write",
-        ("L20", "P61"),
+        ("L20", "P56"),
         "On a file system without locks a second run is not kept out.",
         (Wrap(LEASES, is_never_held),),
         (f"{SYSTEMS}::test_a_second_run_is_refused_without_locks_too_and_told_what_to_remove",),
     ),
     Mutant(
         "a-run-on-another-host-is-taken-for-dead",
-        ("L20", "P61"),
+        ("L20", "P56"),
         "On a file system without locks a run on another host, or before a reboot of one with this name, is overtaken.",
         (Wrap("zero.checkpoint.folder.holder.Holder.has_ended", every_other_process_has_ended),),
         (
@@ -131,14 +131,14 @@ MUTANTS = (
     ),
     Mutant(
         "every-save-says-what-the-file-system-lacks",
-        ("P61",),
+        ("P56",),
         "What a file system lacks is a warning of every save, which hides the others.",
         (Wrap("zero.checkpoint.failures.Failures.note", says_it_again),),
         (f"{WEAKER}[no posix_fallocate: ENOTSUP]",),
     ),
     Mutant(
         "parts-are-put-together-unseen",
-        ("P61", "P38"),
+        ("P56", "P38"),
         "What rank 0 puts together from the parts of the ranks is not compared with what they have written.",
         (Wrap(TOGETHER, puts_together_without_looking),),
         (f"{SYSTEMS}::test_what_a_rank_has_written_is_compared_when_the_files_are_put_together",),

@@ -525,7 +525,9 @@ GEOMETRY = (
         "A parameter that fills a bucket to the last byte goes into the next one: more buckets than were asked for.",
         (
             Edit(
-                "zero.core.buckets._buckets", "used[key] + nbytes > bucket_bytes", "used[key] + nbytes >= bucket_bytes"
+                "zero.core.buckets._buckets",
+                "used[key] + nbytes > (bucket_bytes",
+                "used[key] + nbytes >= (bucket_bytes",
             ),
         ),
         ("core/test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),

@@ -74,7 +74,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.core.stage.Stage.sum_lies_apart",
-                "return not self.keeps_full_grads or self.grads_replicated or dtypes.widens",
+                "return not self.keeps_full_grads or (self.grads_replicated and not is_mean) or dtypes.widens",
                 "return not self.keeps_full_grads or dtypes.widens",
             ),
         ),
