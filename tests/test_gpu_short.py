@@ -18,7 +18,7 @@ from typer.testing import CliRunner  # noqa: E402
 from benchmarks.gpu_short import __main__ as gpu_short  # noqa: E402
 from benchmarks.gpu_short import clock  # noqa: E402
 from benchmarks.gpu_short.job import SECTIONS, UNDER_WAY, WHOLE, Results, Row, ShortJob, file_of, outcome_of  # noqa: E402
-from benchmarks.gpu_short.many_ranks import busy_of, by_name  # noqa: E402
+from benchmarks.gpu_short.many_ranks import busy_of, by_name, shared_gpu  # noqa: E402
 from benchmarks.gpu_short.page import FSDP2, Found, targets, text_of  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
 
@@ -178,6 +178,13 @@ def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytes
     assert done.exit_code == 2
     assert done.stderr.startswith("error: there is no CUDA here")
     assert (done.stderr.count("\n"), done.stdout) == (1, "")
+
+
+@pytest.mark.full
+def test_tests_of_bits_that_are_not_there_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.gpu_short.many_ranks.PROGRAMS", ("none of this name",))
+    with pytest.raises(RuntimeError, match="not found"):
+        list(shared_gpu(ShortJob(str(tmp_path), "d", "cpu", quick=True)))
 
 
 @pytest.mark.full

@@ -28,10 +28,9 @@ except ModuleNotFoundError as absent:
 
 from .. import tables as shown
 from .clock import checked_device
-from .job import SECTIONS, WHOLE, ShortJob, cut_off, outcome_of
+from .job import ROOT, SECTIONS, WHOLE, ShortJob, cut_off, outcome_of
 from .page import Found, tables, text_of
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 STARTING = 60.0  # seconds in which a worker imports torch and begins a section
 TIMES_ON_THE_CPU = 20.0  # a limit there, times that of a GPU: the sections of the CPU harness are longer, and no cost
 

@@ -17,6 +17,7 @@ from typing import Any
 from ..report import Report
 
 Row = dict[str, Any]
+ROOT = Path(__file__).resolve().parent.parent.parent
 WHOLE, UNDER_WAY = "whole", "under way"
 
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from ..systems import FSDP2, ON_A_DEVICE, PLAIN, How
 from .clock import Host, clock
-from .job import Row, ShortJob
+from .job import ROOT, Row, ShortJob
 from .one_rank import TOKENS, WARM, Runner, join_alone, model_of, tokens_of
 
 MIB = 1 << 20
@@ -34,7 +33,6 @@ SIZES, IN_A_CALL = (1, 4, 16, 25, 64, 128, 256), (1, 4, 16, 64)  # MiB of a buck
 REPEATS = 5
 SYSTEMS = (PLAIN, FSDP2, "zero 0", "zero 2", "zero 3")
 ALLOCATORS = {"default": "", "expandable segments": "expandable_segments:True"}
-ROOT = Path(__file__).resolve().parent.parent.parent
 LIMIT = 60.0  # seconds of a process
 
 

@@ -109,11 +109,9 @@ class AnsweredBackend(GlooBackend):
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         port = slot % PORTS
-        if port == CONTROL_PORT:
-            answer = self._from_all(data)
-            if answer is not data:  # in a tree, where it comes before its header
-                self._answer_size[to, slot - CONTROL_PORT + HEADER_PORT] = len(answer)
-                data = answer
+        if port == CONTROL_PORT and (answer := self._from_all(data)) is not data:  # of a tree: it precedes its header
+            self._answer_size[to, slot - CONTROL_PORT + HEADER_PORT] = len(answer)
+            data = answer
         if port == HEADER_PORT:
             self._last_header = data
             size = self._answer_size.pop((to, slot), None)

@@ -77,6 +77,11 @@ MUTANTS = (
                 "return not self.keeps_full_grads or (self.grads_replicated and not is_mean) or dtypes.widens",
                 "return not self.keeps_full_grads or dtypes.widens",
             ),
+            Edit(
+                "zero.runtime.accumulator.GradAccumulator.gather_means",
+                "not self._sum_apart and divisor != 1",
+                "not self._sum_apart and divisor == 0",
+            ),
         ),
         ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
     ),
