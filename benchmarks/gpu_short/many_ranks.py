@@ -291,7 +291,7 @@ def shared_gpu(job: ShortJob) -> Iterator[Row]:
         )
         cases = list(ElementTree.parse(report).iter("testcase")) if report.exists() else []
         if len(cases) != len(tests):  # a test that is not there keeps all others from running
-            raise RuntimeError(done.stdout.strip()[-500:] or done.stderr.strip()[-500:])
+            raise RuntimeError((done.stdout + done.stderr).strip()[-500:])
         for case in cases:
             problem = next((each.get("message", each.tag) for each in case if each.tag != "system-out"), "")
             yield {"test": case.get("name"), "passed": not problem, "took": case.get("time"), "problem": problem[:300]}
