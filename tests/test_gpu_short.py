@@ -74,6 +74,13 @@ def test_a_section_that_fails_ends_or_hangs_keeps_its_rows_and_ends_no_other(tmp
     assert "a bug" in (tmp_path / "gpu-short.log").read_text()
 
 
+def test_results_of_an_earlier_run_are_not_shown_as_those_of_this_one(tmp_path: Path) -> None:
+    gpu_short.run(job_in(tmp_path, "a"), worker(*["works"] * 5), LIMITS)
+    says = "print('begin training'); print('end of it'); raise SystemExit(4)"  # as a library may
+    gpu_short.run(job_in(tmp_path, "a"), [sys.executable, "-c", says], LIMITS)
+    assert read(tmp_path, "a") == ([], "its process ended with 4")
+
+
 def test_a_worker_that_never_begins_is_told_and_ends_no_run(tmp_path: Path) -> None:
     gpu_short.run(job_in(tmp_path, "ab"), [sys.executable, "-c", "raise SystemExit(4)"], LIMITS)
     for name in "ab":

@@ -315,9 +315,9 @@ class Engine:
         forget_states(self._storage, self._inners, groups, indices)
         self.dicts.forget()
 
-    def agree_to_load(self) -> None:
-        """Return if all ranks may load now. Raises the same error on every rank otherwise."""
-        told = self._agree("restore()", "which are those of other weights", None, self.averages.names())
+    def agree_to_load(self, purpose: str) -> None:
+        """Return if all ranks may load now. Raises the same error, which names ``purpose``, on every rank otherwise."""
+        told = self._agree(purpose, "which are those of other weights", None, self.averages.names())
         self.averages.compare(told)
 
     def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:

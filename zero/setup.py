@@ -258,7 +258,7 @@ class Builder:
             )
             named = [(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)]
             check_free(named)
-            if first and self.reducer.is_open:  # else they are cleared before anything uses them
+            if first and self.reducer.is_open:  # else zero_grad() is due, which clears them, too
                 check_no_gradients(named)
             self.storage.prepare(found)
             described, said, states = choose_partitions(self.inners, all_groups, described, asked)

@@ -28,7 +28,7 @@ except ModuleNotFoundError as absent:
 
 from .. import tables as shown
 from .clock import checked_device
-from .job import ROOT, SECTIONS, WHOLE, ShortJob, cut_off, outcome_of
+from .job import ROOT, SECTIONS, WHOLE, ShortJob, cut_off, file_of, outcome_of
 from .page import Found, tables, text_of
 
 STARTING = 60.0  # seconds in which a worker imports torch and begins a section
@@ -39,6 +39,8 @@ def run(job: ShortJob, worker: list[str], limits: dict[str, float]) -> None:
     """Run the sections of a job. ``worker``: its command, to which the job and this process are added; ``limits``: the
     seconds of each section."""
     left = job.sections
+    for section in left:  # what an earlier run has left there is not this one's
+        file_of(job.folder, section).unlink(missing_ok=True)
     while left:
         left = _run_some(replace(job, sections=left), worker, limits)
 
@@ -60,7 +62,7 @@ def _run_some(job: ShortJob, worker: list[str], limits: dict[str, float]) -> str
     try:
         while line := lines.get(timeout=limit):
             event, _, section = line.strip().partition(" ")
-            if event not in ("begin", "end"):
+            if event not in ("begin", "end") or section not in limits:
                 continue  # a line of a library
             begin = time.monotonic()
             current, limit = (section, limits[section]) if event == "begin" else ("", STARTING)

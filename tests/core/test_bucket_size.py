@@ -101,6 +101,8 @@ def test_the_first_bucket_of_a_backward_is_smaller_and_a_later_group_has_none() 
     assert [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets] == [[2], [1, 0]]
     more = [replace(spec, index=spec.index + 3) for spec in specs]
     assert len(extended(layout, more, 100 * square, first_bytes=square).buckets) == 3
+    frozen = [*specs[:2], replace(specs[2], trainable=False)]
+    assert [len(bucket.slots) for bucket in build(frozen, 2, 3 * square, first_bytes=square).buckets] == [1, 1, 1]
 
 
 def test_what_the_model_computes_with_and_the_users_own_units_count() -> None:

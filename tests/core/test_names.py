@@ -253,6 +253,28 @@ def test_a_model_on_meta_takes_a_state_dict_with_and_without_wrappers(wrapper: s
         assert_same_model(model, Net())
 
 
+@STAGES
+def test_a_child_whose_key_has_a_dot_and_names_of_the_class_s_own_are_taken_as_they_are(stage: int) -> None:
+    class Dotted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            setattr(self, "a.b", nn.Linear(3, 3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = getattr(self, "a.b")(x)
+            return made
+
+    class Prefixed(Dotted):
+        def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+            return ((f"net.{name}" if name else "net", part) for name, part in super().named_modules(*args, **kwargs))
+
+    for made in (Dotted(), Prefixed()):
+        optimizer = ZeroOptimizer(made, stage=stage, process_group=solo(), lr=0.1)
+        made(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+        optimizer.close()
+
+
 # -- names that a user gives -------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -666,3 +669,30 @@ def test_a_parameter_that_is_unfrozen_later_is_trained_from_then_on(stage: int) 
         sgd.zero_grad()
     for model in on_threads(2, program, timeout=5):
         assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_interrupt_when_a_reduction_has_come_adds_no_contribution_twice(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note, of_thread = GradAccumulator._reduced, threading.local()
+
+    def interrupt(store: GradAccumulator) -> None:
+        if getattr(of_thread, "armed", False):
+            of_thread.armed = False
+            raise KeyboardInterrupt
+        note(store)
+
+    def program(transport: Transport, *, armed: bool) -> nn.Module:
+        model = Two()
+        optimizer = ZeroOptimizer(model, SGD, stage=stage, process_group=transport, lr=0.1)
+        of_thread.armed = armed and transport.rank == 0
+        with pytest.raises(KeyboardInterrupt) if of_thread.armed else nullcontext():
+            model(1.0 + transport.rank).backward()
+        optimizer.step()
+        return model
+
+    monkeypatch.setattr(GradAccumulator, "_reduced", interrupt)
+    expected = on_threads(2, partial(program, armed=False))
+    for ours, plain in zip(on_threads(2, partial(program, armed=True)), expected, strict=True):
+        assert_same_model(ours, plain)

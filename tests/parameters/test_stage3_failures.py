@@ -239,7 +239,7 @@ def test_where_no_bytes_of_a_unit_travel_ranks_that_use_other_units_are_told_onc
 ) -> None:
     (told, wrong), *others = gloo.run(warned_of, case, 2)
     assert len(told) == 1
-    assert told[0].startswith("before step(), rank 1 has run other units than rank 0 in forwards without gradients")
+    assert told[0].startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
     assert "Where units are gathered from other ranks it is an error" in told[0]
     assert "synced_gpus=True" in told[0]
     assert "optimizer.gathered()" in told[0]

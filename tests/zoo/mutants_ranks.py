@@ -267,23 +267,6 @@ RANKS = (
         (f"{TREE}::test_every_rank_has_every_message",),
     ),
     Mutant(
-        "what-was-overtaken-is-waited-for-early",
-        ("L8",),
-        "While a rank catches up, it waits for messages that nobody asks for yet: for good, if their receiver dies.",
-        (
-            Edit(
-                "collectives.control_plane.Mesh.swap",
-                "                    recv.wait()  # it is out of date\n",
-                "                    recv.wait()  # it is out of date\n"
-                "                messenger.deferred += self._sends\n"
-                "                self._sends = []\n",
-            ),
-        ),
-        (
-            "collectives/test_lost_sends.py::test_a_send_is_waited_for_only_after_its_receiver_was_heard_from[ring-catch_up]",
-        ),
-    ),
-    Mutant(
         "a-rank-that-waits-is-silent",
         ("L8",),
         "A rank in the middle of the tree does not say that it waits: its neighbours take it for the one that stopped.",

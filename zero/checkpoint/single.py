@@ -110,4 +110,4 @@ def load(
 ) -> Restored:
     """Load the checkpoint at ``path``. All ranks; see `CheckpointManager.restore`."""
     restorer = Restorer(optimizer, state, rank_state, optimizer_too=with_states, rng=rng, reshard=reshard)
-    return restorer.load([(Path(path).absolute(), None)], fall_back=False)
+    return restorer.load([(Path(path).absolute(), None)], fall_back=False, purpose="zero.load()")

@@ -60,12 +60,14 @@ def _buckets(
     keys: dict[tuple[object, ...], list[int]] = {}
     used: dict[tuple[object, ...], int] = {}
     complete: list[list[int]] = []
+    begun = False  # a bucket that a backward completes is full
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.whole or not across_units else 0
         key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
-        if filling and used[key] + nbytes > (bucket_bytes if complete else first_bytes):
+        if filling and used[key] + nbytes > (first_bytes if spec.trainable and not begun else bucket_bytes):
             complete.append(filling)
+            begun = begun or spec.trainable
             filling, used[key] = [], 0
             keys[key] = filling
         filling.append(position)

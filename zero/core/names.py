@@ -31,8 +31,8 @@ def named_parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator
         above, _, key = name.rpartition(".")
         plain = ""
         if name:
-            prefix, holder = found[above]
-            plain = prefix if key == wrapped_key(holder) else child_name(prefix, key)
+            prefix, holder = found.get(above, (above, None))  # None: a key with a dot, or names of the class's own
+            plain = prefix if holder is not None and key == wrapped_key(holder) else child_name(prefix, key)
         found[name] = plain, part
         yield plain, part
 

@@ -60,8 +60,9 @@ class Record:
             "pending": self.pending,
             "error": self.error,
             "reports": self.reports,
-            "order": self.order,
         }
+        if self.order:
+            head["order"] = self.order
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod
@@ -80,7 +81,7 @@ class Record:
             rest[count : 2 * count],
             rest[2 * count :],
             fields["reports"],
-            fields["order"],
+            fields.get("order", 0),
         )
 
 
@@ -143,8 +144,8 @@ class Agreement:
                 self._warned = True
                 if self._transport.rank == 0:
                     warnings.warn(
-                        f"before {purpose}, rank {rank} has run other units than rank {first} in forwards without "
-                        "gradients or in gathered(): did one rank alone evaluate, generate or save? These ranks share "
+                        f"before {purpose}, ranks {first} and {rank} have run different forwards without gradients "
+                        "or gathered() different modules: did one rank alone evaluate, generate or save? These share "
                         f"memory, and may. Where units are gathered from other ranks it is an error: {SAME_UNITS}",
                         RuntimeWarning,
                         stacklevel=2,

@@ -26,6 +26,7 @@ from collectives.torch_internals import (
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_methods
 
+_READ = "optimizer.full_grad(p) to read"
 NO_TASK = -1  # what torch returns as the graph task outside of a backward
 
 
@@ -136,13 +137,15 @@ class ShardedGradient(torch.Tensor):
             listener.gradient_zeroed(bucket, self.slot)
 
     def _refuse(self, action: str) -> NoReturn:
-        remedy = "use optimizer.clip_grad_norm_(max_norm) to clip and optimizer.full_grad(p) to read"
+        remedy = f"use optimizer.clip_grad_norm_(max_norm) to clip and {_READ}"
         if current_graph_task_id() != NO_TASK:
             remedy = (
                 "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
                 "if the model is inside DistributedDataParallel, take that away, since two systems would add up the "
                 "gradients"
             )
+        elif action.startswith("an assignment"):
+            remedy = "set optimizer.divisor or use optimizer.clip_grad_norm_(max_norm) to change it, and " + _READ
         elif "to_copy" in action:
             remedy += ", and cast or move the model before the optimizer is built"
         raise RuntimeError(

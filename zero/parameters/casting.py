@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.parameter_specs import FLOATS, is_laid_out
+from ..runtime.compiled_calls import untraced
 
 
 def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
@@ -41,6 +42,7 @@ class InputCast:
     def __init__(self, dtype: torch.dtype, owner: Owner | None = None) -> None:
         self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
 
+    @untraced
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -46,7 +46,8 @@ class ForwardMethod:
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the plain method, such as ``__code__`` or ``__self__``; ``__wrapped__`` is itself."""
-        module = self.__dict__["_module"]()
+        reference = self.__dict__.get("_module")  # without one, this was not initialised
+        module = None if reference is None else reference()
         if module is None:
             raise AttributeError(f"{name!r}: the module of this method is gone")
         plain = self._plain(module)

@@ -107,6 +107,12 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
             )
         if found is not None and recall(found):
             return func(*args, **(kwargs or {}))
+        if TracingContext.try_get() is not None:
+            raise RuntimeError(
+                f"{spec.name!r} is released: in a compiled function parameters of stage 3 are used by their modules "
+                "alone. Call optimizer.zero_grad() there, not model.zero_grad(); use p.grad, optimizer.full_grad(p) "
+                "and optimizer.param_groups outside of it"
+            )
         callers = set(_callers())
         for code, (call, remedy) in _WHOLE_USES.items():
             if code in callers:
@@ -222,11 +228,6 @@ def _callers() -> Iterator[CodeType]:
 
 def _further_remedy(func: Any, callers: Set[CodeType]) -> str:
     """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
-    if TracingContext.try_get() is not None:
-        return (
-            "; a compiled function uses it: call optimizer.zero_grad() there, not model.zero_grad(), and take every "
-            "other use of a parameter out of the function"
-        )
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
     if nn.parallel.DistributedDataParallel.__init__.__code__ in callers:

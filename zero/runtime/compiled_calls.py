@@ -57,10 +57,10 @@ def untraced_context(
 
 
 def untraced_methods(cls: _Class) -> _Class:
-    """Make Dynamo trace no method and no property that a class defines; a decorator."""
+    """Make Dynamo trace no method and no property of a class's own body; a decorator."""
     for member in vars(cls).values():
         plain = getattr(member, "__func__", member)  # a class method and a static method have one
-        for function in (member.fget, member.fset) if isinstance(member, property) else (plain,):
+        for function in (member.fget, member.fset, member.fdel) if isinstance(member, property) else (plain,):
             if isinstance(function, FunctionType):
                 untraced(function)
     return cls

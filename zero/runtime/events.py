@@ -106,5 +106,5 @@ class WaitedInStages:
         if not self._done:
             with self._waiting():
                 self._work.wait()
-            self._done = True
             self._then()
+            self._done = True

@@ -1,7 +1,8 @@
 """The order in which a rank has used units beside its training, where units need no gather.
 
 Where ranks share memory, each may evaluate by itself. Where units travel, that is an error. So that a user learns of it
-on one host already, ranks compare the order, as a digest, whenever they agree on something else.
+on one host already, ranks compare the order, as a digest, whenever they agree on something else. Forwards with
+gradients are not compared: ranks may have different numbers of batches.
 
 Knows: numbers of units. Does not know: modules, ranks, or who compares.
 """

@@ -91,7 +91,7 @@ class Update:
         self._storage, self._means, self._inners = storage, means, inners
         self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
         self.watchers: list[Watcher] = []
-        self._place = shards.rank
+        self._place, self._pool = shards.rank, shards.pool
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
 
     def norm_part(self, norm_type: float) -> bytes:
@@ -157,6 +157,7 @@ class Update:
         self._storage.stepping()
         changed = self._inners.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
+        self._pool.drop_cheap()
         self._storage.stepped()
         return changed
 

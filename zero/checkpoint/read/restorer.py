@@ -119,12 +119,15 @@ class Restorer:
         return paths, [] if step is None else [number for number in there if number < step]
 
     @torch.no_grad()
-    def load(self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool) -> Restored:
+    def load(
+        self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool, purpose: str = "restore()"
+    ) -> Restored:
         """Load the first of these checkpoints that is not broken. Collective.
 
         ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
+        ``purpose``: the call that an error names.
         """
-        self._engine.agree_to_load()
+        self._engine.agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
             broken = self._agree(checkpoint, problem)
