@@ -161,7 +161,9 @@ class Config:
 
         ``listed``: the parameters that are trained; ``ranks``: how many share a copy; ``hosts``: of all ranks.
         """
-        units = [] if self.module is None else find_units(self.module, self.units).parameters[ROOT + 1 :]
+        by_model = self.bucket_cap_mb == "auto" or (self.bucket_cap_mb is None and device.type != "cpu")
+        module = self.module if by_model else None
+        units = [] if module is None else find_units(module, self.units).parameters[ROOT + 1 :]
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,

@@ -163,19 +163,6 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        "an-enclosing-unit-is-released-in-a-backward",
-        ("L3",),
-        "A unit whose forward ran another one is released when the backward reaches that: its own nodes come after it.",
-        (
-            Edit(
-                "zero.parameters.unit_hooks.UnitHooks._has_run",
-                "(backward and unit in self._enclosing)",
-                "(backward and unit in self._opaque)",
-            ),
-        ),
-        (f"{TRAIN}[a unit that runs another after a checkpoint-on_sockets-2]",),
-    ),
-    Mutant(
         "an-opaque-unit-is-released",
         ("L3",),
         "A unit whose output hides tensors is released after its forward, and no backward brings it back.",

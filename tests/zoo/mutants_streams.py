@@ -14,7 +14,7 @@ MUTANTS = (
         ("S20",),
         "A second backward looks for edits of the means while another stream still writes them.",
         (Edit("zero.gradients.reducer.Reducer.backward_is_near", WAIT, ""),),
-        (f"{PARTS}[each part-1-0]",),
+        (f"{PARTS}[each part-2-0]",),
     ),
     Mutant(
         "gradients-of-two-towers-are-put-together-too-early",
