@@ -309,7 +309,13 @@ MUTANTS = (
         "the-first-bucket-is-as-large-as-the-others",
         ("L6",),
         "The reduction of a backward's first bucket begins when a twelfth of the model is done.",
-        (Edit("zero.core.buckets._buckets", "bucket_bytes if complete else first_bytes", "bucket_bytes"),),
+        (
+            Edit(
+                "zero.core.buckets._buckets",
+                "first_bytes if spec.trainable and not begun else bucket_bytes",
+                "bucket_bytes",
+            ),
+        ),
         ("core/test_bucket_size.py::test_the_first_bucket_of_a_backward_is_smaller_and_a_later_group_has_none",),
     ),
 )

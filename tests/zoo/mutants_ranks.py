@@ -509,8 +509,8 @@ GEOMETRY = (
         (
             Edit(
                 "zero.core.buckets._buckets",
-                "used[key] + nbytes > (bucket_bytes",
-                "used[key] + nbytes >= (bucket_bytes",
+                "used[key] + nbytes > (first_bytes",
+                "used[key] + nbytes >= (first_bytes",
             ),
         ),
         ("core/test_layout.py::test_an_exact_fit_is_accepted_and_one_byte_less_is_not",),
