@@ -262,7 +262,7 @@ MUTANTS = (
                 '        common = next(map(SlotState.from_json, json.loads(told[0])["kinds"]))\n'
                 "        for number in self.updated:\n"
                 "            for slot in range(len(self.buckets[number].specs)):\n"
-                "                states.setdefault((number, slot), SlotState({}, common.tensors, {}))\n",
+                "                states.setdefault((number, slot), SlotState({}, common.tensors, {}, {}))\n",
             ),
         ),
         (f"{CLASSES}[fp32-nadam]",),
