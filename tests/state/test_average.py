@@ -289,7 +289,7 @@ CALLS: dict[str, Callable[[ZeroOptimizer, ShardedAverage, Path], Any]] = {
     "step": lambda optimizer, average, path: optimizer.step(),
     "clip_grad_norm_": lambda optimizer, average, path: optimizer.clip_grad_norm_(1.0),
     "save": lambda optimizer, average, path: zero.save(path / "saved", optimizer),
-    "restore": lambda optimizer, average, path: zero.load(path / "before", optimizer, rng=False),
+    "load": lambda optimizer, average, path: zero.load(path / "before", optimizer, rng=False),
     "update_parameters": lambda optimizer, average, path: average.update_parameters(),
     "applied": lambda optimizer, average, path: average.applied().__enter__(),
 }

@@ -23,11 +23,11 @@ def reading_row_major(_: Any) -> Any:
 
 
 def agreeing_over_gradients(agree_to_load: Any) -> Any:
-    def agree(self: Any) -> None:
+    def agree(self: Any, purpose: str) -> None:
         schedule = self._reducer._schedule
         kept, schedule.has_new_gradients = schedule.has_new_gradients, False
         try:
-            agree_to_load(self)
+            agree_to_load(self, purpose)
         finally:
             schedule.has_new_gradients = kept
 
