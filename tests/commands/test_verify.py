@@ -235,7 +235,7 @@ def test_a_function_inside_a_function_and_one_that_was_typed_in(monkeypatch: pyt
         ({"batches": [(object(), 1)] * 2}, "batches must hold only tensors, numbers, text, lists, tuples and dicts"),
         ({"betas": verified.pairs}, "AdamW"),
         ({"max_norm": -1.0}, "max_norm must be at least 0"),
-        ({"bucket_cap_mb": 0}, 'bucket_cap_mb must be a positive number of MiB or "auto", not 0'),
+        ({"bucket_cap_mb": 0}, 'bucket_cap_mb must be a positive number of MiB, None or "auto", not 0'),
         ({"threads": 0}, "threads must hold numbers of at least 1, not [0]"),
         ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
     ],
