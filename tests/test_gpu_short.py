@@ -150,6 +150,11 @@ def test_targets_are_met_or_missed_by_what_was_measured(tmp_path: Path) -> None:
     }
 
 
+def test_the_stored_page_is_that_of_the_stored_results() -> None:
+    results = ROOT / "benchmarks" / "results"
+    assert (results / "gpu-short.md").read_text() == text_of(Found(results))
+
+
 def test_what_the_cpu_took_in_the_place_of_a_gpu_is_no_target(tmp_path: Path) -> None:
     results(tmp_path, "b", [turn(name, 1.0) for name in ("plain", "plain, again", "DDP", "zero 1")], clock.NO_GPU)
     assert not list(targets(Found(tmp_path)))
