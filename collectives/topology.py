@@ -130,8 +130,8 @@ def _check_hierarchical(neighbours: Neighbours) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, the reason for it, and the replica of this rank if there are several. ``hosts``: of all ranks, as
-    far as the choice depends on it."""
+    """An algorithm, the reason for it, and the replica of this rank if there are several. ``hosts``: of all ranks, if
+    the choice is NCCL's; else 1."""
 
     collective: Collective
     reason: str

@@ -60,7 +60,7 @@ def _buckets(
     keys: dict[tuple[object, ...], list[int]] = {}
     used: dict[tuple[object, ...], int] = {}
     complete: list[list[int]] = []
-    begun = False  # a bucket that a backward completes is full
+    begun = False  # the bucket that a backward completes first is full
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.whole or not across_units else 0
         key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)

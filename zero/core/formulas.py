@@ -75,8 +75,8 @@ def formula_bytes(
 
     contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
     means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
-    sum_is_mean = layout.world_size == 1 and any(spec.device != "cpu" for spec in trainable)
-    summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes, is_mean=sum_is_mean)]
+    alone = layout.world_size == 1
+    summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes, is_mean=alone and spec.device != "cpu")]
     return {
         "parameters": placed(partial(total, "param_dtype"), stored, stage.parameters),
         "gradients": total("reduce_dtype", contributed)
