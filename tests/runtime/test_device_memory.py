@@ -59,7 +59,6 @@ def train(transport: Transport, stage: int, divisor: float | None = None) -> lis
         told = optimizer.describe()
         pool = optimizer._builder.shards.pool
         found.append({"gradients": told.bytes["gradients"], "scratch": pool.held_bytes})
-        found[-1]["formula"] = told.formula_bytes["gradients"]
 
     for batch in odd_batches(2, extra=False):
         for _ in range(2):
