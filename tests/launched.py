@@ -1,6 +1,6 @@
-"""Run a block of zero/LOOPS.md as `torchrun` would: after the guide's first block, in one process per rank.
+"""Run a block of zero/recipes as `torchrun` would: after the block `Start`, in one process per rank.
 
-``python -m tests.launched MODULE:FUNCTION FILE`` runs the first block, and passes its variables to the function. Rank 0
+``python -m tests.launched MODULE:FUNCTION FILE`` runs that block, and passes its variables to the function. Rank 0
 writes the function's result to FILE.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .loops import GUIDE, code_of
+from .loops import ROOT, code_of
 from .ports import reserved_port
 
 WORLD_SIZE = 2
@@ -37,7 +37,7 @@ def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_S
             subprocess.Popen(
                 command,
                 env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                cwd=GUIDE.parent.parent,
+                cwd=ROOT,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -1,4 +1,4 @@
-"""The blocks of zero/LOOPS.md, their inputs, and the plain loops with which they are compared."""
+"""The blocks of zero/recipes, their inputs, and the plain loops with which they are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zero import MixedPrecision, clip_grad_norm_
 
 from .narrowed import Narrowed
 
-GUIDE = Path(__file__).resolve().parent.parent / "zero" / "LOOPS.md"
+ROOT = Path(__file__).resolve().parent.parent
 ECOSYSTEM = (
     "accelerate",
     "accelerate with autocast and accumulation",
@@ -52,12 +52,12 @@ def blocks_of(text: str) -> dict[str, str]:
     return blocks
 
 
-BLOCKS = blocks_of(GUIDE.read_text())
+BLOCKS = blocks_of("\n".join(page.read_text() for page in sorted((ROOT / "zero" / "recipes").glob("*.md"))))
 
 
 def code_of(heading: str) -> Any:
     """Compile a block. An error in it names the heading."""
-    return compile(BLOCKS[heading], f"LOOPS.md, {heading!r}", "exec")
+    return compile(BLOCKS[heading], f"recipe {heading!r}", "exec")
 
 
 def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:

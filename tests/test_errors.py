@@ -232,7 +232,7 @@ def test_step_and_clip_inside_no_sync(stage: int) -> None:
     optimizer = ZeroOptimizer(model, stage=stage)
     with optimizer.no_sync():
         model(torch.ones(1, 3)).sum().backward()
-        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync\(\): leave the block first"):
+        with pytest.raises(RuntimeError, match=r"step\(\) inside no_sync\(\): call it after the block"):
             optimizer.step()
         with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) inside no_sync"):
             optimizer.clip_grad_norm_(1.0)

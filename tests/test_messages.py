@@ -68,11 +68,11 @@ def test_a_model_inside_distributed_data_parallel_is_named_at_construction_or_at
         for (wrap, stage), message in found.items():
             if wrap.startswith("given"):
                 name = "the module" if wrap == "given" else "inner"
-                assert message.startswith(f"ValueError: '{name}' is a DistributedDataParallel: take it away"), message
+                assert message.startswith(f"ValueError: '{name}' is a DistributedDataParallel, which"), message
             elif (wrap, stage) == ("later", 3):
                 assert "'0.weight' is released" in message
                 assert message.endswith(
-                    "take DistributedDataParallel away, since two systems would add up the gradients"
+                    "do not wrap the model in DistributedDataParallel, which would reduce the gradients a second time"
                 )
             else:
                 assert "this rank does not hold the gradient of '2.bias'" in message

@@ -61,7 +61,7 @@ def test_a_run_of_one_case_needs_no_other(case: str, request: pytest.FixtureRequ
 
 
 def test_the_default_run_asserts_every_row_of_the_contract(collected: dict[str, str]) -> None:
-    table = rows("README.md", "what varies")
+    table = rows("zero/CONTRACT.md", "what varies")
     assert len(table) > 10
     for _, _, where in table:
         names = [name for name in re.findall(r"`([^`]+)`", where) if name not in ELSEWHERE]

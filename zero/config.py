@@ -67,8 +67,8 @@ class MixedPrecision:
         wider = self.accumulate_dtype.itemsize > self.travel.itemsize
         if self.accumulate_dtype is not self.travel and not wider:
             raise ValueError(
-                f"accumulate_dtype {self.accumulate_dtype} is not wider than what travels, {self.travel}, and not the "
-                "same: a sum would lose more than its parts; set reduce_dtype, too"
+                f"accumulate_dtype {self.accumulate_dtype} must be {self.travel}, in which contributions travel "
+                "(reduce_dtype), or wider: a sum would lose more than its parts"
             )
 
     @property

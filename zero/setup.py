@@ -42,8 +42,7 @@ from .step.partition import check_partitions, choose_partitions
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (
-    "nothing of what is listed can be updated: each parameter is frozen, and none is a plain tensor of "
-    f"{', '.join(map(str, FLOATS))}"
+    f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}"
 )
 _MASTER = "master weights"  # a key among the names of states; it has a space, which no state's name has
 

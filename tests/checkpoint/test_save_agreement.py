@@ -37,20 +37,23 @@ DIFFERENCES: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
         lambda rank: {"step": 1, "overwrite": rank == 1},
         r"overwrite is True on rank 1 .* but False on rank 0",
     ),
-    "state": (other_state, r"state\['scheduler'\] is not on rank 1 .*belongs in rank_state"),
+    "state": (other_state, r"state\['scheduler'\] differs between rank 0 and rank 1 .*belongs in rank_state"),
     "a tensor's bit": (
         lambda rank: {"step": 1, "state": {"t": torch.tensor([0.0, -0.0 if rank else 0.0])}},
-        r"state\['t'\] is not on rank 1",
+        r"state\['t'\] differs between rank 0 and rank 1",
     ),
     "a float's bit": (
         lambda rank: {"step": 1, "state": {"s": {"losses": [0.5, -0.0 if rank else 0.0]}}},
-        r"state\['s'\] is not on rank 1",
+        r"state\['s'\] differs between rank 0 and rank 1",
     ),
     "a list's place": (
         lambda rank: {"step": 1, "state": {"s": {"a": [0.5] if rank else [], "b": [] if rank else [0.5]}}},
-        r"state\['s'\] is not on rank 1",
+        r"state\['s'\] differs between rank 0 and rank 1",
     ),
-    "a key": (lambda rank: {"step": 1, "state": {"extra": 1} if rank else {}}, r"state\['extra'\] is not on rank 1"),
+    "a key": (
+        lambda rank: {"step": 1, "state": {"extra": 1} if rank else {}},
+        r"state\['extra'\] differs between rank 0 and rank 1",
+    ),
     "an unsavable value": (
         lambda rank: {"step": 1, "state": {"s": {"f": [print] if rank else []}}},
         r"state\['s'\]\['f'\]\[0\] is a function",

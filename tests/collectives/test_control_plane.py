@@ -23,9 +23,10 @@ from collectives import (
     Tag,
     Transport,
     control_plane,
+    peer_links,
 )
 from collectives import build as build_collective
-from collectives.control_plane import GRACE, MESH_RANKS, PARTS, Place, Tree, pack_messages, unpack_messages
+from collectives.control_plane import GRACE, MESH_RANKS, Place, Tree, pack_messages, unpack_messages
 from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL, Messenger
 from zero import ZeroOptimizer
@@ -159,7 +160,7 @@ def test_ranks_in_different_calls_learn_of_both() -> None:
     assert any(isinstance(error, MismatchError) for error in each(Loopback(5, timeout=SOON), program))
 
 
-@pytest.mark.parametrize("late", [{4: 1.2, 5: 2.4, 6: 3.6}, {0: 1.2, 1: 2.6}, {3: 1.2, 4: 2.4}], ids=str)
+@pytest.mark.parametrize("late", [{4: 0.6, 5: 1.2, 6: 1.8}, {0: 0.6, 1: 1.3}, {3: 0.6, 4: 1.2}], ids=str)
 def test_ranks_that_come_one_after_another_are_all_waited_for(
     late: dict[int, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,15 +174,15 @@ def test_ranks_that_come_one_after_another_are_all_waited_for(
         return transport.exchange(bytes([transport.rank]), TAG)
 
     everything = [bytes([rank]) for rank in range(7)]
-    assert Loopback[list[bytes]](7, timeout=2.0).run(program) == [everything] * 7
+    assert Loopback[list[bytes]](7, timeout=1.0).run(program) == [everything] * 7
 
 
 @pytest.mark.parametrize("late", [0, 3])
 def test_a_rank_that_came_late_is_not_taken_for_the_one_that_is_silent(
     late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control_plane, "GRACE", 0.4)
-    silent, limit, done = 5, 2.0, threading.Barrier(7, timeout=SOON)
+    monkeypatch.setattr(control_plane, "GRACE", 0.2)
+    silent, limit, done = 5, 1.0, threading.Barrier(7, timeout=SOON)
 
     def program(transport: Transport) -> None:
         transport.route([[0, 1, 2], [3, 4, 5, 6]])
@@ -217,27 +218,21 @@ def test_whoever_waits_for_a_rank_gives_up_after_that_rank(data: st.DataObject) 
 
 
 @pytest.mark.parametrize("silent", range(7))
-def test_a_rank_that_is_silent_is_named_by_all(silent: int) -> None:
-    """A rank that hears from nobody else does so after its own patience; the others as soon as a first one does."""
-    limit, hosts = 0.5, [[0, 1, 2], [3, 4], [5], [6]]
+def test_a_rank_that_is_silent_is_named_by_all(silent: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that hears from nobody else raises after its own patience; the others as soon as a first one raises."""
+    for module in (control_plane, peer_links):
+        monkeypatch.setattr(module, "GRACE", 0.1)
     ready, done = threading.Barrier(7, timeout=SOON), threading.Barrier(7, timeout=SOON)
 
-    def program(transport: Transport) -> float:
-        transport.route(hosts)
+    def program(transport: Transport) -> None:
+        transport.route([[0, 1, 2], [3, 4], [5], [6]])
         ready.wait()
-        begin = time.monotonic()
-        if transport.rank == silent:
-            done.wait()
-            return 0.0
-        with pytest.raises(CollectiveError, match=rf"(no answer from rank|rank) {silent} (after|failed)"):
-            transport.exchange(b"", TAG)
-        took = time.monotonic() - begin
+        if transport.rank != silent:
+            with pytest.raises(CollectiveError, match=rf"(no answer from rank|rank) {silent} (after|failed)"):
+                transport.exchange(b"", TAG)
         done.wait()
-        return took
 
-    took = Loopback[float](7, timeout=limit).run(program)
-    chain = max(Place.of(rank, hosts).chains[silent] for rank in Place.of(silent, hosts).chains)
-    assert max(took) < limit + chain * (GRACE + limit / PARTS) + 2 * GRACE
+    Loopback[None](7, timeout=0.3).run(program)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed_with_ot
                 return f"{type(error).__name__}: {error}"
         return "nothing"
 
-    for rank, message in enumerate(LateLoopback[str](4, timeout=3).run(program)):
+    for rank, message in enumerate(LateLoopback[str](4, timeout=1).run(program)):
         if rank >= 2:
             assert message.startswith("MismatchError")
             assert "bucket 7" in message
@@ -217,7 +217,7 @@ def test_a_transfer_that_cannot_begin_is_an_error_on_every_rank(call: str, error
             return f"{type(raised).__name__}: {raised}"
         return "nothing"
 
-    for rank, message in enumerate(LateLoopback[str](3, timeout=3).run(program)):
+    for rank, message in enumerate(LateLoopback[str](3, timeout=1).run(program)):
         assert message != "nothing", rank
         if rank == 1:
             assert str(error) in message

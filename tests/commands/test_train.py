@@ -331,7 +331,7 @@ def test_a_command_without_the_extra_says_what_to_install(
         (["--collective=telepathy"], "telepathy"),
         (["--data=/no/such/text"], "--data /no/such/text: there is no such file or folder"),
         (["--sharding-factor=3"], "sharding_factor must divide the number of ranks, 2, so be one of [1, 2], not 3"),
-        (["--sharding-factor=1", "--stage=0"], "sharding_factor=1 with stage 0, which shards nothing"),
+        (["--sharding-factor=1", "--stage=0"], "stage 0 shards nothing: leave sharding_factor=1 out"),
         (["--reshard-after-forward=false"], "reshard_after_forward=False with stage 2, where every rank holds whole"),
         (["--reshard-after-forward=3", "--stage=3"], "so one of [1, 2], not 3"),
         (["--reshard-after-forward=some"], "--reshard-after-forward is some: it must be true, false or a number"),

@@ -1,1 +1,1 @@
-"""Tests of the whole library by what README and LOOPS promise."""
+"""Tests of the whole library by what README and the recipes promise."""

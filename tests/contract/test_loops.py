@@ -1,7 +1,7 @@
-"""Every block of zero/LOOPS.md runs as it stands, and trains to the bits of the plain loop.
+"""Every block of zero/recipes runs as it stands, and trains to the bits of the plain loop.
 
-A block is run on two processes, with the variables of the guide's first block (or with that block `Start` itself, on
-two launched processes), and with the names of the guide's table:
+A block is run on two processes, with the variables of the block `Start` (or with that block `Start` itself, on
+two launched processes), and with the names of the recipes' table:
 
     model, loader     of the `Example` below, from a seed
     loss_fn           torch's mean squared error
@@ -110,7 +110,7 @@ OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
-    """Return the variables of the guide's first block, for the ranks of a group, and those of the guide's table."""
+    """Return the variables of the guide's first block, for the ranks of a group, and those of the recipes' table."""
     return {
         "islice": islice,
         "torch": torch,

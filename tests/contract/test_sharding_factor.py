@@ -490,7 +490,7 @@ def test_below_stage_3_there_is_nothing_to_reshard(stage: int) -> None:
 
 
 def test_stage_0_has_nothing_to_share() -> None:
-    with pytest.raises(ValueError, match="sharding_factor=1 with stage 0, which shards nothing"):
+    with pytest.raises(ValueError, match="stage 0 shards nothing: leave sharding_factor=1 out"):
         ZeroOptimizer(locked_build(0), stage=0, sharding_factor=1)
 
 

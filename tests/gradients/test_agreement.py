@@ -248,7 +248,7 @@ def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
         agreement = optimizer.engine._reducer.agreement
         agreement.report("rank", str(transport.rank))
         optimizer.param_groups[0]["lr"] = 0.1 + transport.rank
-        with pytest.raises(ValueError, match="'lr' of the param groups is not on rank 1 what it is on rank 0"):
+        with pytest.raises(ValueError, match="option 'lr' of the param groups differs between rank 0 and rank 1"):
             optimizer.step()
         return agreement.reports
 

@@ -596,7 +596,7 @@ def test_a_replicated_one_that_overlaps_itself_is_an_error(stage: int) -> None:
 def test_nothing_to_train_is_an_error(stage: int) -> None:
     model = nn.Module()
     model.held = nn.Parameter(torch.ones(3, dtype=torch.int8), requires_grad=False)
-    with pytest.raises(ValueError, match="nothing of what is listed can be updated: each parameter is frozen"):
+    with pytest.raises(ValueError, match="no listed parameter can be trained: all are frozen"):
         zero(model, None, stage)
 
 

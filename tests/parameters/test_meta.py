@@ -357,11 +357,11 @@ def replace(module: nn.Module) -> None:
             {"init_state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}},
             "'mask' was on the meta device and has no value",
         ),
-        (lambda: Replacing(2, 2), {}, "reset_parameters.. put another tensor in the place of 'weight'"),
+        (lambda: Replacing(2, 2), {}, "reset_parameters.. replaced parameter or buffer 'weight'"),
         (
             lambda: nn.Linear(2, 2),
             {"param_init_fn": replace},
-            "param_init_fn put another tensor in the place",
+            "param_init_fn replaced parameter or buffer",
         ),
         (
             lambda: nn.Linear(2, 2),

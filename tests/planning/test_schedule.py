@@ -233,7 +233,7 @@ def test_ranks_that_share_cores_compute_more_slowly() -> None:
     [
         (StepSetting(4), "stage must be one of"),
         (StepSetting(3, factor=3), "sharding_factor must divide the number of ranks, 8"),
-        (StepSetting(0, factor=2), "which shards nothing"),
+        (StepSetting(0, factor=2), "shards nothing"),
         (StepSetting(2, reshard=False), "it is for stage 3"),
         (StepSetting(3, factor=4, reshard=3), "a number that divides the 4 ranks"),
     ],

@@ -155,7 +155,7 @@ def test_precisions_are_those_of_the_library() -> None:
         ({"world_size": 0}, "world_size must be a whole number, at least 1, not 0"),
         ({"bucket_bytes": 0.5}, "bucket_bytes must be a whole number, at least 1, not 0.5"),
         ({"stage": 2, "world_size": 8, "sharding_factor": 3}, "sharding_factor must divide the number of ranks, 8"),
-        ({"stage": 0, "world_size": 8, "sharding_factor": 2}, "stage 0, which shards nothing: leave it away"),
+        ({"stage": 0, "world_size": 8, "sharding_factor": 2}, "stage 0 shards nothing: leave sharding_factor=2 out"),
         ({"stage": 2, "world_size": 8, "reshard": False}, "reshard_after_forward=False with stage 2"),
         ({"stage": 3, "world_size": 8, "reshard": 3}, "a number that divides the 8 ranks"),
         ({"stage": 2, "offload": "disk", "offload_parameters": True}, "offload: parameters=True with stage 2"),

@@ -425,8 +425,8 @@ def largest_of_all(averages: list[Tensor], weights: list[Tensor], count: Any) ->
         ({"avg_fn": lambda a, w, n: None}, ValueError, "failed on 1-D tensors"),
         ({"avg_fn": lambda a, w, n: a * a.shape[1]}, ValueError, "failed on 1-D tensors .IndexError"),
         ({"multi_avg_fn": largest_of_all}, ValueError, "other values for parts than for whole tensors"),
-        ({"name": "a/b"}, ValueError, "averages cannot have the name 'a/b'"),
-        ({"name": 3}, ValueError, "averages cannot have the name 3"),
+        ({"name": "a/b"}, ValueError, "bad name of averages 'a/b'"),
+        ({"name": 3}, ValueError, "bad name of averages 3"),
         ({"name": "one"}, ValueError, "has an average 'one' already"),
     ],
 )

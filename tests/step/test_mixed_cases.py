@@ -751,7 +751,9 @@ def test_arguments_that_cannot_be() -> None:
     with pytest.raises(TypeError, match="reduce_dtype must be one of"):
         MixedPrecision(BF16, reduce_dtype=torch.int8)
     for param_dtype in (FP32, FP16):  # with two 16-bit dtypes each part would be rounded twice
-        with pytest.raises(ValueError, match=r"accumulate_dtype torch.bfloat16 is not wider.*set reduce_dtype"):
+        with pytest.raises(
+            ValueError, match=r"accumulate_dtype torch.bfloat16 must be torch\.\w+, in which .* or wider"
+        ):
             MixedPrecision(param_dtype, accumulate_dtype=BF16)
     with pytest.raises(TypeError, match=r"mixed_precision must be a zero.MixedPrecision, not torch.bfloat16"):
         ZeroOptimizer(build(), mixed_precision=BF16)  # type: ignore[arg-type]

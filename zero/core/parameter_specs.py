@@ -185,12 +185,13 @@ def check_modules(module: nn.Module | None) -> None:
     for name, part in () if module is None else named_parts(module):
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{name or 'the module'!r} is a DistributedDataParallel: take it away, and pass what it wraps "
-                "(its .module); two systems would add up the gradients"
+                f"{name or 'the module'!r} is a DistributedDataParallel, which would reduce gradients twice: pass the "
+                "model inside it (its .module)"
             )
         if isinstance(part, torch.jit.ScriptModule):
             raise ValueError(
-                f"{name or 'the module'!r} is a ScriptModule, whose memory cannot be laid out: script later"
+                f"{name or 'the module'!r} is a ScriptModule, whose parameters cannot be sharded: build the optimizer "
+                "first, then script"
             )
 
 

@@ -112,7 +112,7 @@ def sums_under_way(replicas: int) -> int:
 
 
 def why_one_device(stage: Stage, offloads: bool) -> str:
-    """Return why all that is trained must be on one device; empty if it need not be. ``offloads``: states are elsewhere
+    """Return the reason why trained parameters must share a device, or "". ``offloads``: whether states are elsewhere
     between steps."""
     if stage.parameters is Placement.SHARD:
         return (
@@ -144,7 +144,7 @@ def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> 
             f"sharding_factor must divide the number of ranks, {world_size}, so be one of {divisors}, not {factor!r}"
         )
     if stage.states is Placement.WHOLE:
-        raise ValueError(f"sharding_factor={factor} with stage {stage.number}, which shards nothing: leave it away")
+        raise ValueError(f"stage {stage.number} shards nothing: leave sharding_factor={factor} out")
 
 
 def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> int:

@@ -176,7 +176,7 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
         for key, ours in first.options.items():
             if record.options.get(key, ours) != ours:
                 raise ValueError(
-                    f"{purpose}: {key!r} of the param groups is not on rank {rank} what it is on rank 0: change "
+                    f"{purpose}: option {key!r} of the param groups differs between rank 0 and rank {rank}: change "
                     "options, and step schedulers, on every rank alike"
                 )
         if record.phase != first.phase:

@@ -67,7 +67,8 @@ class FoundInf:
         self._overflow = False
 
     def repeats(self, found: Tensor, *, may_be_new: bool) -> bool:
-        """Return whether this `unscale_` has unscaled the gradients already. ``found``, one element, is told then.
+        """Return whether this `unscale_` has unscaled the gradients already. If so, ``found``, one element, is set to
+        the earlier result.
 
         ``may_be_new``: the gradients may be others than those of the last `unscale_`.
         """
@@ -76,7 +77,7 @@ class FoundInf:
         return self._told.get(found.device) is found
 
     def tell(self, found: Tensor, overflow: bool) -> None:
-        """Note the result of an `unscale_`, and tell its first device."""
+        """Note the result of an `unscale_`, and set ``found`` of its first device to it."""
         self._told, self._overflow = {}, overflow
         self._tell(found)
 

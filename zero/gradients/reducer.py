@@ -203,7 +203,7 @@ class Reducer:
         """
         if not self._sync:
             raise RuntimeError(
-                f"{purpose} inside no_sync(): leave the block first, what it left pending is reduced then"
+                f"{purpose} inside no_sync(): call it after the block; gradients that are pending are reduced then"
             )
         records = self.check_consistency(purpose, problem, scale=scale, options=options, norm=norm)
         used = [record.used for record in records]

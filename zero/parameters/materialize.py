@@ -189,8 +189,7 @@ class Materializer:
             for own, tensor in zip(part.own, expected, strict=True):
                 if own.registry.get(own.key) is not tensor:
                     raise ValueError(
-                        f"{self._what()} put another tensor in the place of {own.name!r}, which the optimizer would "
-                        "not know: write values into the one that is there"
+                        f"{self._what()} replaced parameter or buffer {own.name!r}: initialise it in place instead"
                     )
         finally:
             for own in part.own:

@@ -231,7 +231,7 @@ def _further_remedy(func: Any, callers: Set[CodeType]) -> str:
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
     if nn.parallel.DistributedDataParallel.__init__.__code__ in callers:
-        return "; take DistributedDataParallel away, since two systems would add up the gradients"
+        return "; do not wrap the model in DistributedDataParallel, which would reduce the gradients a second time"
     return ""
 
 

@@ -218,7 +218,7 @@ class ShardedStorage(ParameterStorage):
                 self._updated.append((bucket, first, buffer))
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
-        """Return None on every rank if a rank has no shared memory: all replicas of a model must send alike.
+        """Return None on all ranks if any rank lacks shared memory: replicas must issue the same collectives.
         Collective."""
         if self._transport is self._shards:
             return regions

@@ -29,7 +29,7 @@ def in_backward() -> bool:
 
 
 def in_a_thread_of_autograd() -> bool:
-    """Return True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
+    """Return whether the caller is an autograd device thread, whose backward another thread has called."""
     return in_backward() and not calls_backward(threading.current_thread())
 
 

@@ -73,7 +73,7 @@ class Streams:
             self.end_on_current()
 
     def keep_memory(self, tensors: Iterable[Tensor]) -> None:
-        """Keep the memory of tensors, once they are gone, until the work so far on the stream used last is done.
+        """Delay reuse of the memory of tensors until the work so far on the last-used stream is done (`record_stream`).
 
         Another stream may have allocated it, for example that of a part of a forward. The caching allocator gives freed
         memory to the next tensor of that stream, which would not wait.

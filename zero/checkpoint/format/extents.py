@@ -179,7 +179,7 @@ def even_part(nbytes: int, world_size: int, rank: int) -> tuple[int, int]:
 def slot_part(
     source: tuple[str, int], piece: Piece, bucket: BucketSpec, interval: tuple[int, int], itemsize: int
 ) -> Part:
-    """Return the part of a row-major tensor that a piece of its slot is. ``interval``: the source's, in elements."""
+    """Map a piece of a slot to the byte range of its row-major tensor. ``interval``: the source's, in elements."""
     begin = piece.begin - bucket.slots[piece.slot].offset
     return Part(source, (piece.begin - interval[0]) * itemsize, begin * itemsize, piece.numel * itemsize)
 

@@ -268,6 +268,6 @@ def _compare(found: list[dict[str, Any]]) -> None:
                         f"{first[key]!r} on rank 0: every rank must save the same"
                     )
                 raise ValueError(
-                    f"save(): {key} is not on rank {rank} (host {theirs['host']}) what it is on rank 0: every rank "
-                    "must save the same; what differs between ranks belongs in rank_state"
+                    f"save(): {key} differs between rank 0 and rank {rank} (host {theirs['host']}): every rank must "
+                    "save the same; what differs between ranks belongs in rank_state"
                 )
