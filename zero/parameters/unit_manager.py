@@ -78,15 +78,13 @@ class UnitManager:
         collective: Collective,
         names: Sequence[str],
         post_forward_group: Choice | None = None,
-        on_idle: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
-        is called with a shard that will not be needed for a while."""
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
         self.shards = shards
         self.units = [Unit(number, name, shards.rank_label) for number, name in enumerate(names)]
         self.edits = EditDetector(shards.rank)
-        self.resident = ResidentUnits(shards, self.edits, on_idle)
-        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing)
+        self.resident = ResidentUnits(shards, self.edits)
+        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits)
         self.some_travel = False  # some unit must be gathered
         self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
         self._classes: dict[type[Tensor], type[Tensor]] = {}
