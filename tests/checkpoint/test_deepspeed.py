@@ -233,7 +233,9 @@ def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, d
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_read_in_one_process_becomes_a_checkpoint(case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_read_in_one_process_becomes_a_checkpoint(
+    case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, _ = written
     scope = {"path": folder / case, "stage": 2, "model": seeded(7, TiedAndFrozen), "torch": torch}
     scope["ZeroOptimizer"] = ZeroOptimizer

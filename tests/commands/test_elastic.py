@@ -74,27 +74,6 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
 @pytest.mark.full
 @pytest.mark.long
 @pytest.mark.timeout(LIMIT)
-def test_an_old_generation_that_was_stopped_neither_writes_nor_removes_once_it_is_continued(
-    tmp_path: Path, expected: TrainedRun
-) -> None:
-    with elastic_job(tmp_path, training(tmp_path, stage=1)) as job:
-        job.add(2)
-        assert job.until(lambda: job.saved() >= 10), job.log()
-        frozen = [pid for agent in job.alive for pid in (agent.pid, *agent.workers())]
-        send(frozen, signal.SIGSTOP)
-        before = job.saved()
-        job.add(1)
-        assert job.until(lambda: job.saved() > before), job.log()
-        send(frozen, signal.SIGCONT)
-        while job.pause():
-            pass
-        assert not job.everyone()
-    check_outcome(tmp_path, expected, "two ranks were stopped, one went on, and the two were continued")
-
-
-@pytest.mark.full
-@pytest.mark.long
-@pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_whatever_happens_to_ranks_the_run_ends_with_the_same_bits(
     seed: int, tmp_path: Path, expected: TrainedRun

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from zero import ZeroOptimizer, open_checkpoint, save
+import zero
+from zero import ZeroOptimizer, open_checkpoint
 from zero.checkpoint.folder.directory import LockedDirectory
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands import cli
@@ -325,7 +326,7 @@ def test_a_checkpoint_of_another_program_is_refused(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "saved"
-    save(path, ZeroOptimizer(torch.nn.Linear(1, 1)))
+    zero.save(path, ZeroOptimizer(torch.nn.Linear(1, 1)))
     assert cli.main(flags(text, tmp_path / "out", f"--resume={path}"), "train") == 2
     assert capsys.readouterr().err == f"error: {path} was not saved by zero train: its state has no 'run'\n"
 

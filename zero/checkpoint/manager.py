@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from collectives import Kind, Tag
 
@@ -21,7 +21,7 @@ from .failures import Failures
 from .files import no_writes_in_place
 from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.visibility import check_visible
-from .options import check_step, parse_size, read_assets, require, warn_caller
+from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
 from .write.save_thread import Saving
@@ -46,8 +46,6 @@ class CheckpointManager:
         max_to_keep: int | None = None,
         keep_period: int | None = None,
         asynchronous: bool = True,
-        on_busy: Literal["wait", "skip"] = "wait",
-        staging_mb: float | None = None,
         max_shard_size: str | int = "5GB",
         assets: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -59,8 +57,6 @@ class CheckpointManager:
             max_to_keep: how many checkpoints are kept; None: all. At least one.
             keep_period: those of steps that this number divides are kept for good.
             asynchronous: ``save`` returns at once, and a thread writes while training goes on.
-            on_busy: what ``save`` does while the last one is under way: "wait" for it, or "skip" the new one.
-            staging_mb: how many MB of states a step may copy so that it need not wait for the disk; None: no limit.
             max_shard_size: of a safetensors file, as in Hugging Face's libraries; a larger tensor has its own file.
             assets: a folder whose files (``config.json``, a tokenizer's) are copied beside the model.
 
@@ -69,7 +65,7 @@ class CheckpointManager:
         """
         self.directory = Path(directory).absolute()
         self._optimizer, self._engine = optimizer, optimizer.engine
-        self._asynchronous, self._on_busy, self._assets = asynchronous, on_busy, assets
+        self._asynchronous, self._assets = asynchronous, assets
         self._saver = Saver(self._engine, lambda: optimizer.param_groups)
         self._saving: Saving | None = None
         self._failures = Failures(self.directory)
@@ -78,10 +74,7 @@ class CheckpointManager:
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
         problem: str | None = None
         try:
-            require(on_busy in ("wait", "skip"), f"on_busy is {on_busy!r}: it must be 'wait' or 'skip'")
-            require(staging_mb is None or staging_mb >= 0, f"staging_mb is {staging_mb}: it must not be negative")
             self._retention = Retention(max_to_keep, keep_period)
-            self._staging_bytes = None if staging_mb is None else int(staging_mb * 1e6)
             self._max_shard_bytes = parse_size(max_shard_size)
             self._take_lock()
         except OSError as error:
@@ -115,8 +108,8 @@ class CheckpointManager:
         *,
         blocking: bool = False,
         overwrite: bool = False,
-    ) -> Saving | None:
-        """Save a checkpoint. All ranks, with equal arguments, between two steps.
+    ) -> Saving:
+        """Save a checkpoint. All ranks, with equal arguments, between two steps. Waits for the last one.
 
         Args:
             step: its number, at least 0. It becomes the newest: higher steps are set aside, with a warning.
@@ -127,35 +120,31 @@ class CheckpointManager:
             overwrite: replace a checkpoint of this step. One that `restore` has found broken is replaced anyway.
 
         Returns:
-            The save, which is under way; None if it was skipped, since the last one is.
+            The save, which is under way.
 
         Raises:
             RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
                 file was changed. A later failure is a warning in the next step, and an error of `Saving.result`.
         """
         self._check_open()
-        skip = self._saving is not None and not self._saving.done() and self._on_busy == "skip"
         problem: Exception | None = None
         target, assets = self.directory, {}
         try:
-            if self._saving is not None and not skip:
+            if self._saving is not None:
                 self._saving.wait()
                 self._failures.note(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
-            problem = self._failures.third(self._saving)
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
         except Exception as error:
-            problem = problem or error
+            problem = error
         request = SaveRequest(
             target,
             step,
             state,
             rank_state,
             overwrite=overwrite,
-            skip=skip,
             blocking=blocking or not self._asynchronous,
-            staging_bytes=self._staging_bytes,
             max_shard_bytes=self._max_shard_bytes,
             assets=assets,
             in_parts=self._in_parts,
@@ -164,8 +153,6 @@ class CheckpointManager:
         lock = self._lock
         destination = None if lock is None else StepDestination(lock, self._retention, step, overwrite=overwrite)
         before, saving = self._saving, self._saver.save(request, destination)
-        if saving is None:
-            return None
         self._saving = saving
         self._broken.discard(target.name)  # it is replaced once
         if before is not None:

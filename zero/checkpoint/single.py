@@ -87,7 +87,6 @@ def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
-    assert saving is not None, "no rank skips it"
     saving.settle(optimizer.exchange(saving.outcome()))
     saver.withdraw()
     saving.remove_rest()

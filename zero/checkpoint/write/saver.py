@@ -47,9 +47,7 @@ class SaveRequest:
         step: the number of the checkpoint.
         state: equal on all ranks; rank_state: this rank's own.
         overwrite: whether a checkpoint that exists is replaced.
-        skip: whether this rank would skip it, since its last save is under way.
         blocking: whether the call waits until it is complete.
-        staging_bytes: of `Snapshot`.
         max_shard_bytes: of a file.
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
@@ -62,9 +60,7 @@ class SaveRequest:
     state: Mapping[str, Any] | None
     rank_state: Mapping[str, Any] | None
     overwrite: bool = False
-    skip: bool = False
     blocking: bool = False
-    staging_bytes: int | None = None
     max_shard_bytes: int = 5 * 10**9
     assets: Mapping[str, bytes] | None = None
     block_bytes: int = BLOCK_BYTES
@@ -83,11 +79,11 @@ class Saver:
         self._report = ""  # the name of the last save's report
         self._cache = PlanCache(engine)
 
-    def save(self, request: SaveRequest, destination: Destination | None) -> Saving | None:
-        """Agree and begin. Collective. Returns None on every rank if some rank skips.
+    def save(self, request: SaveRequest, destination: Destination | None) -> Saving:
+        """Agree and begin. Collective.
 
         Args:
-            request: what to save; every rank gives the same, but for ``rank_state``, ``skip`` and ``problem``.
+            request: what to save; every rank gives the same, but for ``rank_state`` and ``problem``.
             destination: on rank 0.
 
         Raises:
@@ -105,7 +101,7 @@ class Saver:
                 raise problem
             self._engine.check()
             own = self._collect(request)
-            if destination is not None and not request.skip:
+            if destination is not None:
                 disk = _make(destination, own_folder)
         except Exception as error:
             problem = error
@@ -121,9 +117,6 @@ class Saver:
                 raise problem from None
             raise
         assert own is not None, "all ranks have agreed"
-        if any(theirs["skip"] for theirs in found):
-            own_folder.remove_rest()
-            return None
         plan: SavePlan | BaseException
         capture = None if found[0]["disk"] else self._capture(own, found)
         try:
@@ -170,7 +163,6 @@ class Saver:
                 "the averages": {name: average.n_averaged for name, average in contents.averages.with_values()},
                 "the model": contents.digest,
             },
-            "skip": request.skip,
             "own": tree.plan.nbytes,
             "host": socket.gethostname(),
         }
@@ -219,7 +211,7 @@ class Saver:
             by = {**written_by, **versions()}
             return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, by)
 
-        snapshot = capture.snapshot(chunks, request.staging_bytes)
+        snapshot = capture.snapshot(chunks)
         return SavePlan(
             [file.path for file in [*shared, *own_files]], heads, chunks, sizes, request.block_bytes, snapshot, manifest
         )
