@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero import ZeroOptimizer
-from zero.checkpoint.folder.visibility import needs_parts
+from zero.checkpoint.folder.visibility import check_visible
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest
 from zero.checkpoint.format.names import index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
@@ -63,7 +63,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
     """Save one checkpoint with blocks of 4 kB."""
     whole = {"step": 3, "state": {"epoch": 1}, "rank_state": None, "blocking": True, "block_bytes": BLOCK, **request}
-    whole["in_parts"] = needs_parts(path.parent)
+    whole["in_parts"] = check_visible(optimizer, path.parent, None)
     save_one(optimizer, SaveRequest(path, **whole))
 
 

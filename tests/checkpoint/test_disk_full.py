@@ -359,7 +359,7 @@ def test_a_failure_of_which_all_ranks_have_heard_is_told_no_longer(
     disk = Disk(monkeypatch, tmp_path)
     training = Training(None, 0)
     manager = CheckpointManager(tmp_path / "run", training.optimizer)
-    disk.fail_when(lambda call: call.name == "sync", errno.EIO)
+    disk.fail_when(lambda call: call.name == "sync" and "probe" not in call.path.name, errno.EIO)
     for number in range(3):
         with pytest.raises(RuntimeError, match="Input/output error"):
             zero.save(tmp_path / f"{number}", training.optimizer)

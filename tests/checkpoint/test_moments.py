@@ -324,7 +324,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
             disk.heal()
             disk.fail_when(lambda call: call.rank == 1 and call.name == "write_at", errno.EROFS)
         training.optimizer.exchange(b"")
-        refused(training, tmp_path / "run", r"rank 1 \(host .*cannot write there \(Read-only file system\)")
+        refused(training, tmp_path / "run", r"rank 1 \(host .*cannot read or write there \(Read-only file system\)")
 
     on_threads(2, program)
     assert entries(tmp_path / "run") == [".lock"]

@@ -14,8 +14,8 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
-from .folder.visibility import check_visible, needs_parts
-from .options import check_step, parse_size, read_assets, require, warn_caller
+from .folder.visibility import check_visible
+from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .write.one_path import OnePath
 from .write.save_thread import Saving
@@ -41,11 +41,7 @@ def save(
     target = Path(path).absolute()
     problem: Exception | None = None
     unusable = _make_parents(target, optimizer.rank)
-    if optimizer.world_size > 1:
-        in_parts = check_visible(optimizer, target.parent, unusable)
-    else:
-        require(unusable is None, str(unusable))
-        in_parts = needs_parts(target.parent)
+    in_parts = check_visible(optimizer, target.parent, unusable)
     if in_parts and optimizer.rank == 0:
         warn_caller(files.no_writes_in_place(target.parent))
     copied: dict[str, bytes] = {}
