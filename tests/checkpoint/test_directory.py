@@ -25,6 +25,8 @@ from zero import CheckpointError, CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.folder.lock import LOCK
+from zero.checkpoint.read.reader import Checkpoint
+from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
@@ -68,7 +70,7 @@ def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Pat
         training = Training(transport, 1)
         with pytest.raises(ValueError, match="still trains into") as caught:
             CheckpointManager(tmp_path, training.optimizer)
-        assert not training.optimizer.engine.watchers
+        assert not parts_of(training.optimizer).watchers
         return str(caught.value)
 
     with CheckpointManager(tmp_path, optimizer):
@@ -605,13 +607,26 @@ def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, o
     assert entries(tmp_path) == names(4, 8, 9, 10)
 
 
-def test_a_broken_checkpoint_is_neither_counted_nor_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+def test_a_broken_checkpoint_is_neither_counted_nor_removed(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, optimizer, 1, 2, 3, 4)
     break_one(tmp_path, 3)
     (tmp_path / "step-00000004" / "checkpoint.json").write_text("{")
+    read: list[str] = []
+    verify = Checkpoint.verify
+
+    def noted(this: Checkpoint) -> None:
+        read.append(this.path.name)
+        verify(this)
+
+    monkeypatch.setattr(Checkpoint, "verify", noted)
     with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
         checkpoints.save(5, blocking=True)
-    assert entries(tmp_path) == names(2, 3, 4, 5)
+        assert entries(tmp_path) == names(1, 2, 3, 4, 5), "which of them is whole is not known"
+        checkpoints.save(6, blocking=True)
+    assert entries(tmp_path) == names(3, 4, 5, 6)
+    assert read == ["step-00000003"], "what this run has written is whole"
 
 
 def test_what_is_left_of_other_saves_is_not_counted_as_kept(tmp_path: Path, optimizer: ZeroOptimizer) -> None:

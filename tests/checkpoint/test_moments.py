@@ -20,6 +20,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
+from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
@@ -489,7 +490,7 @@ def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytes
         taker.allow(rank, 0 if rank else None)
         checkpoints.save(1)
         if rank:
-            training.optimizer.engine.parts.transport.abort("of the test")
+            parts_of(training.optimizer).transport.abort("of the test")
             assert closed.wait(PATIENCE)
             taker.allow(rank, None)
         else:

@@ -265,6 +265,7 @@ VALUES = st.recursive(
     max_leaves=6,
 )
 
+
 @given(state=st.dictionaries(st.text(max_size=3), VALUES, max_size=3))
 def test_an_export_keeps_the_tree_and_every_bit_of_the_state(
     state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory

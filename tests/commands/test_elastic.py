@@ -21,6 +21,7 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import StopOnSignal, ZeroOptimizer
+from zero.checkpoint.sharded_optimizer import parts_of
 from zero.commands import cli
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
@@ -234,7 +235,7 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step(caught: list
                 optimizer.step()
                 optimizer.zero_grad()
                 heard.append(stop.why)
-        assert not optimizer.engine.watchers
+        assert not parts_of(optimizer).watchers
         return heard
 
     assert on_threads(3, program) == [[None, "rank 2 got SIGTERM", "rank 2 got SIGTERM"]] * 3

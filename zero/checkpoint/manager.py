@@ -24,6 +24,7 @@ from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
+from .sharded_optimizer import parts_of
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
@@ -64,9 +65,9 @@ class CheckpointManager:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
         self.directory = Path(directory).absolute()
-        self._optimizer, self._engine = optimizer, optimizer.engine
+        self._optimizer = optimizer
         self._asynchronous, self._assets = asynchronous, assets
-        self._saver = Saver(self._engine, lambda: optimizer.param_groups)
+        self._saver = Saver(optimizer)
         self._saving: Saving | None = None
         self._failures = Failures(self.directory)
         self._lock: LockedDirectory | None = None
@@ -88,7 +89,7 @@ class CheckpointManager:
         except BaseException:
             self._unlock()
             raise
-        self._engine.watchers.append(self)
+        parts_of(optimizer).watchers.append(self)
 
     def _take_lock(self) -> None:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
@@ -239,7 +240,7 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if self._engine.parts.transport.broken:
+                if parts_of(self._optimizer).transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
                 self._compare(saving)
@@ -251,7 +252,7 @@ class CheckpointManager:
 
     def _compare(self, saving: Saving) -> None:
         """Let every rank know how the last save has ended, and remove what it has left."""
-        transport, tag = self._engine.parts.transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
+        transport, tag = parts_of(self._optimizer).transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
         if not transport.broken:
             saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
@@ -261,8 +262,9 @@ class CheckpointManager:
         if self._saving is not None:
             self._saving.leave()
         self._saver.withdraw()
-        if self in self._engine.watchers:
-            self._engine.watchers.remove(self)
+        watchers = parts_of(self._optimizer).watchers
+        if self in watchers:
+            watchers.remove(self)
         self._unlock()
 
     def _unlock(self) -> None:

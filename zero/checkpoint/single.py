@@ -80,7 +80,7 @@ def _make_parents(target: Path, rank: int) -> str | None:
 
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
-    saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
+    saver = Saver(optimizer)
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
     saving.settle(optimizer.exchange(saving.outcome()))

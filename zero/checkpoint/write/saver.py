@@ -11,7 +11,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from torch import Tensor
 from collectives import CollectiveError
 
 from ...core.statetree import encode
-from ...engine import Engine
-from ...runtime.flat_states import Options
+from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..format.checksums import BLOCK_BYTES
 from ..format.manifest import FileSums, Manifest
 from ..format.names import STATE_FILE, rank_file
+from ..sharded_optimizer import ShardedOptimizer, parts_of
 from ..user_state import collected, digests, generators
 from .capture import Capture, TreeFile
 from .plan_cache import PlanCache
@@ -71,13 +71,12 @@ class SaveRequest:
 class Saver:
     """Saves one optimizer on one rank."""
 
-    def __init__(self, engine: Engine, groups: Callable[[], list[Options]]) -> None:
-        """``groups``: returns the live param groups."""
-        self._engine, self._groups = engine, groups
-        self._transport = engine.parts.transport
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._transport = parts_of(optimizer).transport
         self._room: dict[Source, Tensor] = {}
         self._report = ""  # the name of the last save's report
-        self._cache = PlanCache(engine)
+        self._cache = PlanCache()
 
     def save(self, request: SaveRequest, destination: Destination | None) -> Saving:
         """Agree and begin. Collective.
@@ -93,14 +92,14 @@ class Saver:
         began = time.perf_counter()
         nonce = secrets.token_hex(8)
         own_folder = self._folder(request, nonce)
-        problem = request.problem
+        parts, problem = parts_of(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
         try:
             if problem is not None:
                 raise problem
-            self._engine.check()
-            own = self._collect(request)
+            parts.check()
+            own = self._collect(request, parts)
             if destination is not None:
                 disk = _make(destination, own_folder)
         except Exception as error:
@@ -108,7 +107,7 @@ class Saver:
         text = None if problem is None else _told(problem)
         message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
         try:
-            told = self._engine.agree_to_save(text, json.dumps(message).encode())
+            told = parts.agree_to_save(text, json.dumps(message).encode())
             found = [json.loads(data) for data in told]
             _compare(found)
         except BaseException:
@@ -124,7 +123,6 @@ class Saver:
         except BaseException as error:
             plan = error
         self.withdraw()
-        agreement = self._engine.parts.reducer.agreement
         name = self._report = REPORT.format(nonce=found[0]["nonce"])
         saving = Saving(
             request.step,
@@ -132,7 +130,7 @@ class Saver:
             self._transport.rank,
             plan,
             destination,
-            lambda text: agreement.report(name, text),
+            lambda text: parts.report(name, text),
         )
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
@@ -140,16 +138,16 @@ class Saver:
 
     def withdraw(self) -> None:
         """Withdraw the report of the last save: every rank has heard of it. Local."""
-        self._engine.parts.reducer.agreement.report(self._report, None)
+        parts_of(self._optimizer).report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
         rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
         return SaveFolder(request.target, nonce, rank, world_size, timeout, in_parts=request.in_parts)
 
-    def _collect(self, request: SaveRequest) -> _Own:
+    def _collect(self, request: SaveRequest, parts: ShardedOptimizer) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
         rank = self._transport.rank
-        contents = self._cache.contents(self._groups())
+        contents = self._cache.contents(parts)
         state = collected(request.state, "state")
         mine = {"rng": generators(), "rank_state": collected(request.rank_state, "rank_state")}
         tree = TreeFile(rank_file(rank), *encode(mine, "rank_state"))
@@ -198,7 +196,7 @@ class Saver:
         sizes |= {path: len(data) for path, data in plain.items()}
         sizes |= {rank_file(number): theirs["own"] for number, theirs in enumerate(found)}
         parameters, not_saved = plan.parameters, tuple(contents.not_saved)
-        parts = self._engine.parts
+        parts = contents.parts
         written_by = {
             "nonce": found[0]["nonce"],
             "world_size": self._transport.world_size,
