@@ -21,8 +21,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, ZeroOptimizer, open_checkpoint
 from zero.checkpoint.read.reader import Checkpoint
-from zero.checkpoint.single import save_one
-from zero.checkpoint.write.one_path import OnePath
+from zero.checkpoint.single import OnePath, save_one
 from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.saver import Saver, SaveRequest
 

@@ -1,6 +1,6 @@
-"""`zero.save` and `zero.load`: one checkpoint at a path, without a folder of steps.
+"""`zero.save` and `zero.load`: one checkpoint at a path, without a folder of steps: no lock, and nothing older to keep.
 
-Knows: the two public calls. Does not know: how a save or a load works, locks, which checkpoints are kept.
+Knows: the two public calls. Does not know: how a save or a load works.
 """
 
 from __future__ import annotations
@@ -14,12 +14,32 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
+from .folder.directory import check_free, remove_checkpoint
 from .folder.visibility import check_visible
+from .format.manifest import NAME, Manifest
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
-from .write.one_path import OnePath
+from .write.save_folder import SaveFolder
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
+
+
+class OnePath:
+    """The path of one checkpoint; see `Destination`."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        self._target, self._overwrite = target, overwrite
+
+    def check(self) -> None:
+        check_free(self._target, overwrite=self._overwrite)
+        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
+            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
+
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        folder.commit(manifest, self._overwrite, lambda: None)
+
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        return remove_checkpoint(folder.trash) if os.path.lexists(folder.trash) else []
 
 
 @untraced

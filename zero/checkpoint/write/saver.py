@@ -7,7 +7,9 @@ Nothing is written into a checkpoint's files before all ranks have agreed on whe
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import secrets
 import socket
 import time
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collectives import CollectiveError
@@ -33,7 +36,6 @@ from .plan_cache import PlanCache
 from .save_folder import SaveError, SaveFolder
 from .save_thread import Destination, SavePlan, Saving
 from .snapshot import Source
-from .versions import versions
 
 REPORT = "checkpoint {nonce}"  # under which a failed save is reported to the other ranks
 
@@ -185,10 +187,10 @@ class Saver:
         capture.stage(plan)
         for tree in trees:
             capture.add_tree(tree)
-        shared = plan.files.with_options(groups)
+        shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
         chunks = [*plan.chunks(shared), *capture.own_chunks(own_files, request.block_bytes, len(shared))]
-        plain = {**plan.files.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
+        plain = {**plan.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
         heads = {file.path: file.header for file in own_files}
         if rank == 0:
             heads |= {file.path: file.header for file in shared} | plain
@@ -206,7 +208,7 @@ class Saver:
         }
 
         def manifest(files: Mapping[str, FileSums]) -> Manifest:
-            by = {**written_by, **versions()}
+            by = {**written_by, **_versions()}
             return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, by)
 
         snapshot = capture.snapshot(chunks)
@@ -225,6 +227,15 @@ class _Own:
     tree: TreeFile
     of_state: TreeFile
     message: dict[str, Any]
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this library, of torch and of Python."""
+    try:
+        own = importlib.metadata.version("zero-optimizer")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {"zero-optimizer": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _make(destination: Destination, folder: SaveFolder) -> str | None:
