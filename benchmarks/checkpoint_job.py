@@ -26,7 +26,6 @@ SAVE, TRAIN, COLD, WARM, PEAK_OF_SAVE, PEAK_OF_LOAD, MANY = (
     "many saves",
 )
 EVERY = 10  # steps between two saves
-STAGING_MB = 16.0  # of the manager whose peak is measured
 
 
 @dataclass(frozen=True)

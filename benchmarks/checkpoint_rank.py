@@ -38,7 +38,6 @@ from .checkpoint_job import (
     PEAK_OF_SAVE,
     SAVE,
     SAVES,
-    STAGING_MB,
     TRAIN,
     WARM,
     WITHOUT,
@@ -165,7 +164,7 @@ def _load(job: CheckpointJob) -> Iterator[SaveSample]:
 
 def _peak(job: CheckpointJob) -> Iterator[SaveSample]:
     (way,) = job.ways
-    trainings = _Trainings(job, staging_mb=STAGING_MB)
+    trainings = _Trainings(job)
     training = trainings[way]
     gc.collect()
     if job.what == PEAK_OF_LOAD:

@@ -3,9 +3,8 @@
     python -m tests.elastic [COUNT, by default 30] [SEED of the first, by default 0]
 
 Each run has an agent of torchrun for each rank, all on this host, and a store that outlives them. At random moments a
-worker, an agent or both are killed, an agent gets SIGTERM, agents are added, or all are stopped, replaced, and
-continued. Parameters, all losses and the content of each checkpoint must be those of the undisturbed run; no process
-and no file may be left.
+worker, an agent or both are killed, an agent gets SIGTERM, or agents are added. Parameters, all losses and the content
+of each checkpoint must be those of the undisturbed run; no process and no file may be left.
 
 Knows: torchrun's flags, signals. Does not know: how ranks agree to leave, or how a checkpoint is written.
 """
@@ -172,7 +171,7 @@ def send(pids: list[int], number: signal.Signals) -> None:
 
 def disturb(job: ElasticJob, source: random.Random) -> str:
     """Do something to a job at once. Return what, in words."""
-    what = source.choice(["worker", "agent", "both", "leave", "join", "freeze"])
+    what = source.choice(["worker", "agent", "both", "leave", "join"])
     alive = job.staying
     agent = source.choice(alive)
     if what == "worker":
@@ -185,14 +184,6 @@ def disturb(job: ElasticJob, source: random.Random) -> str:
         send([agent.pid, *(agent.workers() if what == "both" else [])], signal.SIGKILL)
         return "an agent is killed" if what == "agent" else "an agent and its worker are killed"
     count = min(source.randint(1, 2), MOST - len(job.alive))
-    if what == "freeze" and count:
-        frozen = [pid for agent in alive for pid in (agent.pid, *agent.workers())]
-        send(frozen, signal.SIGSTOP)
-        before = job.saved()
-        job.add(count)
-        job.until(lambda: job.saved() > before)
-        send(frozen, signal.SIGCONT)
-        return f"{len(alive)} agents and their workers are stopped, {count} others take over, and all are continued"
     job.add(count)
     return f"{count} agents join"
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero import ZeroOptimizer
-from zero.checkpoint.folder.visibility import needs_parts
+from zero.checkpoint.folder.visibility import check_visible
 from zero.checkpoint.format.manifest import NAME, FileSums, Manifest
+from zero.checkpoint.format.names import index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
 from zero.checkpoint.single import save_one
 from zero.checkpoint.write.saver import SaveRequest
@@ -61,7 +63,7 @@ def train(model: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
 def save_small(path: Path, optimizer: ZeroOptimizer, **request: Any) -> None:
     """Save one checkpoint with blocks of 4 kB."""
     whole = {"step": 3, "state": {"epoch": 1}, "rank_state": None, "blocking": True, "block_bytes": BLOCK, **request}
-    whole["in_parts"] = needs_parts(path.parent)
+    whole["in_parts"] = check_visible(optimizer, path.parent, None)
     save_one(optimizer, SaveRequest(path, **whole))
 
 
@@ -88,6 +90,19 @@ def forge(folder: Path, **changes: Any) -> None:
         blocks = range(0, len(data), manifest.block_bytes)
         files[path] = FileSums(len(data), tuple(zlib.crc32(data[i : i + manifest.block_bytes]) for i in blocks))
     (folder / NAME).write_bytes(replace(manifest, files=files).to_bytes())
+
+
+def add_averages(folder: Path, averages: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Give a checkpoint further whole tensors, by name."""
+    paths = list(Manifest.from_bytes((folder / NAME).read_bytes()).files)
+    for name, tensors in averages.items():
+        path = f"averages/{name}/{name}-00001-of-00001.safetensors"
+        (folder / path).parent.mkdir(parents=True)
+        save_file(dict(tensors), folder / path)
+        index = folder / index_file(f"averages/{name}")
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, path.rpartition("/")[2])}))
+        paths += [path, f"averages/{name}/{index.name}"]
+    forge(folder, files=dict.fromkeys(paths))
 
 
 def rewrite_header(path: Path, entries: list[TensorEntry] | None = None, **metadata: str) -> None:

@@ -67,8 +67,7 @@ class Taker:
         self._taken: dict[int, int] = {}
         self._stuck: set[int] = set()
         self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
-        self.peak: dict[int, int] = {}  # bytes of states that a rank has copied at once
-        take, keep = snapshot.Snapshot.take, snapshot.Snapshot._keep
+        take = snapshot.Snapshot.take
 
         def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
             rank = _rank()
@@ -78,14 +77,7 @@ class Taker:
                 self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
 
-        def kept(this: snapshot.Snapshot, source: snapshot.Source) -> None:
-            keep(this, source)
-            rank = self.ranks.get(threading.get_ident(), 0)
-            self.peak[rank] = max(self.peak.get(rank, 0), this._copied)
-
-        self.ranks: dict[int, int] = {}
         monkeypatch.setattr(snapshot.Snapshot, "take", wrapped)
-        monkeypatch.setattr(snapshot.Snapshot, "_keep", kept)
 
     def _wait(self, rank: int | None) -> None:
         if rank is None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import zero
 from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
-from zero.commands.cli import main
 
 from ..launched import launch
 from ..loops import PlainLoop, blocks_of, seeded
@@ -234,16 +233,19 @@ def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, d
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_an_imported_folder_is_a_checkpoint(case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_what_is_read_in_one_process_becomes_a_checkpoint(
+    case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     folder, _ = written
-    scope = {"path": folder / case, "file": str(tmp_path / "file")}
+    scope = {"path": folder / case, "stage": 2, "model": seeded(7, TiedAndFrozen), "torch": torch}
+    scope["ZeroOptimizer"] = ZeroOptimizer
     exec(block("Reading it"), scope)
-    exec(block("As a checkpoint"), scope)
-    assert main(["checkpoint", "import", str(scope["file"]), str(tmp_path / "saved")]) == 0
+    exec(block("Training on"), scope)
+    zero.save(tmp_path / "saved", scope["optimizer"], step=STEPS)
     checkpoint = open_checkpoint(tmp_path / "saved")
     checkpoint.verify()
     found = reader()(folder / case)
-    assert checkpoint.state == {"step": STEPS}
+    assert checkpoint.step == STEPS
     for name, value in checkpoint.model_state_dict().items():
         assert_same_bits(value, found["model"][name], name)
     assert_same_states(checkpoint.optimizer_state_dict(), found["optimizer"])
@@ -340,4 +342,4 @@ def test_a_missing_rank_and_an_elastic_checkpoint_are_refused(tmp_path: Path) ->
 
 
 def test_every_block_of_the_page_is_run_here() -> None:
-    assert set(BLOCKS) == {"Reading it", "Training on", "As a checkpoint"}
+    assert set(BLOCKS) == {"Reading it", "Training on"}

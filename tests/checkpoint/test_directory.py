@@ -13,7 +13,6 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
-from zero.checkpoint.folder import holder
 from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.folder.lock import LOCK
+from zero.checkpoint.read.reader import Checkpoint
+from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
@@ -70,7 +70,7 @@ def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Pat
         training = Training(transport, 1)
         with pytest.raises(ValueError, match="still trains into") as caught:
             CheckpointManager(tmp_path, training.optimizer)
-        assert not training.optimizer.engine.watchers
+        assert not parts_of(training.optimizer).watchers
         return str(caught.value)
 
     with CheckpointManager(tmp_path, optimizer):
@@ -112,67 +112,33 @@ def test_a_manager_that_was_dropped_holds_no_lock(tmp_path: Path, optimizer: Zer
     CheckpointManager(tmp_path, optimizer).close()
 
 
-@pytest.mark.parametrize(
-    ("job", "later", "is_stopped", "taken"),
-    [
-        ("job", "job", True, True),
-        ("job", "job", False, False),
-        ("job", "other job", True, False),
-        ("none", "none", True, False),
-        ("", "", True, False),
-    ],
-    ids=["stopped", "running", "of another job", "of a job without a name", "without a launcher"],
-)
-def test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does(
-    job: str, later: str, is_stopped: bool, taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_a_process_that_lives_keeps_the_lock_and_is_named_and_one_that_is_killed_loses_it(
+    is_stopped: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("zero.checkpoint.folder.lock.PATIENCE", PATIENCE if taken else 0.3)
     told, tell = os.pipe()
-
-    def lock(name: str, then: Callable[[], object]) -> int:
-        """Take the lock in a new process of a job, which then goes on. Return its pid."""
-        child = os.fork()
-        if not child:
-            with suppress(BaseException):
-                os.environ["TORCHELASTIC_RUN_ID"] = name
-                held = LockedDirectory(tmp_path, "0" * 16)
-                os.write(tell, b"x")
-                then()
-                held.close()
-            os.write(tell, b"-")
-            os._exit(0)
-        return child
-
-    first = lock(job, lambda: time.sleep(60))
-    assert os.read(told, 1) == b"x"
-    if is_stopped:
-        os.kill(first, signal.SIGSTOP)
-        os.waitpid(first, os.WUNTRACED)
-    time.sleep(0.05)  # the clock of processes' starts ticks every 0.01 s
-    second = lock(later, lambda: None)
+    first = os.fork()
+    if not first:
+        held = LockedDirectory(tmp_path, "0" * 16)
+        os.write(tell, b"x")
+        time.sleep(60)
+        held.close()
+        os._exit(0)
     try:
-        assert os.read(told, 1) == (b"x" if taken else b"-")
-        os.waitpid(second, 0)
-        if taken:
-            assert os.waitpid(first, 0)[0] == first
-        else:
-            assert os.waitpid(first, os.WNOHANG)[0] == 0
+        assert os.read(told, 1) == b"x"
+        if is_stopped:
+            os.kill(first, signal.SIGSTOP)
+            os.waitpid(first, os.WUNTRACED)
+        words = rf"pid {first} on host {re.escape(socket.gethostname())} still trains into .*: stop it, or use another"
+        with pytest.raises(ValueError, match=words):
+            LockedDirectory(tmp_path, "1" * 16)
+        assert os.waitpid(first, os.WNOHANG)[0] == 0
     finally:
-        with suppress(ProcessLookupError):  # where it was waited for
-            os.kill(first, signal.SIGKILL)
-            os.waitpid(first, 0)
+        os.kill(first, signal.SIGKILL)
         os.close(told)
         os.close(tell)
-
-
-def test_an_older_worker_that_is_continued_does_not_take_the_lock_of_a_newer_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    mine = json.loads(holder.Holder.me("0" * 16).pack())
-    for earlier, expected in ((-1, True), (0, False), (1, False)):
-        text = json.dumps({**mine, "started": mine["started"] + earlier}).encode()
-        assert holder.Holder.unpack(text).is_older_worker_of_this_job() is expected
+    LockedDirectory(tmp_path, "1" * 16).close()
+    os.waitpid(first, 0)
 
 
 @pytest.mark.assumes("flock")
@@ -641,13 +607,26 @@ def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, o
     assert entries(tmp_path) == names(4, 8, 9, 10)
 
 
-def test_a_broken_checkpoint_is_neither_counted_nor_removed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+def test_a_broken_checkpoint_is_neither_counted_nor_removed(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, optimizer, 1, 2, 3, 4)
     break_one(tmp_path, 3)
     (tmp_path / "step-00000004" / "checkpoint.json").write_text("{")
+    read: list[str] = []
+    verify = Checkpoint.verify
+
+    def noted(this: Checkpoint) -> None:
+        read.append(this.path.name)
+        verify(this)
+
+    monkeypatch.setattr(Checkpoint, "verify", noted)
     with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
         checkpoints.save(5, blocking=True)
-    assert entries(tmp_path) == names(2, 3, 4, 5)
+        assert entries(tmp_path) == names(1, 2, 3, 4, 5), "which of them is whole is not known"
+        checkpoints.save(6, blocking=True)
+    assert entries(tmp_path) == names(3, 4, 5, 6)
+    assert read == ["step-00000003"], "what this run has written is whole"
 
 
 def test_what_is_left_of_other_saves_is_not_counted_as_kept(tmp_path: Path, optimizer: ZeroOptimizer) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -175,36 +176,37 @@ def test_a_full_disk_is_found_before_a_byte_is_written_and_says_how_much_is_miss
     assert entries(tmp_path / "run") == [".lock"]
 
 
-def test_the_third_failure_in_a_row_is_an_error_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_failure_in_a_row_is_a_warning_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch, tmp_path)
-    monkeypatch.setattr("zero.checkpoint.failures.warn_caller", lambda text: None)
+    told: dict[int, list[str]] = {0: [], 1: []}
+    rank_of = threading.local()
+    monkeypatch.setattr("zero.checkpoint.failures.warn_caller", lambda text: told[rank_of.rank].append(text))
 
     def program(transport: Transport) -> None:
         disk.this_thread_is(transport.rank)
+        rank_of.rank = transport.rank
         training = Training(transport, 2)
         training.step(0)
         with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
-            for row in range(2):
-                training.optimizer.exchange(b"")
-                if transport.rank == 0:
-                    disk.fail_when(lambda call: call.name == "sync" and call.rank == 1, errno.EIO)
-                training.optimizer.exchange(b"")
-                for number in range(3):
-                    saving = checkpoints.save(10 * row + number)
-                    assert saving is not None
-                    saving.wait()
-                    training.step(number)
-                with pytest.raises(RuntimeError, match=r"3 saves in a row have failed; the last one: rank 1 could not"):
-                    checkpoints.save(3)
-                training.optimizer.exchange(b"")
-                if transport.rank == 0:
-                    disk.heal()
-                training.optimizer.exchange(b"")
-                checkpoints.save(4 + 10 * row, blocking=True)
-            assert checkpoints.all_steps() == [4, 14]
+            training.optimizer.exchange(b"")
+            if transport.rank == 0:
+                disk.fail_when(lambda call: call.name == "sync" and call.rank == 1, errno.EIO)
+            training.optimizer.exchange(b"")
+            for number in range(4):
+                checkpoints.save(number).wait()
+                training.step(number)
+            training.optimizer.exchange(b"")
+            if transport.rank == 0:
+                disk.heal()
+            training.optimizer.exchange(b"")
+            checkpoints.save(4, blocking=True)
 
     on_threads(2, program)
-    assert entries(tmp_path / "run") == [".lock", "step-00000004", "step-00000014"]
+    for texts in told.values():
+        assert [text.partition(" has failed, and training goes on: rank 1 could not save")[0] for text in texts] == [
+            f"the save of step {number}" for number in range(4)
+        ]
+    assert entries(tmp_path / "run") == [".lock", "step-00000004"]
 
 
 @pytest.mark.assumes("pwrite")
@@ -266,9 +268,7 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
         training.optimizer.step()
     assert [found.filename for found in own(warned)] == [__file__]
-    assert "the next save tries again: remove the cause, since 3 failures in a row are an error" in str(
-        own(warned)[0].message
-    )
+    assert str(own(warned)[0].message).endswith("; the next save tries again")
     training.optimizer.zero_grad()
     training.step(2)
     with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):
@@ -359,7 +359,7 @@ def test_a_failure_of_which_all_ranks_have_heard_is_told_no_longer(
     disk = Disk(monkeypatch, tmp_path)
     training = Training(None, 0)
     manager = CheckpointManager(tmp_path / "run", training.optimizer)
-    disk.fail_when(lambda call: call.name == "sync", errno.EIO)
+    disk.fail_when(lambda call: call.name == "sync" and "probe" not in call.path.name, errno.EIO)
     for number in range(3):
         with pytest.raises(RuntimeError, match="Input/output error"):
             zero.save(tmp_path / f"{number}", training.optimizer)

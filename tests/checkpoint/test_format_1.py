@@ -16,6 +16,7 @@ from collectives import Transport, on_threads
 from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.contents import Contents
 from zero.checkpoint.read import fit
+from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.user_state import generators, set_generators
 from zero.commands.cli import main
 from zero.runtime.flat_states import BucketStates, PieceState
@@ -162,15 +163,22 @@ def test_each_param_group_has_the_class_and_its_module(folder: Path) -> None:
 
 
 def shared_bytes(folder: Path) -> dict[str, bytes]:
-    """Return the files but those that are a rank's own or name the run that wrote them."""
-    own = ("checkpoint.json", "ranks/")
+    """Return the files but averages and those that are a rank's own or name the run that wrote them."""
+    own = ("checkpoint.json", "ranks/", "averages/")
     return {path: (folder / path).read_bytes() for path in files_of(folder) if not path.startswith(own)}
 
 
-def test_states_of_any_shape_are_still_written_to_the_same_bytes(tmp_path: Path) -> None:
-    write_other_shapes(tmp_path / "saved")
-    assert shared_bytes(tmp_path / "saved") == shared_bytes(OTHER_SHAPES)
-    assert open_checkpoint(tmp_path / "saved").content == open_checkpoint(OTHER_SHAPES).content
+@pytest.mark.parametrize(("world_size", "stage"), [(2, 3), (3, 1)])
+def test_states_of_any_shape_are_written_to_the_same_bytes(world_size: int, stage: int, tmp_path: Path) -> None:
+    """Their order in the file is that of the model; an import wrote them in the order of the param groups."""
+    write_other_shapes(tmp_path / "alone")
+    on_threads(world_size, lambda transport: write_other_shapes(tmp_path / "saved", transport, stage))
+    assert shared_bytes(tmp_path / "saved") == shared_bytes(tmp_path / "alone")
+    saved, kept = open_checkpoint(tmp_path / "saved"), open_checkpoint(OTHER_SHAPES)
+    for path in kept.paths("model"):
+        assert (tmp_path / "saved" / path).read_bytes() == (OTHER_SHAPES / path).read_bytes()
+    assert_same_states(saved.optimizer_state_dict(), kept.optimizer_state_dict())
+    assert saved.param_groups == kept.param_groups
 
 
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (3, 1)])
@@ -241,15 +249,9 @@ def test_a_training_with_states_of_any_shape_goes_on_in_plain_torch() -> None:
     assert not torch.equal(model.weight, OTHER_MODEL["weight"])
 
 
-def test_a_file_of_torch_with_such_states_is_imported_and_exported(tmp_path: Path) -> None:
+def test_such_states_are_exported(tmp_path: Path) -> None:
     model, optimizer = trained_other_shapes()
-    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": {"epoch": 1}}
-    torch.save(whole, tmp_path / "file")
-    assert main(["checkpoint", "import", str(tmp_path / "file"), str(tmp_path / "imported")]) == 0
-    imported, kept = open_checkpoint(tmp_path / "imported"), open_checkpoint(OTHER_SHAPES)
-    assert_same_values(imported.model_state_dict(), kept.model_state_dict())
-    assert_same_states(imported.optimizer_state_dict(), kept.optimizer_state_dict())
-    assert main(["checkpoint", "export", str(tmp_path / "imported"), "--to", "torch", str(tmp_path / "out")]) == 0
+    assert main(["checkpoint", "export", str(OTHER_SHAPES), "--to", "torch", str(tmp_path / "out")]) == 0
     exported = torch.load(tmp_path / "out", weights_only=True)
     assert exported["state"] == {"epoch": 1}
     assert_same_values(exported["model"], dict(model.state_dict()))
@@ -301,7 +303,7 @@ def test_a_training_by_another_class_is_refused_and_its_model_is_loaded() -> Non
 
 def pieces_of(optimizer: ZeroOptimizer) -> list[tuple[str, BucketStates, int]]:
     """Return each piece of a parameter that this rank holds: the name, the states of its bucket, its number there."""
-    contents = Contents(optimizer.engine, optimizer.param_groups)
+    contents = Contents(parts_of(optimizer))
     names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
     found = []
     for number in contents.updated:

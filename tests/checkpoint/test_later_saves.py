@@ -21,8 +21,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, ZeroOptimizer, open_checkpoint
 from zero.checkpoint.read.reader import Checkpoint
-from zero.checkpoint.single import save_one
-from zero.checkpoint.write.one_path import OnePath
+from zero.checkpoint.single import OnePath, save_one
 from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.saver import Saver, SaveRequest
 
@@ -253,7 +252,7 @@ def test_a_save_makes_so_many_calls_for_a_parameter_and_a_later_one_none(tmp_pat
 def test_saves_with_other_sizes_of_blocks_and_files_use_no_plan_of_before(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         optimizer = Changing(transport, 2, None).optimizer
-        saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
+        saver = Saver(optimizer)
         for number, (block_bytes, max_bytes) in enumerate([(4096, 10**9), (512, 10**9), (512, 500), (4096, 500)]):
             later, anew = tmp_path / f"later-{number}", tmp_path / f"anew-{number}"
             for path in (later, anew):

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero
 from zero import ZeroOptimizer, open_checkpoint
-from zero.checkpoint.format.names import OPTIMIZER
 from zero.commands import cli
 
 from ..models import Odd, odd_batches, odd_loss
@@ -250,42 +249,6 @@ def test_a_broken_checkpoint_and_an_existing_path_are_not_written_to(
     assert not (tmp_path / "out").exists()
 
 
-# ----------------------------------------------------------------------------------------------------------- import
-
-
-def test_an_imported_file_is_the_checkpoint_from_which_training_goes_on(tmp_path: Path) -> None:
-    expected, file, path = model(), tmp_path / "file", tmp_path / "imported"
-    reference = plain_run(3, expected)
-    torch.save({"model_state_dict": expected.state_dict(), "optimizer_state_dict": reference.state_dict()}, file)
-    assert run("import", file, path) == 0
-    assert run("verify", path) == 0
-    module = Odd()
-    optimizer = ZeroOptimizer(groups(module), torch.optim.AdamW, module=module, stage=3)
-    with pytest.warns(RuntimeWarning, match="random generators"):
-        assert zero.load(path, optimizer).not_restored == ("random generators (saved by 0 ranks, and this run has 1)",)
-    train(module, optimizer, BATCHES[3:])
-    train(expected, reference, BATCHES[3:])
-    optimizer.consolidate_state_dict()
-    found = optimizer.state_dict()
-    optimizer.close()
-    assert same(dict(module.state_dict()), dict(expected.state_dict()))
-    assert same(found["state"], dict(reference.state_dict()["state"]))
-
-
-def test_the_names_of_one_group_may_be_the_order_of_the_model(tmp_path: Path) -> None:
-    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
-    module(torch.ones(3)).sum().backward()
-    optimizer.step()
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 7}, tmp_path / "file")
-    assert run("import", tmp_path / "file", tmp_path / "imported") == 0
-    found = open_checkpoint(tmp_path / "imported")
-    assert found.state == {"epoch": 7}
-    for name, parameter in module.named_parameters():
-        state = found.read(*found.tensors(OPTIMIZER)[f"state.{name}.momentum_buffer"])
-        assert same(state, optimizer.state[parameter]["momentum_buffer"])
-
-
 TENSORS = st.builds(
     lambda dtype, shape: torch.randn(shape).to(dtype),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool]),
@@ -301,142 +264,16 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES = ["a", "a.b", "a.b.c", "weight_", "ä"]
 
 
-@st.composite
-def files(draw: st.DrawFn) -> dict[str, Any]:
-    """Return what a file of torch.save may hold."""
-    weights = {name: draw(TENSORS) for name in draw(st.permutations(NAMES))}
-    listed = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
-    cut = draw(st.integers(0, len(listed)))
-    saved_groups, end = [], 0
-    for names in (listed[:cut], listed[cut:]):
-        options = {"lr": draw(st.floats(0, 1)), "betas": (0.9, draw(st.floats(0, 1))), "x": draw(VALUES)}
-        saved_groups.append({**options, "param_names": names, "params": [*range(end, end + len(names))]})
-        end += len(names)
-    states = st.dictionaries(st.sampled_from(["step", "exp_avg", "b"]), TENSORS | LEAVES, min_size=1)
-    state = {index: draw(states) for index in range(end) if draw(st.booleans())}
-    masters = {"masters": {0: draw(TENSORS)}} if end and draw(st.booleans()) else {}
-    return {
-        "model": weights,
-        "optimizer": {"state": state, "param_groups": saved_groups, **masters},
-        "state": draw(st.dictionaries(st.text(max_size=3), VALUES, max_size=3)),
-    }
-
-
-WITH_MASTERS = {
-    "model": {"a": torch.ones(2, dtype=torch.bfloat16)},
-    "optimizer": {
-        "state": {0: {"step": torch.tensor(1.0), "level": 3}},
-        "param_groups": [{"lr": 0.5, "betas": (0.5, 0.75), "param_names": ["a"], "params": [0]}],
-        "masters": {0: torch.full((2,), 1 / 3)},
-    },
-    "state": {},
-}
-
-
-@example(found=WITH_MASTERS)
-@given(found=files())
-def test_an_import_and_an_export_keep_the_tree_and_every_bit(
-    found: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+@given(state=st.dictionaries(st.text(max_size=3), VALUES, max_size=3))
+def test_an_export_keeps_the_tree_and_every_bit_of_the_state(
+    state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("tree")
-    torch.save(found, folder / "file")
-    expected = torch.load(folder / "file", weights_only=True)
-    assert run("import", folder / "file", folder / "imported") == 0
-    assert run("verify", folder / "imported") == 0
-    assert run("export", folder / "imported", "--to", "torch", folder / "again") == 0
-    assert same(torch.load(folder / "again", weights_only=True), expected)
-
-
-class Foreign:
-    """A class that no file may name."""
-
-
-def adam(count: int = 1, **group: Any) -> dict[str, Any]:
-    return {"state": {}, "param_groups": [{"lr": 0.1, "params": [*range(count)], **group}]}
-
-
-ONE = {"w": torch.ones(2)}
-REFUSED: dict[str, tuple[Any, str]] = {
-    "code": ({"model": ONE, "args": Foreign()}, r"needs? full unpickling, which runs code of the file \("),
-    "no dict": ([1], "has no 'model'"),
-    "no model": ({"optimizer": adam()}, "has no 'model'"),
-    "a module": ({"model": 5}, "'model' is no state dict, from names to tensors"),
-    "numbers for names": ({"model": {1: torch.ones(2)}}, "'model' is no state dict, from names to tensors"),
-    "a dict inside": ({"model": {"w": {"x": 1}}}, r"model\['w'\] is a dict, and must be a tensor"),
-    "a sparse tensor": ({"model": {"w": torch.eye(2).to_sparse()}}, r"model\['w'\] is a Tensor of .* cannot be saved"),
-    "no optimizer": ({"model": ONE, "optimizer": {"lr": 1}}, "'optimizer' is no dict of torch.optim"),
-    "other groups": (
-        {"model": ONE, "optimizer": {"state": {}, "param_groups": [{}]}},
-        "'optimizer' is no dict of torch",
-    ),
-    "other states": ({"model": ONE, "optimizer": {**adam(), "state": {0: {1: 2}}}}, "'optimizer' is no dict of torch"),
-    "no names": (
-        {"model": ONE, "optimizer": adam(2)},
-        "has 2 parameters in 1 param groups without names, and the model 1",
-    ),
-    "a wrong name": (
-        {"model": ONE, "optimizer": adam(param_names=["v"])},
-        "the optimizer has 'v', which the model has not",
-    ),
-    "too many names": (
-        {"model": ONE, "optimizer": adam(param_names=["w", "v"])},
-        "param group 0 of the optimizer has 1 parameters, but 2 names",
-    ),
-    "an option of no name": (
-        {"model": ONE, "optimizer": {"state": {}, "param_groups": [{"params": [0], "$x": 1}]}},
-        r"optimizer\.param_groups\[0\] has the option '\$x'",
-    ),
-    "another order": (
-        {"model": ONE, "optimizer": {**adam(), "state": {0: {"m": torch.ones(3)}}}},
-        r"state 'm' of parameter 0 has shape \(3,\), and 'w' has \(2,\): the optimizer's order is not the model's",
-    ),
-    "a state of none": (
-        {"model": ONE, "optimizer": {**adam(), "state": {4: {"m": torch.ones(2)}}}},
-        "a state of parameter 4, which is in no param group",
-    ),
-    "a state": ({"model": ONE, "state": 3}, "'state' is a int, and must be a dict"),
-}
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_imported_is_one_error_and_leaves_nothing(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found, said = REFUSED[what]
-    torch.save(found, tmp_path / "file")
-    assert run("import", tmp_path / "file", tmp_path / "out") == 2
-    error = capsys.readouterr().err
-    assert re.search(f"^error: .*{said}", error)
-    assert error.count("\n") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_missing_file_and_an_existing_folder_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"model": ONE}, tmp_path / "file")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "text").write_text("no archive")
-    for name, out in (("no", "a"), ("file", "out"), ("text", "a")):
-        assert run("import", tmp_path / name, tmp_path / out) == 2
-    missing, existing, no_archive = capsys.readouterr().err.splitlines()
-    assert missing == f"error: {tmp_path}/no: there is no such file"
-    assert existing == f"error: {tmp_path}/out exists: name another folder"
-    assert no_archive.startswith(f"error: {tmp_path}/text cannot be read: it is no file of torch.save, or ")
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    torch.save({"model": ONE}, tmp_path / "file")
-    monkeypatch.setattr("zero.checkpoint.files.reserve", full)
-    assert run("import", tmp_path / "file", tmp_path / "out") == 1
-    assert "No space left on device" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    zero.save(folder / "saved", ZeroOptimizer(nn.Linear(1, 1)), state)
+    assert run("export", folder / "saved", "--to", "torch", folder / "out") == 0
+    assert same(torch.load(folder / "out", weights_only=True)["state"], state)
 
 
 # ------------------------------------------------------------------------------------------------------------ usage
@@ -450,7 +287,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(
         (["list"], r"Missing argument 'DIR'\. See `zero checkpoint list --help`"),
         (["export", "a", "b"], r"Missing option '--to'\. .*torch, hf, dcp\. See `zero checkpoint export --help`"),
         (["export", "a", "b", "--to=zip"], r"Invalid value for '--to': .*See `zero checkpoint export --help`"),
-        (["import", "a"], r"Missing argument 'OUT'\. See `zero checkpoint import --help`"),
+        (["export", "a", "--to=hf"], r"Missing argument 'OUT'\. See `zero checkpoint export --help`"),
         (["verify", "a", "b"], r"Got unexpected extra argument.*b.*\. See `zero checkpoint verify --help`"),
     ],
 )

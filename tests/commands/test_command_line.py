@@ -53,8 +53,6 @@ WRONG = {
     "zero checkpoint export": ["checkpoint", "export", "{}/runs", "--to=torch", "{}/out"],
     "zero checkpoint export, below a file": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file/out"],
     "zero checkpoint export, there already": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file"],
-    "zero checkpoint import": ["checkpoint", "import", "{}/file", "{}/out"],
-    "zero checkpoint import, missing": ["checkpoint", "import", "{}/no", "{}/out"],
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer, load
-from zero.commands.checkpoint.importing import import_file
+from zero import MixedPrecision, ZeroOptimizer, load, save
+from zero.checkpoint.format.manifest import NAME
 
+from ..checkpoint.saved import edit_manifest
 from ..models import odd_batches, odd_loss
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
 from ..pool import GlooPool
@@ -439,13 +441,21 @@ def old_adamw(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     return saved
 
 
-def test_so_is_a_file_of_one_that_was_imported_as_a_checkpoint(tmp_path: Path) -> None:
+def test_so_is_a_checkpoint_that_was_imported_from_one(tmp_path: Path) -> None:
+    """Earlier releases have written such checkpoints: without a class, and with the options of the old dict."""
     plain = small()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     saved = old_adamw(plain, optimizer)
-    torch.save({"model": plain.state_dict(), "optimizer": saved}, tmp_path / "file")
-    import_file(tmp_path / "file", tmp_path / "saved")
     optimizer.load_state_dict(saved)
+    first = small()
+    first.load_state_dict(plain.state_dict())
+    one = ZeroOptimizer(first, torch.optim.AdamW)
+    one.load_state_dict(saved)
+    save(tmp_path / "saved", one)
+    (group,) = json.loads((tmp_path / "saved" / NAME).read_bytes())["param_groups"]
+    old = {key: value for key, value in group.items() if key in saved["param_groups"][0]}
+    assert "decoupled_weight_decay" in group.keys() - old.keys()
+    edit_manifest(tmp_path / "saved", param_groups=[old])
     step_small(plain, optimizer, 2, range(2), 2)
 
     def program(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:

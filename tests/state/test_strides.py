@@ -22,7 +22,6 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, ZeroOptimizer, open_checkpoint
 from zero.checkpoint.format.tensorfile import STRIDES
-from zero.commands.checkpoint.importing import import_file
 from zero.commands.cli import main
 from zero.core.bits import copied
 
@@ -168,20 +167,13 @@ def by_export(optimizer: ZeroOptimizer, begun: Begun, folder: Path) -> None:
     optimizer.load_state_dict(torch.load(out, weights_only=True)["optimizer"])
 
 
-def by_import(optimizer: ZeroOptimizer, begun: Begun, folder: Path) -> None:
-    if optimizer.rank == 0:
-        import_file(begun.file, folder / "imported")
-    optimizer.exchange(b"")
-    zero.load(folder / "imported", optimizer, rng=False)
-
-
-WAYS = {"dict": by_dict, "load": by_load, "restore": by_restore, "export": by_export, "import": by_import}
+WAYS = {"dict": by_dict, "load": by_load, "restore": by_restore, "export": by_export}
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("topology", [(2, 2), (1, 0), (3, 3), (3, 1)], ids=str)
 @pytest.mark.by_default(
-    *("mixed-(2, 2)-load", "mixed-(3, 1)-dict", "mixed-(3, 3)-import", "square-(1, 0)-restore", "square-(3, 3)-export")
+    *("mixed-(2, 2)-load", "mixed-(3, 1)-dict", "mixed-(3, 3)-load", "square-(1, 0)-restore", "square-(3, 3)-export")
 )
 def test_a_resumed_run_is_the_undisturbed_one(
     way: str, topology: Topology, begun: tuple[str, Begun], tmp_path: Path

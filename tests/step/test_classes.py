@@ -194,22 +194,20 @@ def test_dicts_of_torch_s_own_classes_are_loaded() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Muon is not element-wise")
-def test_a_checkpoint_gives_a_dict_of_each_class_and_is_exported_and_imported(tmp_path: Path) -> None:
+def test_a_checkpoint_gives_a_dict_of_each_class_and_so_does_its_export(tmp_path: Path) -> None:
     model = model_of()
     optimizer = build(model, solo(), 3)
     train(model, optimizer, range(2))
     zero.save(tmp_path / "saved", optimizer)
     states = optimizer.state_dict()
     optimizer.close()
-    for folder in ("saved", "imported"):
-        found = zero.open_checkpoint(tmp_path / folder).optimizer_state_dict()
+    assert main(["checkpoint", "export", str(tmp_path / "saved"), "--to", "torch", str(tmp_path / "file")]) == 0
+    exported = torch.load(tmp_path / "file", weights_only=True)["optimizer"]
+    for found in (zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict(), exported):
         assert sorted(found) == sorted(states)
         for name, plain in states.items():
             assert_same_states(found[name], plain)
             assert found[name]["param_groups"] == plain["param_groups"]
-        if folder == "saved":
-            assert main(["checkpoint", "export", str(tmp_path / "saved"), "--to", "torch", str(tmp_path / "file")]) == 0
-            assert main(["checkpoint", "import", str(tmp_path / "file"), str(tmp_path / "imported")]) == 0
 
 
 @pytest.mark.filterwarnings("ignore:Muon is not element-wise")

@@ -244,7 +244,6 @@ ENTRIES: dict[str, Entry] = {
     "P32": Entry("a checkpoint is loaded at any topology, and training goes on as if undisturbed"),
     "P33": Entry("a checkpoint is read, and trained on, without this library"),
     "P34": Entry("what is committed is the state at the save, whatever follows"),
-    "P35": Entry("an import and an export give back the same objects and bits"),
     "P36": Entry("whenever ranks die, the newest checkpoint is whole, and not older than the last that was reported"),
     "P37": Entry("all that a commit depends on is synced before the rename, and the rename after it"),
     "P38": Entry("a changed, missing, added or shortened file is an error that names it, and never another bit"),

@@ -254,8 +254,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.Retention.apply",
-                "        kept = 1\n",
-                '        kept = 1 + len(list(directory.path.glob(".tmp-step-*")))\n',
+                "others[self._max_to_keep - 1 :]",
+                'others[self._max_to_keep - 1 - len(list(directory.path.glob(".tmp-step-*"))) :]',
             ),
         ),
         (f"{DIRECTORY}::test_what_is_left_of_other_saves_is_not_counted_as_kept",),
@@ -267,8 +267,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.Retention.apply",
-                "            if not self._is_whole(directory.path, other):\n                continue\n",
-                "",
+                "others and not self._is_whole(directory.path, others[0])",
+                "not others",
             ),
         ),
         (f"{DIRECTORY}::test_a_broken_checkpoint_is_neither_counted_nor_removed",),
@@ -280,8 +280,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.Retention.apply",
-                "in reversed(complete_steps(directory.path)):",
-                "in sorted({*self._whole, *complete_steps(directory.path)}, reverse=True):",
+                "in reversed(complete_steps(directory.path))",
+                "in sorted({*self._whole, *complete_steps(directory.path)}, reverse=True)",
             ),
         ),
         (f"{DIRECTORY}::test_a_checkpoint_that_the_user_has_removed_is_not_missed",),
@@ -311,8 +311,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.retention.Retention.apply",
-                "other % self._keep_period == 0",
-                "step % self._keep_period == other",
+                "other % self._keep_period)",
+                "step % self._keep_period != other)",
             ),
         ),
         (f"{DIRECTORY}::test_the_newest_are_kept_and_those_of_a_period_beside_them",),

@@ -149,7 +149,7 @@ MUTANTS = (
                 "",
             ),
             Edit(
-                "zero.checkpoint.write.snapshot.Snapshot._release",
+                "zero.checkpoint.write.snapshot.Snapshot.take",
                 "self._staged.pop(source, None)",
                 "self._staged.get(source)",
             ),

@@ -328,19 +328,6 @@ MUTANTS = (
         ("checkpoint/test_statetree.py::test_a_value_comes_back_with_its_types_its_order_and_its_bits",),
     ),
     Mutant(
-        "an-import-drops-the-masters",
-        ("P35",),
-        "An imported file has its master weights in no checkpoint.",
-        (
-            Edit(
-                "zero.commands.checkpoint.importing",
-                'sorted(optimizer.get("masters", {}).items())',
-                'sorted(optimizer.get("master", {}).items())',
-            ),
-        ),
-        ("commands/test_checkpoint.py::test_an_import_and_an_export_keep_the_tree_and_every_bit",),
-    ),
-    Mutant(
         "masters-of-what-is-frozen-again-are-lost",
         ("P45", "P54"),
         "A parameter that was trained for a while and is frozen now comes back without its master weights.",

@@ -143,25 +143,12 @@ MUTANTS = (
         "What an update has copied is kept after the disk has taken it.",
         (
             Edit(
-                "zero.checkpoint.write.snapshot.Snapshot._release",
+                "zero.checkpoint.write.snapshot.Snapshot.take",
                 "self._staged.pop(source, None)",
                 "self._staged.get(source)",
             ),
         ),
         (f"{SNAPSHOT}::test_copies_are_dropped_as_soon_as_they_were_taken",),
-    ),
-    Mutant(
-        "copies-have-no-limit",
-        ("P50",),
-        "An update copies whatever the disk has not taken yet, also beyond `staging_mb`.",
-        (
-            Edit(
-                "zero.checkpoint.write.snapshot.Snapshot._keep",
-                "if self._limit is not None and self._copied + memory.numel() > self._limit:",
-                "if self._limit is not None and self._copied > memory.numel() + self._limit:",
-            ),
-        ),
-        (f"{SNAPSHOT}::test_a_step_that_may_copy_little_waits_for_the_disk[1-0]",),
     ),
     # who writes which bytes
     Mutant(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mutant import Edit, Mutant
 
-LOCK = "checkpoint/test_directory.py::test_a_stopped_worker_that_was_replaced_loses_the_lock_and_no_other_process_does"
-TAKE = "zero.checkpoint.folder.lock.FolderLock._take"
 ELASTIC = "commands/test_elastic.py"
 
 MUTANTS = (
@@ -47,26 +45,5 @@ MUTANTS = (
             ),
         ),
         (f"{ELASTIC}::test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on",),
-    ),
-    Mutant(
-        "a-stopped-worker-keeps-the-lock",
-        ("P49",),
-        "A worker that was stopped and replaced holds the lock, and writes once it is continued.",
-        (Edit(TAKE, "if older and state == STOPPED:", "if not older:"),),
-        (f"{LOCK}[stopped]",),
-    ),
-    Mutant(
-        "a-worker-that-runs-loses-the-lock",
-        ("P49",),
-        "A worker that may be saving is killed by the one that replaces it.",
-        (Edit(TAKE, "if older and state == STOPPED:", "if older:"),),
-        (f"{LOCK}[running]",),
-    ),
-    Mutant(
-        "a-job-without-a-name-is-every-job",
-        ("P49",),
-        "A stopped process of a job to which nobody gave a name is killed by another such job.",
-        (Edit("zero.checkpoint.folder.holder.Holder.me", '"" if job == _NO_JOB else job', "job"),),
-        (f"{LOCK}[of a job without a name]",),
     ),
 )

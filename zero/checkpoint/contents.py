@@ -21,13 +21,13 @@ from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
-from ..engine import Engine
 from ..runtime.bucket import Bucket
-from ..runtime.flat_states import Options, PieceState
+from ..runtime.flat_states import PieceState
 from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
 from .format.tensorfile import METADATA
+from .sharded_optimizer import ShardedOptimizer
 
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
 
@@ -93,15 +93,13 @@ class StateFacts:
 class Contents:
     """What one optimizer holds, on one rank."""
 
-    def __init__(self, engine: Engine, groups: Sequence[Options]) -> None:
-        """``groups``: the live param groups."""
-        self.parts = engine.parts
-        self.groups = groups
-        self.storage, self.transport = engine.parts.storage, engine.parts.transport
-        self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
+    def __init__(self, parts: ShardedOptimizer) -> None:
+        self.parts, self.groups = parts, parts.groups
+        self.storage, self.transport = parts.storage, parts.transport
+        self.writers = Writers(parts.stage, self.transport.world_size, parts.shards.world_size)
         self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
-        self.averages = engine.averages
+        self.averages = parts.averages
         self.not_saved = list(_extra_states(self.parts.module))
         self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
         self.model = list(self._model())
@@ -198,7 +196,7 @@ class Contents:
         """
         found = []
         for number, group in enumerate(self.groups):
-            inner = self.parts.inners.of(number)
+            inner = self.parts.classes.of(number)
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = inner.qualified_name

@@ -1,7 +1,6 @@
-"""What becomes of a save that has failed after `save` returned.
+"""What becomes of a save that has failed after `save` returned: training goes on, and every rank warns once.
 
-Knows: which failure the caller knows of. Does not know: how a save fails. Training goes on: a failure is a warning,
-once, on every rank. The third in a row is an error.
+Knows: which failure the caller knows of. Does not know: how a save fails.
 """
 
 from __future__ import annotations
@@ -10,11 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .options import warn_caller
-from .write.save_folder import SaveError, UnseenError
+from .write.save_folder import UnseenError
 from .write.save_thread import LATE, Saving
 from .write.saver import REPORT
-
-MOST = 3  # failures in a row
 
 
 class Failures:
@@ -23,7 +20,6 @@ class Failures:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._told: Saving | None = None
-        self._in_a_row = 0
         self._weaker: set[str] = set()  # what was said of the file system
 
     def hear(self, saving: Saving, reports: Sequence[Mapping[str, str]]) -> None:
@@ -36,7 +32,7 @@ class Failures:
         if found and not (saving.done() and saving.error is None):
             why = min(found, key=lambda text: text.startswith(LATE)).removeprefix(LATE)
             saving.learn(why)
-            self._warn(saving, why)
+            self._warn(saving, self._failed(saving, why))
 
     def note(self, saving: Saving) -> None:
         """Take note of how a save has ended, and warn if it has failed. It must be over."""
@@ -45,29 +41,16 @@ class Failures:
         self._weaker.update(weaker)
         for text in (*weaker, *remarks):
             warn_caller(text)
-        if saving.error is None:
-            self._in_a_row = 0
-        elif not isinstance(saving.error, UnseenError):
-            self._warn(saving, str(saving.error))
-        elif saving is not self._told and not saving.was_raised:
-            self._told = saving
-            warn_caller(str(saving.error))
+        if saving.error is not None:
+            why = str(saving.error)
+            self._warn(saving, why if isinstance(saving.error, UnseenError) else self._failed(saving, why))
 
-    def _warn(self, saving: Saving, why: str) -> None:
-        if saving is self._told or saving.was_raised:
-            return
-        self._told = saving
-        self._in_a_row += 1
+    def _failed(self, saving: Saving, why: str) -> str:
         there = f"; older checkpoints in {self._directory} are as they were" if self._directory.is_dir() else ""
-        warn_caller(
-            f"the save of step {saving.step} has failed, and training goes on: {why}{there}; the next save tries "
-            f"again: remove the cause, since {MOST} failures in a row are an error"
-        )
+        what = f"the save of step {saving.step} has failed, and training goes on"
+        return f"{what}: {why}{there}; the next save tries again"
 
-    def third(self, saving: Saving | None) -> SaveError | None:
-        """Return the error of the last save if it was the third in a row that failed, once."""
-        if saving is None or self._in_a_row < MOST:
-            return None
-        self._in_a_row = 0
-        saving.was_raised = True
-        return SaveError(f"{MOST} saves in a row have failed; the last one: {saving.error}")
+    def _warn(self, saving: Saving, text: str) -> None:
+        if saving is not self._told and not saving.was_raised:
+            self._told = saving
+            warn_caller(text)

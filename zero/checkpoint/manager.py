@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from collectives import Kind, Tag
 
@@ -21,9 +21,10 @@ from .failures import Failures
 from .files import no_writes_in_place
 from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.visibility import check_visible
-from .options import check_step, parse_size, read_assets, require, warn_caller
+from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
+from .sharded_optimizer import parts_of
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
@@ -46,8 +47,6 @@ class CheckpointManager:
         max_to_keep: int | None = None,
         keep_period: int | None = None,
         asynchronous: bool = True,
-        on_busy: Literal["wait", "skip"] = "wait",
-        staging_mb: float | None = None,
         max_shard_size: str | int = "5GB",
         assets: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -59,8 +58,6 @@ class CheckpointManager:
             max_to_keep: how many checkpoints are kept; None: all. At least one.
             keep_period: those of steps that this number divides are kept for good.
             asynchronous: ``save`` returns at once, and a thread writes while training goes on.
-            on_busy: what ``save`` does while the last one is under way: "wait" for it, or "skip" the new one.
-            staging_mb: how many MB of states a step may copy so that it need not wait for the disk; None: no limit.
             max_shard_size: of a safetensors file, as in Hugging Face's libraries; a larger tensor has its own file.
             assets: a folder whose files (``config.json``, a tokenizer's) are copied beside the model.
 
@@ -68,9 +65,9 @@ class CheckpointManager:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
         self.directory = Path(directory).absolute()
-        self._optimizer, self._engine = optimizer, optimizer.engine
-        self._asynchronous, self._on_busy, self._assets = asynchronous, on_busy, assets
-        self._saver = Saver(self._engine, lambda: optimizer.param_groups)
+        self._optimizer = optimizer
+        self._asynchronous, self._assets = asynchronous, assets
+        self._saver = Saver(optimizer)
         self._saving: Saving | None = None
         self._failures = Failures(self.directory)
         self._lock: LockedDirectory | None = None
@@ -78,10 +75,7 @@ class CheckpointManager:
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
         problem: str | None = None
         try:
-            require(on_busy in ("wait", "skip"), f"on_busy is {on_busy!r}: it must be 'wait' or 'skip'")
-            require(staging_mb is None or staging_mb >= 0, f"staging_mb is {staging_mb}: it must not be negative")
             self._retention = Retention(max_to_keep, keep_period)
-            self._staging_bytes = None if staging_mb is None else int(staging_mb * 1e6)
             self._max_shard_bytes = parse_size(max_shard_size)
             self._take_lock()
         except OSError as error:
@@ -95,7 +89,7 @@ class CheckpointManager:
         except BaseException:
             self._unlock()
             raise
-        self._engine.watchers.append(self)
+        parts_of(optimizer).watchers.append(self)
 
     def _take_lock(self) -> None:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
@@ -115,8 +109,8 @@ class CheckpointManager:
         *,
         blocking: bool = False,
         overwrite: bool = False,
-    ) -> Saving | None:
-        """Save a checkpoint. All ranks, with equal arguments, between two steps.
+    ) -> Saving:
+        """Save a checkpoint. All ranks, with equal arguments, between two steps. Waits for the last one.
 
         Args:
             step: its number, at least 0. It becomes the newest: higher steps are set aside, with a warning.
@@ -127,35 +121,31 @@ class CheckpointManager:
             overwrite: replace a checkpoint of this step. One that `restore` has found broken is replaced anyway.
 
         Returns:
-            The save, which is under way; None if it was skipped, since the last one is.
+            The save, which is under way.
 
         Raises:
             RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
                 file was changed. A later failure is a warning in the next step, and an error of `Saving.result`.
         """
         self._check_open()
-        skip = self._saving is not None and not self._saving.done() and self._on_busy == "skip"
         problem: Exception | None = None
         target, assets = self.directory, {}
         try:
-            if self._saving is not None and not skip:
+            if self._saving is not None:
                 self._saving.wait()
                 self._failures.note(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
-            problem = self._failures.third(self._saving)
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
         except Exception as error:
-            problem = problem or error
+            problem = error
         request = SaveRequest(
             target,
             step,
             state,
             rank_state,
             overwrite=overwrite,
-            skip=skip,
             blocking=blocking or not self._asynchronous,
-            staging_bytes=self._staging_bytes,
             max_shard_bytes=self._max_shard_bytes,
             assets=assets,
             in_parts=self._in_parts,
@@ -164,8 +154,6 @@ class CheckpointManager:
         lock = self._lock
         destination = None if lock is None else StepDestination(lock, self._retention, step, overwrite=overwrite)
         before, saving = self._saving, self._saver.save(request, destination)
-        if saving is None:
-            return None
         self._saving = saving
         self._broken.discard(target.name)  # it is replaced once
         if before is not None:
@@ -252,7 +240,7 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if self._engine.parts.transport.broken:
+                if parts_of(self._optimizer).transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
                 self._compare(saving)
@@ -264,7 +252,7 @@ class CheckpointManager:
 
     def _compare(self, saving: Saving) -> None:
         """Let every rank know how the last save has ended, and remove what it has left."""
-        transport, tag = self._engine.parts.transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
+        transport, tag = parts_of(self._optimizer).transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
         if not transport.broken:
             saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
@@ -274,8 +262,9 @@ class CheckpointManager:
         if self._saving is not None:
             self._saving.leave()
         self._saver.withdraw()
-        if self in self._engine.watchers:
-            self._engine.watchers.remove(self)
+        watchers = parts_of(self._optimizer).watchers
+        if self in watchers:
+            watchers.remove(self)
         self._unlock()
 
     def _unlock(self) -> None:

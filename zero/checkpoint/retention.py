@@ -19,8 +19,8 @@ from .write.save_folder import SaveFolder
 class Retention:
     """Keeps the newest checkpoints, and those of some steps for good.
 
-    A checkpoint counts as one that is kept only if every block of it is whole. A broken one is neither counted nor
-    removed. A checkpoint of an earlier run is read once to find out, and only if the rule asks.
+    Beside the one that was just written, the newest that is left is whole: if it is of an earlier run, its blocks are
+    read before, and if it is broken, nothing is removed after this save. A broken one is neither counted nor removed.
     """
 
     def __init__(self, max_to_keep: int | None, keep_period: int | None) -> None:
@@ -42,18 +42,16 @@ class Retention:
         self._whole[step] = True
         if self._max_to_keep is None:
             return directory.remove([])
-        kept = 1
-        surplus = []
-        for other in reversed(complete_steps(directory.path)):
-            if other == step or (self._keep_period is not None and other % self._keep_period == 0):
-                continue
-            if not self._is_whole(directory.path, other):
-                continue
-            if kept < self._max_to_keep:
-                kept += 1
-            else:
-                surplus.append(other)
-        return directory.remove(surplus)
+        others = [
+            other
+            for other in reversed(complete_steps(directory.path))
+            if other != step
+            and self._whole.get(other, True)
+            and (self._keep_period is None or other % self._keep_period)
+        ]
+        if self._max_to_keep > 1 and others and not self._is_whole(directory.path, others[0]):
+            return directory.remove([])
+        return directory.remove(others[self._max_to_keep - 1 :])
 
     def _is_whole(self, directory: Path, step: int) -> bool:
         if step not in self._whole:

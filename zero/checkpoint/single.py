@@ -1,6 +1,6 @@
-"""`zero.save` and `zero.load`: one checkpoint at a path, without a folder of steps.
+"""`zero.save` and `zero.load`: one checkpoint at a path, without a folder of steps: no lock, and nothing older to keep.
 
-Knows: the two public calls. Does not know: how a save or a load works, locks, which checkpoints are kept.
+Knows: the two public calls. Does not know: how a save or a load works.
 """
 
 from __future__ import annotations
@@ -14,12 +14,32 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
-from .folder.visibility import check_visible, needs_parts
-from .options import check_step, parse_size, read_assets, require, warn_caller
+from .folder.directory import check_free, remove_checkpoint
+from .folder.visibility import check_visible
+from .format.manifest import NAME, Manifest
+from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
-from .write.one_path import OnePath
+from .write.save_folder import SaveFolder
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
+
+
+class OnePath:
+    """The path of one checkpoint; see `Destination`."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        self._target, self._overwrite = target, overwrite
+
+    def check(self) -> None:
+        check_free(self._target, overwrite=self._overwrite)
+        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
+            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
+
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        folder.commit(manifest, self._overwrite, lambda: None)
+
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        return remove_checkpoint(folder.trash) if os.path.lexists(folder.trash) else []
 
 
 @untraced
@@ -41,11 +61,7 @@ def save(
     target = Path(path).absolute()
     problem: Exception | None = None
     unusable = _make_parents(target, optimizer.rank)
-    if optimizer.world_size > 1:
-        in_parts = check_visible(optimizer, target.parent, unusable)
-    else:
-        require(unusable is None, str(unusable))
-        in_parts = needs_parts(target.parent)
+    in_parts = check_visible(optimizer, target.parent, unusable)
     if in_parts and optimizer.rank == 0:
         warn_caller(files.no_writes_in_place(target.parent))
     copied: dict[str, bytes] = {}
@@ -84,10 +100,9 @@ def _make_parents(target: Path, rank: int) -> str | None:
 
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
-    saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
+    saver = Saver(optimizer)
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
-    assert saving is not None, "no rank skips it"
     saving.settle(optimizer.exchange(saving.outcome()))
     saver.withdraw()
     saving.remove_rest()

@@ -12,6 +12,7 @@ from typing import Any
 
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
+from .sharded_optimizer import parts_of
 
 _REPORT = "stop"  # the name of the report
 
@@ -31,7 +32,7 @@ class StopOnSignal:
         wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
         if wrong:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
-        self._engine, self._signals = optimizer.engine, tuple(signals)
+        self._parts, self._signals = parts_of(optimizer), tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None  # by this process
         self._why: str | None = None
@@ -59,7 +60,7 @@ class StopOnSignal:
         """Listen. Raises `ValueError` outside the main thread, the only one that may handle signals."""
         for number in self._signals:
             self._before[number] = signal.signal(number, self._on_signal)
-        self._engine.watchers.append(self)
+        self._parts.watchers.append(self)
         return self
 
     def __exit__(
@@ -68,11 +69,11 @@ class StopOnSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        self._engine.watchers.remove(self)
-        self._engine.parts.reducer.agreement.report(_REPORT, None)
+        self._parts.watchers.remove(self)
+        self._parts.report(_REPORT, None)
         if self._received is not None and self._why is None and error is None:
             signal.raise_signal(self._received)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._received = signal.Signals(number)
-        self._engine.parts.reducer.agreement.report(_REPORT, self._received.name)
+        self._parts.report(_REPORT, self._received.name)

@@ -27,7 +27,7 @@ HELP = {
     "sweep": "Measure memory against time: every setting, and torch's own, side by side.",
     "plan": "Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take.",
     "verify": "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop.",
-    "checkpoint": "Look at checkpoints, and convert them from and to other formats. Needs no ranks.",
+    "checkpoint": "Look at checkpoints, and convert them to other formats. Needs no ranks.",
 }
 HELP_CHECKPOINT = {
     "list": "Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete.",
@@ -36,8 +36,6 @@ HELP_CHECKPOINT = {
     "export": "Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: "
     "model, optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model "
     "and flattened optimizer).",
-    "import": "Make a checkpoint of a torch.save file with {'model', 'optimizer'}, state dicts of torch. Only what "
-    "weights_only reads is taken. Random generators are not in it.",
 }
 
 
@@ -141,7 +139,6 @@ def _checkpoint_application() -> Any:
         "list": (command.list_, {"directory": path("DIR", "a folder of checkpoints")}),
         "verify": (command.verify, {"path": path("PATH", "a checkpoint, or a folder of them")}),
         "export": (command.export, {"path": path("PATH", "a checkpoint"), "to": to, "out": out}),
-        "import": (command.import_, {"source": path("SOURCE", "a file of torch.save"), "out": out}),
     }
     for name, (run, parameters) in commands.items():
         text = HELP_CHECKPOINT[name]

@@ -4,10 +4,10 @@ Knows: what was saved, and by which call. Does not know: what is tested with it.
 written again: every release that reads format 1 reads these.
 
     sharded         by a `ZeroOptimizer`: bf16 with master weights, a tied and a frozen parameter, a buffer, rank_state
-    other_shapes    of a class whose states have another shape, dtype and number than their parameter, with averages
+    other_shapes    of a class whose states have another shape, dtype and number than their parameter
 
-`ZeroOptimizer` shards element-wise classes alone, so the second one is written as ``zero checkpoint import`` writes, by
-`write_whole`.
+The folder `other_shapes` was imported by an earlier release from dicts of torch. It also has averages, which today's
+releases read, and no random generators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from collectives import Transport, solo
-from zero import MixedPrecision, ZeroOptimizer
-from zero.checkpoint.write.whole import WholeContents, write_whole
+from zero import MixedPrecision, ZeroOptimizer, save
 
 from ..saved import save_small
 from .toys import HalfMomentum, OtherShapes, Small, groups, train
@@ -56,21 +55,20 @@ def trained_other_shapes() -> tuple[Small, OtherShapes]:
     return model, optimizer
 
 
-def write_other_shapes(path: Path) -> None:
-    model, optimizer = trained_other_shapes()
-    found = optimizer.state_dict()
-    names = [name for group in found["param_groups"] for name in group["param_names"]]
-    module = OtherShapes.__module__
-    of_class = {"optimizer_class": f"{module}.{OtherShapes.__qualname__}", "optimizer_module": module}
-    contents = WholeContents(
-        model={name: value for name, value in model.state_dict().items() if name != "inner.weight"},
-        aliases={"inner.weight": "weight"},
-        groups=[{"lr": g["lr"], **of_class, "params": g["param_names"]} for g in found["param_groups"]],
-        states={names[index]: found["state"][index] for index in sorted(found["state"])},
-        averages={"ema": {"weight": torch.full((2, 3), 0.5, dtype=torch.float64), "count": torch.tensor(7)}},
-        state={"epoch": 1},
+def write_other_shapes(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
+    """Train and save by a `ZeroOptimizer` that gives each parameter to one rank. All ranks."""
+    model = Small()
+    optimizer = ZeroOptimizer(
+        groups(model),
+        OtherShapes,
+        stage=stage,
+        module=model,
+        process_group=solo() if transport is None else transport,
+        partition="parameter",
     )
-    write_whole(path, contents, STEPS)
+    train(model, optimizer, range(STEPS))
+    save(path, optimizer, {"epoch": 1}, step=STEPS)
+    optimizer.close()
 
 
 def main(folder: Path) -> None:

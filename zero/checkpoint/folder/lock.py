@@ -9,17 +9,15 @@ Knows: files of locks, and when a lock may be taken from its holder. Does not kn
 from __future__ import annotations
 
 import os
-import signal
 import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
 
 from .. import files
-from .holder import STOPPED, Holder
+from .holder import Holder
 
 LOCK, LEASE = ".lock", ".lease"
-PATIENCE = 5.0  # seconds in which a worker that was replaced must end
 _GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
 _PAUSE = 0.05  # seconds between two tries
 _LONGEST = 4096  # bytes of the text of a holder
@@ -162,24 +160,12 @@ class FolderLock:
         return lease
 
     def _take(self, lock: _Flock | _Lease) -> None:
-        """Take the lock, also from a worker of this job that this process replaces. Raises `ValueError`.
-
-        The worker may be about to leave, and has some seconds for it. One that is stopped would hold the lock for ever,
-        and write once it is continued: it is killed.
-        """
-        begin = time.monotonic()
+        """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
+        end = time.monotonic() + _GONE
         while not lock.take():
-            holder = lock.holder()
-            state = holder.state()
-            older = holder.is_older_worker_of_this_job()
-            if (state and not older) or time.monotonic() - begin > (PATIENCE if state else _GONE):
-                if lock.take():  # its holder has ended just now
-                    return
+            if time.monotonic() > end:
                 text = f"{lock.holder()} still trains into {self._path}: stop it, or use another folder"
                 raise ValueError(f"{text}{lock.remedy}")
-            if older and state == STOPPED:
-                with suppress(ProcessLookupError):
-                    os.kill(holder.pid, signal.SIGKILL)
             time.sleep(_PAUSE)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""The check that all ranks see one folder, and that what they write into one file side by side stays.
+"""The probe of a folder: all ranks see it, and what they write into one file side by side stays.
 
 Knows: scratch files. Does not know: checkpoints. On several hosts a file system may keep another rank's bytes from
 being seen, or lose bytes that two hosts wrote into one page: such a folder is refused. Another one may write a file
@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +26,10 @@ _NOT_IN_PLACE = files.UNSUPPORTED | {errno.ESPIPE}
 
 
 def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None) -> bool:
-    """Return whether each rank needs files of its own, since no two can write into one.
+    """Return whether each rank needs files of its own, since no two can write into one. Collective.
 
-    Raises `ValueError` on every rank unless each names and sees the same ``directory``. Collective: three exchanges,
-    and one more if the answer is True. Every rank writes two bytes of a scratch page, the second one first, and reads
-    all of them.
+    Raises `ValueError` on every rank unless each names and sees the same ``directory``. Every rank writes two bytes of
+    a scratch page, the second one first, or a file of its own, and reads those of all.
 
     ``problem``: an error that this rank found.
     """
@@ -54,29 +54,16 @@ def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None
                     "must name the same one"
                 )
         shared = directory / name
-        in_parts = _agree(optimizer, *_write(shared, rank, in_parts=False), directory)
+        in_parts = _on_any(optimizer, directory, lambda: not _write_in_place(shared, rank))
         if in_parts:
-            _agree(optimizer, *_write(shared, rank, in_parts=True), directory)
-        _agree(optimizer, _read(shared, world, in_parts), False, directory)
+            _on_any(optimizer, directory, lambda: files.write_new(_part(shared, rank), _bytes(rank)))
+        _on_any(optimizer, directory, lambda: _read(shared, world, in_parts))
         return in_parts
     finally:
         if rank == 0:
             with suppress(OSError):
                 for path in directory.glob(f"{scratch.name}*"):
                     files.remove(path)
-
-
-def needs_parts(directory: Path) -> bool:
-    """Return whether a file of this folder can only be written from its beginning to its end, as one rank sees it."""
-    scratch = directory / f".probe-{secrets.token_hex(8)}"
-    try:
-        with suppress(OSError):  # the save will say what is wrong
-            files.create(scratch, 2)
-            return not _write_in_place(scratch, 0)
-    finally:
-        with suppress(OSError):
-            files.remove(scratch)
-    return False
 
 
 def _write_in_place(path: Path, rank: int) -> bool:
@@ -89,42 +76,31 @@ def _write_in_place(path: Path, rank: int) -> bool:
         if error.errno not in _NOT_IN_PLACE:
             raise
         return False
+    files.sync_file(path)
     return True
 
 
-def _write(path: Path, rank: int, *, in_parts: bool) -> tuple[str | None, bool]:
-    """Write a rank's bytes. Return, as text, what kept it from that, and whether it needs a file of its own."""
+def _read(path: Path, world: int, in_parts: bool) -> None:
+    """Raise `OSError` unless this rank sees what every rank has written."""
+    paths = [_part(path, rank) for rank in range(world)] if in_parts else [path]
+    if b"".join(files.read_whole(each, _LARGEST) for each in paths) != b"".join(map(_bytes, range(world))):
+        raise OSError("it does not see what other ranks have written there: a file system that is shared is needed")
+
+
+def _on_any(optimizer: ZeroOptimizer, directory: Path, action: Callable[[], bool | None]) -> bool:
+    """Return whether ``action`` is true on some rank. Raises `ValueError` on every rank if one gets an `OSError`."""
+    problem, found = None, False
     try:
-        if in_parts:
-            files.write_new(_part(path, rank), _bytes(rank))
-        elif _write_in_place(path, rank):
-            files.sync_file(path)
-        else:
-            return None, True
+        found = bool(action())
     except OSError as error:
-        return f"it does not see it, or cannot write there ({error.strerror or error})", False
-    return None, False
-
-
-def _read(path: Path, world: int, in_parts: bool) -> str | None:
-    try:
-        paths = [_part(path, rank) for rank in range(world)] if in_parts else [path]
-        found = b"".join(files.read_whole(each, _LARGEST) for each in paths)
-    except OSError as error:
-        return f"it cannot read there ({error.strerror or error})"
-    if found != b"".join(map(_bytes, range(world))):
-        return "it does not see what other ranks have written there: a file system that all hosts share is needed"
-    return None
-
-
-def _agree(optimizer: ZeroOptimizer, problem: str | None, needs_own: bool, directory: Path) -> bool:
-    """Return whether some rank needs a file of its own. Raises `ValueError` on every rank if one has a problem."""
-    mine = json.dumps([problem, socket.gethostname(), os.getpid(), needs_own])
+        seen = f"it does not see it, or cannot read or write there ({error.strerror})"
+        problem = str(error) if error.errno is None else seen
+    mine = json.dumps([problem, socket.gethostname(), os.getpid(), found])
     told = [json.loads(data) for data in optimizer.exchange(mine.encode())]
     for rank, (theirs, host, pid, _) in enumerate(told):
         if theirs is not None:
             raise ValueError(f"{directory}: rank {rank} (host {host}, pid {pid}) cannot use this folder: {theirs}")
-    return any(needs for *_, needs in told)
+    return any(found for *_, found in told)
 
 
 def is_probe(path: Path) -> bool:

@@ -114,7 +114,7 @@ class Fit:
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""
-        inners = contents.parts.inners
+        inners = contents.parts.classes
         saved_groups = [
             {**group, "params": [known_as(name, self._known) for name in group["params"]]}
             for group in checkpoint.param_groups

@@ -98,7 +98,7 @@ class Loader:
         for group, options in zip(contents.groups, self._fit.groups, strict=False):
             group.update(options)
         for number, names in self._fit.elementwise.items():
-            contents.parts.inners[number].elementwise |= names
+            contents.parts.classes[number].elementwise |= names
         for name, average in contents.averages.by_name.items() if self._with_states else ():
             saved = self._fit.averages.get(name, {}).get(N_AVERAGED)
             count = 1 if name in self._fit.averages else 0  # averages that were imported have no count
@@ -259,6 +259,6 @@ class Loader:
             memory_of(as_bytes(tensors[name]))[:] = data
             if entry.stride is not None:
                 tensors[name] = laid_out(tensors[name], entry.stride)
-        kinds = self._contents.parts.inners[bucket.specs[0].optimizer_class].kinds
+        kinds = self._contents.parts.classes[bucket.specs[0].optimizer_class].kinds
         found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})

@@ -91,9 +91,9 @@ class Capture:
         """Return the chunks of the files of `add_tree`. ``first``: the number of the first one."""
         return [replace(chunk, file=first + chunk.file) for chunk in chunks(files, self._own_parts, block_bytes)]
 
-    def snapshot(self, found: Sequence[Chunk], staging_bytes: int | None) -> Snapshot:
+    def snapshot(self, found: Sequence[Chunk]) -> Snapshot:
         """Return the sources of these chunks."""
-        return Snapshot(self.staged, self.live, found, staging_bytes)
+        return Snapshot(self.staged, self.live, found)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ serves until the model or the kinds of its states change: `PlanCache` has the ru
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,68 +36,6 @@ from ..format.tensorfile import TensorEntry, header_of, index_bytes, strides_not
 from .snapshot import Source
 
 WEIGHTS, WHOLE, SCALARS, AVERAGE, COUNT = "weights", "whole", "scalars", "average", "count"
-
-
-@dataclass(frozen=True)
-class SharedFiles:
-    """The files of `model/`, `optimizer/`, `masters/` and `averages/`, as `lay_out` makes them.
-
-    Attributes:
-        model, masters, averages: complete.
-        optimizer: without the options of the param groups, each with the text of its tensors.
-        values: the states that are no tensors, as JSON.
-        indices: of the folders, by path.
-    """
-
-    model: Sequence[FilePlan]
-    optimizer: Sequence[tuple[FilePlan, str]]
-    masters: Sequence[FilePlan]
-    averages: Sequence[FilePlan]
-    values: str
-    indices: dict[str, bytes]
-
-    def with_options(self, param_groups: Sequence[Any]) -> list[FilePlan]:
-        """Return all files. Those of `optimizer/` hold the options of these param groups."""
-        metadata = {"param_groups": json.dumps(param_groups), "values": self.values}
-        optimizer = [
-            replace(file, header=header_of(text, len(file.tensors), {**metadata, **strides_note(file.tensors)}))
-            for file, text in self.optimizer
-        ]
-        return [*self.model, *optimizer, *self.masters, *self.averages]
-
-
-def lay_out(
-    model: Sequence[TensorEntry],
-    aliases: Mapping[str, str],
-    states: Sequence[TensorEntry],
-    values: Mapping[str, Any],
-    masters: Sequence[TensorEntry],
-    max_shard_bytes: int,
-    averages: Mapping[str, Sequence[TensorEntry]] | None = None,
-) -> SharedFiles:
-    """Return the files of `model/`, `optimizer/`, `masters/` and `averages/` that hold these tensors, in this order.
-
-    States without dimensions come last. ``aliases``: further names of the model's tensors, with the names of these.
-    ``values``: the states that are no tensors, by key. ``averages``: by name. Raises `ValueError` if it is none.
-    """
-    ordered = sorted(states, key=lambda entry: not entry.shape)
-    folders = {
-        MODEL: plan_files(MODEL, model, aliases, max_shard_bytes),
-        OPTIMIZER: plan_files(OPTIMIZER, ordered, {}, max_shard_bytes),
-        MASTERS: plan_files(MASTERS, masters, {}, max_shard_bytes) if masters else [],
-    }
-    of_averages = {
-        (folder := averages_folder(name)): plan_files(folder, entries, {}, max_shard_bytes)
-        for name, entries in sorted((averages or {}).items())
-    }
-    indices = {
-        index_file(folder): index_bytes({file.path.rpartition("/")[2]: file.tensors for file in files})
-        for folder, files in (folders | of_averages).items()
-        if files
-    }
-    optimizer = [(file, tensors_text(file.tensors)) for file in folders[OPTIMIZER]]
-    further = [file for files in of_averages.values() for file in files]
-    return SharedFiles(folders[MODEL], optimizer, folders[MASTERS], further, json.dumps(values), indices)
 
 
 @dataclass(frozen=True)
@@ -152,7 +90,7 @@ class WritePlan:
 
     Attributes:
         contents, facts: what it was made from.
-        files: of all ranks; equal on all.
+        indices: of the folders, by path; equal on all ranks.
         intervals: of each bucket, the elements that this rank writes.
         mastered: the numbers of the buckets with master weights in `masters/`.
         wholes: tensors that every rank has, with the bytes of each that this rank writes.
@@ -167,12 +105,13 @@ class WritePlan:
         self._parts: dict[tuple[str, str], list[Part]] = {}
         self.wholes: list[tuple[Tensor, int, int]] = []
         self.scalars: dict[int, Tensor] = {}
-        self.files = self._lay_out(max_shard_bytes)
+        self._lay_out(max_shard_bytes)
         self._plan_parts()
         self.parameters = contents.parameters()
         self._chunks: tuple[list[int], list[Chunk]] = ([], [])
 
-    def _lay_out(self, max_shard_bytes: int) -> SharedFiles:
+    def _lay_out(self, max_shard_bytes: int) -> None:
+        """Lay out the files of all folders. States without dimensions come last."""
         contents, facts = self.contents, self.facts
         model = [TensorEntry(stored.name, NAMES[stored.dtype], stored.shape) for stored in contents.model]
         aliases = {alias: stored.name for stored in contents.model for alias in stored.aliases}
@@ -206,7 +145,29 @@ class WritePlan:
                 values.update((key(stored.name, name), value) for name, value in sorted(found.values.items()))
             if stored.place in facts.masters:
                 masters.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
-        return lay_out(model, aliases, states, values, masters, max_shard_bytes, averages)
+        states.sort(key=lambda entry: not entry.shape)
+        entries = {MODEL: model, OPTIMIZER: states, **({MASTERS: masters} if masters else {})}
+        entries |= {averages_folder(name): found for name, found in sorted(averages.items())}
+        self._folders = {
+            folder: plan_files(folder, found, aliases if folder == MODEL else {}, max_shard_bytes)
+            for folder, found in entries.items()
+        }
+        self.indices = {
+            index_file(folder): index_bytes({file.path.rpartition("/")[2]: file.tensors for file in files})
+            for folder, files in self._folders.items()
+        }
+        self._texts = [tensors_text(file.tensors) for file in self._folders[OPTIMIZER]]
+        self._values = json.dumps(values)
+
+    def files(self, param_groups: Sequence[Any]) -> list[FilePlan]:
+        """Return the files of all ranks. Those of `optimizer/` hold the options of these param groups."""
+        metadata = {"param_groups": json.dumps(param_groups), "values": self._values}
+        optimizer = [
+            replace(file, header=header_of(text, len(file.tensors), {**metadata, **strides_note(file.tensors)}))
+            for file, text in zip(self._folders[OPTIMIZER], self._texts, strict=True)
+        ]
+        found = {**self._folders, OPTIMIZER: optimizer}
+        return [file for files in found.values() for file in files]
 
     def chunks(self, files: Sequence[FilePlan]) -> list[Chunk]:
         """Return the chunks of this rank in ``files``, which have the options of this save.
@@ -278,7 +239,7 @@ class WritePlan:
             values[nbytes] += 1
             value_of.update((state_key(names[number, slot], name), (nbytes, found)) for slot in slots)
         places: dict[int, list[int]] = {nbytes: [] for nbytes in values}
-        for file, _ in self.files.optimizer:
+        for file in self._folders[OPTIMIZER]:
             for entry in file.tensors:
                 if entry.name in value_of:
                     nbytes, found = value_of[entry.name]

@@ -21,17 +21,15 @@ from itertools import chain
 from typing import Any
 
 from ...core.parameter_specs import as_plain
-from ...engine import Engine
-from ...runtime.flat_states import Options
 from ..contents import Contents, StateFacts
+from ..sharded_optimizer import ShardedOptimizer
 from .plan import BucketTensor, WritePlan, permuted_tensors
 
 
 class PlanCache:
     """The last plan of one optimizer on one rank."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self) -> None:
         self._contents: Contents | None = None
         self._found: list[Any] = []  # what the contents were made from
         self._held: list[Any] = []  # the objects whose ids are noted, so that no other object gets one
@@ -41,12 +39,11 @@ class PlanCache:
         self._plan: WritePlan | None = None
         self._sizes = (0, 0)
 
-    def contents(self, groups: list[Options]) -> Contents:
-        """Return what the optimizer holds now. ``groups``: its param groups."""
-        if self._contents is None or self._contents.groups is not groups or self._facts() != self._found:
-            self._contents, self._described, self._plan = Contents(self._engine, groups), None, None
-            module = self._engine.parts.module
-            self._modules = [] if module is None else list(module.modules())
+    def contents(self, parts: ShardedOptimizer) -> Contents:
+        """Return what the optimizer holds now."""
+        if self._contents is None or self._contents.groups is not parts.groups or self._facts() != self._found:
+            self._contents, self._described, self._plan = Contents(parts), None, None
+            self._modules = [] if parts.module is None else list(parts.module.modules())
             self._found = self._facts()
             self._held = self._objects()
         return self._contents
@@ -94,7 +91,7 @@ class PlanCache:
     def _objects(self) -> list[Any]:
         """Return the objects that are compared by identity."""
         assert self._contents is not None
-        storage = self._engine.parts.storage
+        storage = self._contents.storage
         holders = [holder for m in self._modules for holder in (m._parameters, m._buffers, m._modules)]
         return [
             storage.layout,

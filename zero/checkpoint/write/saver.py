@@ -7,33 +7,35 @@ Nothing is written into a checkpoint's files before all ranks have agreed on whe
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import platform
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from collectives import CollectiveError
 
 from ...core.statetree import encode
-from ...engine import Engine
-from ...runtime.flat_states import Options
+from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..format.checksums import BLOCK_BYTES
 from ..format.manifest import FileSums, Manifest
 from ..format.names import STATE_FILE, rank_file
+from ..sharded_optimizer import ShardedOptimizer, parts_of
 from ..user_state import collected, digests, generators
 from .capture import Capture, TreeFile
 from .plan_cache import PlanCache
 from .save_folder import SaveError, SaveFolder
 from .save_thread import Destination, SavePlan, Saving
 from .snapshot import Source
-from .versions import versions
 
 REPORT = "checkpoint {nonce}"  # under which a failed save is reported to the other ranks
 
@@ -47,9 +49,7 @@ class SaveRequest:
         step: the number of the checkpoint.
         state: equal on all ranks; rank_state: this rank's own.
         overwrite: whether a checkpoint that exists is replaced.
-        skip: whether this rank would skip it, since its last save is under way.
         blocking: whether the call waits until it is complete.
-        staging_bytes: of `Snapshot`.
         max_shard_bytes: of a file.
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
@@ -62,9 +62,7 @@ class SaveRequest:
     state: Mapping[str, Any] | None
     rank_state: Mapping[str, Any] | None
     overwrite: bool = False
-    skip: bool = False
     blocking: bool = False
-    staging_bytes: int | None = None
     max_shard_bytes: int = 5 * 10**9
     assets: Mapping[str, bytes] | None = None
     block_bytes: int = BLOCK_BYTES
@@ -75,19 +73,18 @@ class SaveRequest:
 class Saver:
     """Saves one optimizer on one rank."""
 
-    def __init__(self, engine: Engine, groups: Callable[[], list[Options]]) -> None:
-        """``groups``: returns the live param groups."""
-        self._engine, self._groups = engine, groups
-        self._transport = engine.parts.transport
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer = optimizer
+        self._transport = parts_of(optimizer).transport
         self._room: dict[Source, Tensor] = {}
         self._report = ""  # the name of the last save's report
-        self._cache = PlanCache(engine)
+        self._cache = PlanCache()
 
-    def save(self, request: SaveRequest, destination: Destination | None) -> Saving | None:
-        """Agree and begin. Collective. Returns None on every rank if some rank skips.
+    def save(self, request: SaveRequest, destination: Destination | None) -> Saving:
+        """Agree and begin. Collective.
 
         Args:
-            request: what to save; every rank gives the same, but for ``rank_state``, ``skip`` and ``problem``.
+            request: what to save; every rank gives the same, but for ``rank_state`` and ``problem``.
             destination: on rank 0.
 
         Raises:
@@ -97,22 +94,22 @@ class Saver:
         began = time.perf_counter()
         nonce = secrets.token_hex(8)
         own_folder = self._folder(request, nonce)
-        problem = request.problem
+        parts, problem = parts_of(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
         try:
             if problem is not None:
                 raise problem
-            self._engine.check()
-            own = self._collect(request)
-            if destination is not None and not request.skip:
+            parts.check()
+            own = self._collect(request, parts)
+            if destination is not None:
                 disk = _make(destination, own_folder)
         except Exception as error:
             problem = error
         text = None if problem is None else _told(problem)
         message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
         try:
-            told = self._engine.agree_to_save(text, json.dumps(message).encode())
+            told = parts.agree_to_save(text, json.dumps(message).encode())
             found = [json.loads(data) for data in told]
             _compare(found)
         except BaseException:
@@ -121,9 +118,6 @@ class Saver:
                 raise problem from None
             raise
         assert own is not None, "all ranks have agreed"
-        if any(theirs["skip"] for theirs in found):
-            own_folder.remove_rest()
-            return None
         plan: SavePlan | BaseException
         capture = None if found[0]["disk"] else self._capture(own, found)
         try:
@@ -131,7 +125,6 @@ class Saver:
         except BaseException as error:
             plan = error
         self.withdraw()
-        agreement = self._engine.parts.reducer.agreement
         name = self._report = REPORT.format(nonce=found[0]["nonce"])
         saving = Saving(
             request.step,
@@ -139,7 +132,7 @@ class Saver:
             self._transport.rank,
             plan,
             destination,
-            lambda text: agreement.report(name, text),
+            lambda text: parts.report(name, text),
         )
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
@@ -147,16 +140,16 @@ class Saver:
 
     def withdraw(self) -> None:
         """Withdraw the report of the last save: every rank has heard of it. Local."""
-        self._engine.parts.reducer.agreement.report(self._report, None)
+        parts_of(self._optimizer).report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
         rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
         return SaveFolder(request.target, nonce, rank, world_size, timeout, in_parts=request.in_parts)
 
-    def _collect(self, request: SaveRequest) -> _Own:
+    def _collect(self, request: SaveRequest, parts: ShardedOptimizer) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
         rank = self._transport.rank
-        contents = self._cache.contents(self._groups())
+        contents = self._cache.contents(parts)
         state = collected(request.state, "state")
         mine = {"rng": generators(), "rank_state": collected(request.rank_state, "rank_state")}
         tree = TreeFile(rank_file(rank), *encode(mine, "rank_state"))
@@ -170,7 +163,6 @@ class Saver:
                 "the averages": {name: average.n_averaged for name, average in contents.averages.with_values()},
                 "the model": contents.digest,
             },
-            "skip": request.skip,
             "own": tree.plan.nbytes,
             "host": socket.gethostname(),
         }
@@ -195,10 +187,10 @@ class Saver:
         capture.stage(plan)
         for tree in trees:
             capture.add_tree(tree)
-        shared = plan.files.with_options(groups)
+        shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
         chunks = [*plan.chunks(shared), *capture.own_chunks(own_files, request.block_bytes, len(shared))]
-        plain = {**plan.files.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
+        plain = {**plan.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
         heads = {file.path: file.header for file in own_files}
         if rank == 0:
             heads |= {file.path: file.header for file in shared} | plain
@@ -206,7 +198,7 @@ class Saver:
         sizes |= {path: len(data) for path, data in plain.items()}
         sizes |= {rank_file(number): theirs["own"] for number, theirs in enumerate(found)}
         parameters, not_saved = plan.parameters, tuple(contents.not_saved)
-        parts = self._engine.parts
+        parts = contents.parts
         written_by = {
             "nonce": found[0]["nonce"],
             "world_size": self._transport.world_size,
@@ -216,10 +208,10 @@ class Saver:
         }
 
         def manifest(files: Mapping[str, FileSums]) -> Manifest:
-            by = {**written_by, **versions()}
+            by = {**written_by, **_versions()}
             return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, by)
 
-        snapshot = capture.snapshot(chunks, request.staging_bytes)
+        snapshot = capture.snapshot(chunks)
         return SavePlan(
             [file.path for file in [*shared, *own_files]], heads, chunks, sizes, request.block_bytes, snapshot, manifest
         )
@@ -235,6 +227,15 @@ class _Own:
     tree: TreeFile
     of_state: TreeFile
     message: dict[str, Any]
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of this library, of torch and of Python."""
+    try:
+        own = importlib.metadata.version("zero-optimizer")
+    except importlib.metadata.PackageNotFoundError:
+        own = "not installed"
+    return {"zero-optimizer": own, "torch": torch.__version__, "python": platform.python_version()}
 
 
 def _make(destination: Destination, folder: SaveFolder) -> str | None:

@@ -9,8 +9,7 @@ Knows: flat memory by source, which bucket's update will change it, chunks. Does
     the step               before_update(bucket): if a live source of the bucket has bytes that were not taken yet, it
                            is copied now; if a chunk of it is being taken, this waits for that copy alone
 
-So a step never waits for the disk, unless copies would exceed ``staging_bytes``: then it waits until the thread has
-taken the bucket's chunks.
+So a step never waits for the disk.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ class Snapshot:
         staged: Mapping[Source, Tensor],
         live: Mapping[Source, tuple[int, Callable[[], Tensor]]],
         chunks: Sequence[Chunk],
-        staging_bytes: int | None = None,
     ) -> None:
         """Begin a snapshot.
 
@@ -43,7 +41,6 @@ class Snapshot:
             live: by source, the number of the bucket whose update changes it, and a function that returns its bytes,
                 1-D, uint8: a view, or a copy of its own.
             chunks: all that will be taken.
-            staging_bytes: how much an update may copy before it waits; None: no limit.
         """
         self._staged = dict(staged)
         self._live = dict(live)
@@ -53,8 +50,6 @@ class Snapshot:
         self._left: Counter[Source] = Counter()
         for chunk in chunks:
             self._left.update(chunk.sources)
-        self._limit = staging_bytes
-        self._copied = 0
         self._open: dict[Source, Tensor] = {}  # bytes of live sources that the thread uses
         self._taking: frozenset[int] = frozenset()  # buckets of the chunk that is being copied
         self._changed = threading.Condition()
@@ -82,35 +77,17 @@ class Snapshot:
                 for source in sources:
                     if not self._left[source]:
                         self._open.pop(source, None)
-                        self._release(source)
+                        self._staged.pop(source, None)
                 self._changed.notify_all()
 
     def before_update(self, bucket: int) -> None:
         """Keep the bytes of a bucket's live sources that were not taken yet. Called by the thread that steps."""
         with self._changed:
             for source in self._of_bucket.get(bucket, ()):
-                if self._waits(source):
-                    self._keep(source)
-            # Last, because `_keep` may wait, and the thread may begin to take another source of the bucket meanwhile.
+                if not self._over and self._left[source] and source not in self._staged:
+                    memory = self._open.pop(source, None)
+                    self._staged[source] = (self._live[source][1]() if memory is None else memory).clone()
             self._changed.wait_for(lambda: self._over or bucket not in self._taking)
-
-    def _waits(self, source: Source) -> bool:
-        return not self._over and self._left[source] > 0 and source not in self._staged
-
-    def _keep(self, source: Source) -> None:
-        """Copy a live source, or wait until it was taken if copies are at their limit."""
-        memory = self._open.pop(source, None)
-        memory = self._live[source][1]() if memory is None else memory
-        if self._limit is not None and self._copied + memory.numel() > self._limit:
-            self._changed.wait_for(lambda: not self._waits(source))
-            return
-        self._staged[source] = memory.clone()
-        self._copied += memory.numel()
-
-    def _release(self, source: Source) -> None:
-        copy = self._staged.pop(source, None)
-        if copy is not None and source in self._live:
-            self._copied -= copy.numel()
 
     def end(self) -> None:
         """Drop everything: all was written, or the save has failed. Updates wait for nothing any more."""

@@ -1,4 +1,4 @@
-"""`zero checkpoint list | verify | export | import`.
+"""`zero checkpoint list | verify | export`.
 
 Knows: what each command prints, and its exit code. Does not know: formats, or how a conversion works.
 """
@@ -14,9 +14,8 @@ from ...checkpoint.read.reader import Checkpoint
 from ..console import Console
 from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
-from .importing import import_file
 
-__all__ = ["export", "import_", "list_", "verify"]
+__all__ = ["export", "list_", "verify"]
 
 SHOWN = 12  # characters of a hash
 
@@ -79,15 +78,6 @@ def export(path: Path, to: str, out: Path) -> int:
     left_out = EXPORTS[to](checkpoint, out) + ["averages"] * bool(checkpoint.average_names)
     without = f", without {' and '.join(left_out)}" if left_out else ""
     Console().line(f"{path}: written to {out} for {to}{without}")
-    return 0
-
-
-@reports_errors
-def import_(source: Path, out: Path) -> int:
-    """Write a checkpoint from a file of ``torch.save``."""
-    with checking_input(ValueError, TypeError, FileNotFoundError, FileExistsError):
-        content = import_file(source, out)
-    Console().line(f"{source}: written to {out}, content {content[:SHOWN]}")
     return 0
 
 
