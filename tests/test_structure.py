@@ -16,7 +16,6 @@ SEAM = "collectives.backends.gloo"
 MAY_IMPORT_DISTRIBUTED = {
     SEAM,
     "zero.commands.checkpoint.export",
-    "zero.commands.elastic",
     "zero.commands.runner",
     "zero.commands.sweep.baselines",
     "zero.runtime.process_group",

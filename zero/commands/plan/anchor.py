@@ -120,10 +120,9 @@ def _setting(config: TrainConfig, ranks: int, training: Training) -> PlanSetting
         sharding_factor=config.sharding_factor,
         reshard=config.reshard,
         offload="" if config.offload is None else "disk",
-        offload_parameters=config.offload_parameters,
         precision=config.precision,
         optimizer=config.optimizer,
         fused=config.fused,
     )
-    sizes = training.bucket_sizes(found, config.bucket_cap)
+    sizes = training.bucket_sizes(found, config.bucket_cap_mb)
     return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)

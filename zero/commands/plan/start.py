@@ -47,7 +47,6 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
         flags.append("--offload .")
-    flags += ["--offload-parameters"] * setting.offload_parameters
     flags += [
         f"--batch {config.micro} --sequence {config.sequence}",
         f"--micro-batches {micro_batches * cluster.ranks}",
