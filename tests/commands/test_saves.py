@@ -143,7 +143,7 @@ def test_a_broken_checkpoint_is_reported_and_replaced(trained: Train, one_rank: 
     contents = [open_checkpoint(path).content for path in sorted(folder.glob("step-*"))]
     break_one_byte(folder / "step-00000003" / "optimizer" / "optimizer-00001-of-00001.safetensors")
     with pytest.warns(
-        UserWarning, match=r"optimizer-00001-of-00001.safetensors is broken at block 0.*step-00000002 is"
+        RuntimeWarning, match=r"optimizer-00001-of-00001.safetensors is broken at block 0.*step-00000002 is"
     ):
         again = trained(f"--checkpoint={folder}", "--resume=auto", steps=3)
     assert {key: again[key] for key in EQUAL} == {key: one_rank.record[key] for key in EQUAL}
