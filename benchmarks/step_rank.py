@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.commands.train.memory_stats import live_storages, proportional_set_size
+from zero.commands.memory_stats import live_storages, proportional_set_size
 
 from .models import trainable
 from .rank import as_rank

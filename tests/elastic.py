@@ -28,10 +28,10 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from zero.checkpoint.folder.directory import steps_in
-from zero.commands.elastic import RENDEZVOUS
 
 from .resumes import ROOT, Cadence, TrainedRun, command_line, kill, outcome, processes, undisturbed, verified
 
+RENDEZVOUS = "is_host=0,last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=3"  # as in ELASTIC.md
 CADENCE = Cadence(steps=60, micro_batches=7, every=10, more=("--batch=4",))
 MOST = 5  # ranks
 LIMIT = 600.0  # seconds for one run, on a machine that is busy; agents may wait for each other for 300 at the end

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero import ZeroOptimizer
-from zero.commands.train.memory_stats import bytes_by_kind, live_storages, proportional_set_size
+from zero.commands.memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from zero.state.describe import Description
 
 from .pool import GlooPool

@@ -16,7 +16,6 @@ SEAM = "collectives.backends.gloo"
 MAY_IMPORT_DISTRIBUTED = {
     SEAM,
     "zero.commands.checkpoint.export",
-    "zero.commands.elastic",
     "zero.commands.runner",
     "zero.commands.sweep.baselines",
     "zero.runtime.process_group",
@@ -220,7 +219,7 @@ def test_no_algorithm_imports_another() -> None:
 def test_the_library_knows_nothing_of_the_commands() -> None:
     """Except for `zero.verify`, which is a function of the library, and the launcher, which it imports when called."""
     commands = {name for name in TREES if name.startswith("zero.commands.")}
-    verify = {f"zero.commands.verify.{name}" for name in ("verification", "segment", "spec", "bit_diff")}
+    verify = {f"zero.commands.verify.{name}" for name in ("verification", "spec", "bit_diff")}
     assert _reachable("zero", lazy=False) & commands <= verify
     assert _reachable("zero", lazy=True) & commands <= verify | {"zero.commands.runner"}
 

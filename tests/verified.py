@@ -37,13 +37,6 @@ def wrong_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
     return a_little_more(loss) if rank_one_of_two() else loss
 
 
-def counting_its_calls(model: nn.Module, batch: Any) -> Tensor:
-    """Depend on a number that lives in the process, and that no checkpoint has."""
-    calls = getattr(model, "calls", 0) + 1
-    model.calls = calls  # type: ignore[assignment]
-    return odd_loss(model, batch) * calls
-
-
 def fails_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
     if rank_one_of_two():
         raise ArithmeticError("a rank's\nown trouble")

@@ -16,7 +16,7 @@ from zero import ZeroOptimizer
 from zero.checkpoint.read import loader, restorer
 from zero.checkpoint.read.file_reader import FileReader
 from zero.checkpoint.read.parts import PartReader
-from zero.commands.train.memory_stats import live_storages
+from zero.commands.memory_stats import live_storages
 
 from .saved import BLOCK, save_small
 

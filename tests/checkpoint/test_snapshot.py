@@ -24,7 +24,7 @@ from zero import CheckpointManager, MixedPrecision, Offload
 from zero.checkpoint.format.extents import Chunk, Part
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
-from zero.commands.train.memory_stats import live_storages
+from zero.commands.memory_stats import live_storages
 
 from ..pool import GlooPool
 from .saves import PATIENCE, Taker, Training, own_file, small_blocks

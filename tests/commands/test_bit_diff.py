@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
 
-from zero.commands.verify.bit_diff import Difference, first_difference, ulps_between
-from zero.commands.verify.spec import Run
+from zero.commands.verify.bit_diff import Difference, Run, first_difference, ulps_between
 
 
 def from_bits(pattern: int, dtype: torch.dtype) -> Tensor:
@@ -92,7 +93,7 @@ def test_order_in_memory_is_no_difference() -> None:
     [
         ({"cut": torch.zeros(4, 4)}, r"cut is float32 \[4, 3\] in the plain loop and float32 \[4, 4\] here"),
         ({"scalar": torch.zeros((), dtype=torch.bfloat16)}, r"scalar is float32 \[\] .* bfloat16 \[\] here"),
-        ({"more": torch.zeros(1)}, r"more is no parameter of this model in the plain loop and float32 \[1\] here"),
+        ({"more": torch.zeros(1)}, r"more is none in the plain loop and float32 \[1\] here"),
     ],
 )
 def test_another_model_is_told_and_not_compared(change: Mapping[str, Tensor], said: str) -> None:
@@ -120,5 +121,4 @@ def test_a_difference_in_words_and_as_bytes(plain: float, other: float, ulps: in
     assert said in str(difference)
     run = Run(2, 3, 4, 5678, (1,), difference)
     assert str(run) == f"stage 2, 3 ranks: DIFFERS after step 4 on rank 1 alone: {difference}"
-    assert repr(Run.from_json(run.to_json())) == repr(run)
-    assert Difference.from_json(b"") is None
+    assert repr(Run.from_json(json.loads(json.dumps(asdict(run))))) == repr(run)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from collectives import Transport
 from zero import ZeroOptimizer, save
-from zero.commands import cli
+from zero.commands import cli, memory_stats, plots
 from zero.commands.train import command as train
-from zero.commands.train import data, memory_stats, plots, rank
+from zero.commands.train import data
 
-from ..test_errors import linear, on_ranks
+from ..test_errors import linear
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +37,7 @@ def test_the_zero_command_reads_its_flags_with_typer(
 
 WRONG = {
     "zero train": ["train", "--stage=7"],
-    "zero train, a flag without the one that it needs": ["train", "--keep=2"],
+    "zero train, a flag without the one that it needs": ["train", "--checkpoint-every=2"],
     "zero train, a file that is missing": ["train", "--data={}/no"],
     "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
     "zero sweep": ["sweep", "--stage=9"],
@@ -98,15 +96,6 @@ def test_an_error_is_told_where_its_traceback_cannot_be_written(
     assert capsys.readouterr().err == "error: the loss is gone\n"
 
 
-def test_ranks_with_other_text_are_named() -> None:
-    def program(transport: Transport) -> None:
-        corpus: Any = SimpleNamespace(sha256="abc" if transport.rank < 2 else "xyz")
-        rank._agree_on_text(ZeroOptimizer(linear(), process_group=transport), corpus)
-
-    for message in on_ranks(3, program):
-        assert "rank 2 reads other text than rank 0 (SHA-256 xyz and abc)" in message
-
-
 def test_where_there_is_no_library_source_the_error_says_what_to_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +119,6 @@ def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkey
 
 
 def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:
-    assert plots._running_mean([0.0, 3.0, 6.0, 9.0], 3) == [1.5, 3.0, 6.0, 7.5]
+    assert plots._windows([0.0, 3.0, 6.0, 9.0], 3) == [[0.0, 3.0], [0.0, 3.0, 6.0], [3.0, 6.0, 9.0], [6.0, 9.0]]
     plots.draw_loss(tmp_path / "loss.png", "a long run", [float(step) for step in range(60)], 8.0)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""`zero train` while ranks die, leave and come: `tests.elastic` in small, `--elastic`, and the script of ELASTIC.md."""
+"""Ranks die, leave and come under torchrun: `tests.elastic` in small, the script of ELASTIC.md, and signals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,10 +21,11 @@ from collectives import Transport, on_threads
 from zero import StopOnSignal, ZeroOptimizer
 from zero.checkpoint.sharded_optimizer import parts_of
 from zero.commands import cli
+from zero.commands.train.rank import Training
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
 from ..plain import bits
-from ..resumes import Cadence, TrainedRun, command_line, kill, processes, undisturbed
+from ..resumes import Cadence, TrainedRun, undisturbed
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -131,85 +130,6 @@ def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: sig
         assert torch.equal(bits(parameter), bits(trained[name]))
 
 
-# --------------------------------------------------------------------------------------------------- --elastic
-
-
-def elastic(folder: Path, ranks: str) -> subprocess.Popen[str]:
-    flags = [flag for flag in CADENCE.arguments(folder, 1, 2) if not flag.startswith(("--ranks", "--resume"))]
-    command = [sys.executable, "-m", "zero.commands.cli", "train", f"--elastic={ranks}", *flags]
-    temporary = folder / "temporary"
-    temporary.mkdir(exist_ok=True)
-    environment = {**os.environ, "TMPDIR": str(temporary)}
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-
-
-def check_nothing_left(folder: Path) -> None:
-    assert not [pid for pid in processes() if str(folder) in command_line(pid)]
-    assert not list((folder / "temporary").iterdir())
-
-
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT)
-def test_one_command_loses_an_agent_is_stopped_and_goes_on(tmp_path: Path, expected: TrainedRun) -> None:
-    saved = tmp_path / "checkpoints"
-    first = elastic(tmp_path, "2:3")
-    try:
-        while not list(saved.glob("step-*")):
-            assert first.poll() is None, first.communicate()
-        kill(next(pid for pid in processes(first.pid) if "zero.commands.elastic" in command_line(pid)))
-        lines = iter(first.stdout or ())
-        assert any(re.match(r"goes on from step \d+ on 2 ranks", line) for line in lines)
-        first.send_signal(signal.SIGINT)
-        rest = list(lines)
-        assert first.wait() == 128 + signal.SIGTERM, rest
-        assert any(STOPPED.match(line) for line in rest), rest
-        assert rest[-1].startswith("stopped: got SIGINT: the ranks have been asked to save and end"), rest
-        newest = max(int(path.name[5:]) for path in saved.glob("step-*"))
-        second = elastic(tmp_path, "1:2")
-        shown, _ = second.communicate(timeout=LIMIT)
-        assert second.returncode == 0, shown
-        assert f"goes on from step {newest} on 2 ranks" in shown
-    finally:
-        first.kill()
-    check_nothing_left(tmp_path)
-    check_outcome(tmp_path, expected, "--elastic")
-
-
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT)
-@pytest.mark.parametrize(("ranks", "left"), [(2, 1), (1, 0)])
-def test_too_few_ranks_are_an_error_that_says_how_many_are_left(ranks: int, left: int, tmp_path: Path) -> None:
-    """The worker of the agent that is killed ends with it, also if it is the only one."""
-    job = elastic(tmp_path, f"{ranks}:{ranks}")
-    try:
-        while not list((tmp_path / "checkpoints").glob("step-*")):
-            assert job.poll() is None, job.communicate()
-        kill(next(pid for pid in processes(job.pid) if "zero.commands.elastic" in command_line(pid)))
-        shown, _ = job.communicate(timeout=LIMIT)
-    finally:
-        job.kill()
-    assert job.returncode == 1, shown
-    assert f"error: {left} of {ranks} ranks are left, and --elastic asks for {ranks}" in shown
-    assert ("; the last error: rank" in shown) == (left > 0), shown
-    check_nothing_left(tmp_path)
-
-
-def test_a_job_that_restarts_without_checkpoints_is_an_error_that_names_the_flags(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0"), ("TORCHELASTIC_MAX_RESTARTS", "3")):
-        monkeypatch.setenv(name, value)
-    assert cli.main([f"--data={text}", f"--out={tmp_path}"], "train") == 2
-    assert (
-        "--max-restarts=3), and --resume none would lose their steps each time: use --checkpoint"
-        in capsys.readouterr().err
-    )
-    assert cli.main([f"--data={text}", f"--out={tmp_path}", "--elastic=1:2", f"--checkpoint={tmp_path}"], "train") == 2
-    assert "--elastic starts ranks of its own: omit it under torchrun" in capsys.readouterr().err
-
-
 # ----------------------------------------------------------------------------------------------------- a signal
 
 
@@ -291,15 +211,15 @@ def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cadence = Cadence(steps=6, micro_batches=2, every=100, more=("--sequence=24", f"--data={text}"))
-    step = zero.commands.train.loop.Loop._step
+    backwards = Training._backwards
 
-    def ended(self: Any, number: int, *, log: bool) -> None:
-        if number == 3:
+    def ended(self: Training, step: int) -> list[float]:
+        if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        step(self, number, log=log)
+        return backwards(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(zero.commands.train.loop.Loop, "_step", ended)
+        patch.setattr(Training, "_backwards", ended)
         assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 128 + signal.SIGTERM
     assert "stopped: rank 0 got SIGTERM: all ranks have saved step 4 and end" in capsys.readouterr().err
     assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 0

@@ -215,7 +215,7 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         found = given[-1]
         assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
         assert found.stage == changes.get("stage", 3)
-        assert found.bucket_cap == changes.get("bucket_bytes", 25 * MIB) / MIB
+        assert found.bucket_cap_mb == changes.get("bucket_bytes", 25 * MIB) / MIB
         assert found.sharding_factor == changes.get("sharding_factor")
         assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
         assert (found.offload is not None) is ("offload" in changes)

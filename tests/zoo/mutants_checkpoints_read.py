@@ -254,7 +254,7 @@ MUTANTS = (
         "A run that was resumed takes the data of the first steps again.",
         (
             Edit(
-                "zero.commands.train.loop.Loop._accumulate",
+                "zero.commands.train.rank.Training._backwards",
                 "micro_batch(config.seed, step, index,",
                 "micro_batch(config.seed, len(self.step_ms), index,",
             ),

@@ -39,9 +39,9 @@ MUTANTS = (
         "A rank that is asked to end does so without a save.",
         (
             Edit(
-                "zero.commands.train.loop.Loop._save",
-                "if why is not None or self._saves.due(steps):",
-                "if self._saves.due(steps):",
+                "zero.commands.train.saves.Saves.after_step",
+                "if why is not None or step == last",
+                "if step == last",
             ),
         ),
         (f"{ELASTIC}::test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on",),

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from .console import INSTALL_HINT
+from .flags import flags_of
 from .plan.settings import PlanConfig
 from .runner import WRONG_INPUT, checking_input, fail, reports_errors
-from .train.settings import SweepConfig, TrainConfig, flags_of
+from .train.settings import SweepConfig, TrainConfig
 
 __all__ = ["main"]
 
@@ -101,7 +102,7 @@ def _command(config: type[Any], run: Callable[[Any], int]) -> Any:
 
     return _with_parameters(
         command,
-        {flag.name: Annotated[flag.type, typer.Option(*flag.options, help=flag.help)] for flag in flags_of(config)},
+        {flag.name: Annotated[flag.type, typer.Option(help=flag.help)] for flag in flags_of(config)},
         {flag.name: flag.default for flag in flags_of(config)},
     )
 

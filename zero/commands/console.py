@@ -6,26 +6,10 @@ Knows: rich, and what it prints on a terminal and in a file. Does not know: trai
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-__all__ = ["INSTALL_HINT", "Console", "StepStats", "megabytes"]
+__all__ = ["INSTALL_HINT", "Console", "megabytes"]
 
 INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """Progress of a run: steps done, mean loss in nats, tokens per second of all ranks, live bytes of rank 0."""
-
-    step: int
-    loss: float
-    tokens_per_second: float
-    rank_bytes: int
-
-    def __str__(self) -> str:
-        return (
-            f"loss {self.loss:.3f}  {self.tokens_per_second:,.0f} tokens/s  {megabytes(self.rank_bytes)} held by a rank"
-        )
 
 
 def megabytes(size: int) -> str:
@@ -58,12 +42,13 @@ class Console:
         self._task = self._bar.add_task("starting", total=steps)
         self._bar.start()
 
-    def advance(self, stats: StepStats) -> None:
-        self._bar.update(self._task, completed=stats.step, description=str(stats))
-        tenths = stats.step * 10 // self._steps
+    def advance(self, step: int, text: str) -> None:
+        """Show that so many steps are done, and a text about the last one."""
+        self._bar.update(self._task, completed=step, description=text)
+        tenths = step * 10 // self._steps
         if self._bar.disable and tenths > self._tenths:
             self._tenths = tenths
-            self.line(f"step {stats.step}/{self._steps}  {stats}")
+            self.line(f"step {step}/{self._steps}  {text}")
 
     def finish(self) -> None:
         self._bar.stop()

@@ -57,7 +57,6 @@ __all__ = [
     "record_error",
     "reports_errors",
     "run_rank",
-    "silence_agent",
     "started_by_us",
     "under_launcher",
 ]
@@ -98,7 +97,7 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
     Raises RankError for the rank that failed first (the others are stopped), StoppedError if all ranks raised that,
     KeyboardInterrupt when interrupted.
     """
-    silence_agent()
+    _silence_agent()
     with tempfile.TemporaryDirectory(prefix="zero-launch-") as errors:  # elastic's own folder would stay
         config = LaunchConfig(
             min_nodes=1,
@@ -113,7 +112,7 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
             logs_specs=DefaultLogsSpecs(log_dir=errors),
         )
         try:
-            elastic_launch(config, sys.executable)("-m", module, json.dumps(settings))
+            elastic_launch(config, sys.executable)("-m", module, json.dumps(settings, default=str))
         except ChildFailedError as error:
             first = _first_failure(error.failures)
             ends = {failure.exitcode for failure in error.failures.values()}
@@ -123,7 +122,7 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
             raise KeyboardInterrupt from None
 
 
-def silence_agent() -> None:
+def _silence_agent() -> None:
     """Switch off the agent's log: it has a page for each failed rank, of which RankError holds the facts."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False

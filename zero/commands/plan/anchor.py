@@ -124,5 +124,5 @@ def _setting(config: TrainConfig, ranks: int, training: Training) -> PlanSetting
         optimizer=config.optimizer,
         fused=config.fused,
     )
-    sizes = training.bucket_sizes(found, config.bucket_cap)
+    sizes = training.bucket_sizes(found, config.bucket_cap_mb)
     return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)

@@ -17,8 +17,8 @@ from ...planning.hardware import Cluster, presets, read_hardware
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from ...planning.setting import PlanSetting
 from ..console import INSTALL_HINT, Console
+from ..plots import can_draw
 from ..runner import check_output, checking_input, fail, reports_errors
-from ..train.plots import can_draw
 from .anchor import anchored
 from .findings import Findings
 from .inputs import Asked, asked_of, training_of

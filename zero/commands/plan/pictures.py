@@ -1,6 +1,6 @@
 """The pictures of a plan: plan.png, memory against time, and plan-scale.png, more and more ranks.
 
-Knows: what is drawn. Does not know: how (`zero.commands.train.plots`).
+Knows: what is drawn. Does not know: how (`zero.commands.plots`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ...core.layout import DEFAULT_CAP_MB, MIB
 from ...planning.choose import frontier, name_of
 from ...planning.plan import usable_bytes
 from ...planning.setting import PlanSetting
-from ..train.plots import Curve, Dot, draw_curves, draw_sweep
+from ..plots import Curve, Dot, draw_curves, draw_sweep
 from .findings import Findings
 
 __all__ = ["draw_choices", "draw_scale"]

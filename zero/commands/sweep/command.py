@@ -18,6 +18,7 @@ import torch
 
 from ...core.stage import STAGES, Placement
 from ..console import INSTALL_HINT, Console, megabytes
+from ..plots import Dot, can_draw, draw_sweep
 from ..runner import (
     RankError,
     cannot_write,
@@ -29,7 +30,6 @@ from ..runner import (
     one_line,
     reports_errors,
 )
-from ..train.plots import Dot, can_draw, draw_sweep
 from ..train.settings import SweepConfig
 from .baselines import baselines
 from .rank import RankResult, RunSpec, result_path

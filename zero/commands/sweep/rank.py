@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ... import Offload, ZeroOptimizer
+from ..memory_stats import proportional_set_size
 from ..runner import barrier, process_group, run_rank
 from ..train.data import Corpus, load_corpus
-from ..train.memory_stats import parameters_sha256, proportional_set_size
-from ..train.model import build_model, loss_fn
+from ..train.model import build_model, loss_fn, parameters_sha256
 from .baselines import baselines
 
 __all__ = ["RankResult", "RunSpec", "result_path", "work"]

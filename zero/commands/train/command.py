@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from ...checkpoint.folder.directory import LockedDirectory
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
-from ..elastic import launch_elastic
 from ..runner import (
     StoppedError,
     check_output,
@@ -26,35 +22,29 @@ from ..runner import (
 )
 from .data import load_corpus
 from .model import build_model
-from .rank import make_optimizer, optimizer_arguments, work
+from .optimizer import make_optimizer
+from .rank import work
 from .saves import check_resume
 from .settings import TrainConfig
 
 __all__ = ["run"]
 
 DEFAULT_RANKS = 2
-RANK = "zero.commands.train.rank"
 TRACEBACK = "error.txt"
 
 
 @reports_errors
 def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
-    elastic = config.elastic_ranks
-    if elastic is not None:
-        config = replace(config, resume="auto")
     with checking_input():
-        worlds = [_world_size(config)] if elastic is None else elastic
-        _check(config, worlds)
-    if elastic is not None and config.checkpoint is not None:
-        LockedDirectory(config.checkpoint, "").close()  # raises if another run has it, once instead of in each rank
+        world = _world_size(config)
+        _check(config, world)
     try:
-        if elastic is not None:
-            launch_elastic(RANK, replace(config, elastic=None).to_json(), elastic[0], elastic[-1])
-        elif "WORLD_SIZE" in os.environ or worlds[0] == 1:
+        if "WORLD_SIZE" in os.environ or world == 1:
             work(config)
         else:
-            launch_ranks(RANK, config.to_json(), worlds[0], 5 if config.checkpoint is None else 30)
+            patience = 5 if config.checkpoint is None else 30
+            launch_ranks("zero.commands.train.rank", vars(config), world, patience)
     except StoppedError as stopped:
         return stopped.report()
     except Exception as error:
@@ -75,47 +65,27 @@ def _world_size(config: TrainConfig) -> int:
     return int(started)
 
 
-def _check(config: TrainConfig, worlds: Sequence[int]) -> None:
-    """Raise an error for bad settings before any process is started or any step is taken. ``worlds``: the numbers of
-    ranks that there may be."""
-    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
-    if config.elastic is not None and "WORLD_SIZE" in os.environ:
-        raise ValueError(
-            "--elastic starts ranks of its own: omit it under torchrun, whose --nnodes MIN:MAX does the same"
-        )
-    if restarts and config.resume != "auto":
-        raise ValueError(
-            f"the launcher restarts ranks that fail (--max-restarts={restarts}), and --resume {config.resume} would "
-            "lose their steps each time: use --checkpoint FOLDER --checkpoint-every STEPS --resume auto, or omit "
-            "--max-restarts"
-        )
+def _check(config: TrainConfig, world: int) -> None:
+    """Raise an error for bad settings before any process is started or any step is taken."""
     stage = stage_of(config.stage)
-    for world in worlds:
-        check_sharding_factor(config.sharding_factor, world, stage)
-        check_reshard(config.reshard, config.sharding_factor or world, stage)
-    optimizer_arguments(config)
+    check_sharding_factor(config.sharding_factor, world, stage)
+    check_reshard(config.reshard, config.sharding_factor or world, stage)
     check_resume(config, load_corpus(config.data, config.sequence).sha256)
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
         if config.checkpoint is not None:
             check_output(config.checkpoint, flag="--checkpoint")
-    if "WORLD_SIZE" not in os.environ:
-        _dry_run(config)
-
-
-def _dry_run(config: TrainConfig) -> None:
-    """Let the library check its own arguments (stage, optimizer, collective) on a throw-away model."""
-    make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
+    if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model
+        make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
 
 
 def _save_traceback(error: Exception, out: Path) -> str:
-    """Write the traceback, that of the rank that failed if there is one, below `out`. Return words that say so."""
-    path = out / TRACEBACK
-    trace = getattr(error, "trace", None)
-    if trace == "" or under_launcher():
+    """Write the traceback, that of the rank that failed if there is one, below ``out``. Return words that say so."""
+    trace = getattr(error, "trace", "".join(traceback.format_exception(error)))
+    if not trace or under_launcher():
         return ""
     try:
-        path.write_text("".join(traceback.format_exception(error)) if trace is None else trace)
+        (out / TRACEBACK).write_text(trace)
     except OSError:
         return ""
-    return f" (traceback in {path})"
+    return f" (traceback in {out / TRACEBACK})"

@@ -42,10 +42,6 @@ class Corpus:
     validation: Tensor
     sha256: str
 
-    def summary(self) -> dict[str, str | int]:
-        """Return the source, the size and the hash of the text, for the record."""
-        return {"source": self.source, "bytes": len(self.train) + len(self.validation), "sha256": self.sha256}
-
     def micro_batch(self, seed: int, step: int, index: int, batch: int, sequence: int) -> Batch:
         """Micro-batch `index` of global step `step`: `batch` windows from random places of the training text."""
         last = len(self.train) - sequence

@@ -1,12 +1,13 @@
 """The model that `zero train` trains: a byte-level GPT.
 
-Knows: the shape of the network, its presets, its initial weights (a pure function of the shape and a seed) and
-how to sample text from it. Does not know: data, optimizers, ranks. It is an ordinary module, with tied weights and
+Knows: the shape of the network, its presets, its initial weights (a pure function of the shape and a seed), and the
+hash of its parameters. Does not know: data, optimizers, ranks. It is an ordinary module, with tied weights and
 with biases and norms of a few elements. It has no dropout, so a step is a pure function of weights and data.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "PRESETS", "Shape", "build", "build_model", "generate", "loss_fn"]
+__all__ = ["GPT", "PRESETS", "Shape", "build", "build_model", "loss_fn", "parameters_sha256"]
 
 VOCABULARY: Final = 256
 INIT_STD: Final = 0.02
@@ -145,13 +146,10 @@ def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-@torch.no_grad()
-def generate(model: GPT, prompt: bytes, length: int, seed: int, temperature: float = 0.8) -> bytes:
-    """Sample `length` bytes that continue `prompt` (at least one byte); a pure function of the arguments."""
-    generator = torch.Generator().manual_seed(seed)
-    text = list(prompt)
-    for _ in range(length):
-        context = torch.tensor([text[-model.sequence :]])
-        odds = (model(context)[0, -1].float() / temperature).softmax(-1)
-        text.append(int(torch.multinomial(odds, 1, generator=generator)))
-    return bytes(text[len(prompt) :])
+def parameters_sha256(model: nn.Module) -> str:
+    """SHA-256 of the whole parameters: fp32, little-endian, contiguous, in order of registration, ties once."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        values = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+        digest.update(values.astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()

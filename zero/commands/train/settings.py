@@ -8,14 +8,16 @@ as JSON.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal
 
-__all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of", "option_of"]
+from ..flags import require
 
+__all__ = ["SweepConfig", "TrainConfig"]
 
-_ELASTIC = "MIN:MAX, two numbers of ranks with 1 <= MIN <= MAX"
+Preset = Literal["tiny", "small", "medium"]
+Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +33,14 @@ class TrainConfig:
     ] = "true"
     offload: Annotated[Path | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
-    elastic: Annotated[
-        str | None,
-        "MIN:MAX: start MAX ranks, and go on from --checkpoint while MIN of them are left; resumes by itself",
-    ] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128
-    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
-    precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
-    ] = "fp32"
+    preset: Annotated[Preset, "size of the model"] = "small"
+    precision: Annotated[Precision, "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"] = (
+        "fp32"
+    )
     optimizer: Annotated[
         str, "a class of torch.optim in lower case: adamw, sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
     ] = "adamw"
@@ -50,49 +48,33 @@ class TrainConfig:
     clip: Annotated[float | None, "bound of the global gradient norm; no clipping when omitted"] = None
     lr: Annotated[float, "learning rate"] = 1e-3
     weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
-    seed: Annotated[int, "seed of the weights, of the choice of data and of the sample"] = 0
+    seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
     threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
-    bucket_cap_mb: Annotated[
-        str, "size of a bucket in MiB; auto: 25, or a unit if that is larger and 64 ranks or more share a copy"
-    ] = "25"
+    bucket_cap_mb: Annotated[float, "size of a bucket in MiB"] = 25.0
     collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
     checkpoint: Annotated[Path | None, "folder of checkpoints; one is saved after the last step"] = None
     checkpoint_every: Annotated[
         int | None, "with --checkpoint: save one after every so many steps, too; after the last alone when omitted"
     ] = None
-    keep: Annotated[int | None, "with --checkpoint: how many of the newest are kept; all when omitted"] = None
     resume: Annotated[
-        str, "none: start anew; auto: go on from the newest whole one in --checkpoint, if any; or a checkpoint's path"
+        Literal["none", "auto"], "none: start anew; auto: go on from the newest whole one in --checkpoint, if any"
     ] = "none"
-    no_async: Annotated[bool, "with --checkpoint: wait for the disk at each save, instead of writing in a thread"] = (
-        False
-    )
-    out: Annotated[Path, "folder for run.json, loss.png, memory.png, and with --checkpoint steps.png"] = Path(
-        "zero-train"
-    )
+    out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every", "keep"):
+        for name in ("ranks", "steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "at least 1")
-        of_checkpoints = {option_of(name): getattr(self, name) for name in ("checkpoint_every", "keep", "no_async")}
-        of_checkpoints |= {"--resume auto": self.resume == "auto", "--elastic": self.elastic}
-        for flag, given in of_checkpoints.items():
-            _need(flag, "--checkpoint DIR", self.checkpoint is not None or not given)
+            require(value is None or value >= 1, name, value, "at least 1")
+        for flag, given in (("--checkpoint-every", self.checkpoint_every), ("--resume auto", self.resume == "auto")):
+            if given and self.checkpoint is None:
+                raise ValueError(f"{flag} needs --checkpoint DIR")
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
-        _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
-        _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")
-        _require(self.elastic is None or self.elastic_ranks is not None, "elastic", self.elastic, _ELASTIC)
-        _require(self.elastic is None or self.ranks is None, "ranks", self.ranks, "omitted with --elastic")
-        known = self.elastic is None or self.resume in ("none", "auto")
-        _require(known, "resume", self.resume, "omitted with --elastic, which goes on from --checkpoint")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
-        _require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
-        sized = self.bucket_cap_mb == "auto" or 0 < _number(self.bucket_cap_mb) < math.inf
-        _require(sized, "bucket_cap_mb", self.bucket_cap_mb, "auto, or MiB above 0 and finite")
-        _require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
-        _require_choices(self, "preset", "precision")
+        require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
+        require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
+        require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
+        require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
 
     @property
     def reshard(self) -> bool | int:
@@ -100,30 +82,11 @@ class TrainConfig:
         text = self.reshard_after_forward
         return text == "true" if text in ("true", "false") else int(text)
 
-    @property
-    def elastic_ranks(self) -> range | None:
-        """The numbers of ranks that ``--elastic`` allows; None if it is omitted, or is not MIN:MAX."""
-        least, _, most = (self.elastic or "").partition(":")
-        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
-            return None
-        return range(int(least), int(most) + 1)
-
-    @property
-    def bucket_cap(self) -> float | Literal["auto"]:
-        """The argument ``bucket_cap_mb`` of `ZeroOptimizer`."""
-        return "auto" if self.bucket_cap_mb == "auto" else _number(self.bucket_cap_mb)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as values of JSON's types."""
-        return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """Build the configuration from the values of `to_json`."""
-        paths = {
-            name: Path(values[name]) for name in ("offload", "data", "checkpoint", "out") if values[name] is not None
-        }
-        return cls(**{**values, **paths})
+        """Build the configuration from its fields, of which paths may be text, as JSON has them."""
+        paths = [name for name in ("offload", "data", "checkpoint", "out") if values[name] is not None]
+        return cls(**{**values, **{name: Path(values[name]) for name in paths}})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,61 +110,8 @@ class SweepConfig:
 
     def __post_init__(self) -> None:
         for name in ("ranks", "rounds", "steps", "batch", "sequence", "threads"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
-        _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
+        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
+        require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
         for number in self.stage or ():
-            _require(number in range(4), "stage", number, "from 0 to 3")
-        _require_choices(self, "preset")
-
-
-def _number(text: str) -> float:
-    """Return the number that a text is; NaN if it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def _require(holds: bool, name: str, value: object, expected: str) -> None:
-    if not holds:
-        raise ValueError(f"{option_of(name)} is {value}: it must be {expected}")
-
-
-def _need(flag: str, other: str, there: bool) -> None:
-    if not there:
-        raise ValueError(f"{flag} needs {other}")
-
-
-def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        choices = next(get_args(flag.type) for flag in flags_of(type(config)) if flag.name == name)
-        _require(value in choices, name, value, f"one of {', '.join(choices)}")
-
-
-def option_of(name: str) -> str:
-    """Return the flag of a field."""
-    return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Flag:
-    """One field of a configuration, as a command line needs it."""
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """The flags, if typer should not make them of the name: one that says no has no opposite."""
-        return (option_of(self.name),) if self.name.startswith("no_") else ()
-
-
-def flags_of(config: type[Any]) -> list[Flag]:
-    """The flags of a command, in the order of the fields of its configuration."""
-    hints = get_type_hints(config, include_extras=True)
-    parts = {item.name: get_args(hints[item.name]) for item in fields(config)}
-    return [Flag(item.name, parts[item.name][0], item.default, parts[item.name][1]) for item in fields(config)]
+            require(number in range(4), "stage", number, "from 0 to 3")

@@ -1,22 +1,22 @@
-"""Finds the first bit in which two sets of parameters differ, and the distance of the two values.
+"""The comparison of two sets of parameters: the first bit that differs, and the distance of the two values.
 
-Knows: named tensors. Does not know: their origin. Elements are counted in the order of their index, whatever their
-order in memory.
+Knows: named tensors, and what a run compared. Does not know: where they come from. Elements are counted in the order of
+their index, whatever their order in memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.bits import INTEGERS
 
-__all__ = ["Difference", "first_difference", "ulps_between"]
+__all__ = ["Difference", "Run", "first_difference", "ulps_between"]
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,10 @@ class Difference:
         values = f"{self.plain:.{digits}g} in the plain loop and {self.other:.{digits}g} here"
         return f"{place} is {values} ({self._distance()}); {self.count:,} of {self.numel:,} elements differ"
 
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
     @staticmethod
-    def from_json(data: bytes) -> Difference | None:
-        """Decode the bytes of `to_json`; None if they are empty."""
-        found = json.loads(data or b"null")
-        return None if found is None else Difference(**{**found, "index": tuple(found["index"])})
+    def from_json(values: dict[str, Any] | None) -> Difference | None:
+        """Return the difference whose fields these are, as JSON has them; None if there are none."""
+        return None if values is None else Difference(**{**values, "index": tuple(values["index"])})
 
     def _distance(self) -> str:
         if self.ulps is None:
@@ -58,6 +54,47 @@ class Difference:
         if self.ulps == 0:
             return "zeros of different sign"
         return f"{self.ulps:,} ulp{'s' if self.ulps > 1 else ''} apart"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run compared with the plain loop: a stage on ``world_size`` ranks, or the plain loop again (``stage`` None).
+
+    ``difference``: that of the first of ``ranks``, after ``step`` (0: as built), where the run ended; if it is None,
+    ``step`` is the last one. ``numel``: elements of all parameters.
+    """
+
+    stage: int | None
+    world_size: int
+    step: int
+    numel: int
+    ranks: tuple[int, ...]
+    difference: Difference | None
+    several_backwards: bool = False  # `loss_fn` ran a backward itself, in the plain loop
+
+    @property
+    def ok(self) -> bool:
+        """Whether no bit differed."""
+        return self.difference is None
+
+    def __str__(self) -> str:
+        name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
+        name = "the plain loop, again" if self.stage is None else name
+        if self.difference is None:
+            return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
+        when = f"after step {self.step}" if self.step else "as built, before any step"
+        where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
+        return f"{name}: DIFFERS {when}{where}: {self.difference}"
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Run:
+        """Return the run whose fields these are, as JSON has them."""
+        difference = Difference.from_json(values["difference"])
+        return Run(**{**values, "ranks": tuple(values["ranks"]), "difference": difference})
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
@@ -92,15 +129,16 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def _check_same_kind(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    kinds = [
-        {name: f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors.items()}
-        for tensors in (plain, other)
-    ]
     for name in [*plain, *other]:
-        theirs, ours = (kind.get(name, "no parameter of this model") for kind in kinds)
-        if ours != theirs:
+        kinds = [
+            f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
+            if name in tensors
+            else "none"
+            for tensors in (plain, other)
+        ]
+        if kinds[0] != kinds[1]:
             raise ValueError(
-                f"{name} is {theirs} in the plain loop and {ours} here: build_model() must build one model"
+                f"{name} is {kinds[0]} in the plain loop and {kinds[1]} here: build_model() must build one model"
             )
 
 

@@ -5,13 +5,12 @@ Knows: how to find the function. Does not know: what is verified.
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import os
 import sys
 from typing import Any
 
 from ..runner import check_alone, checking_input, reports_errors
+from .spec import resolve
 from .verification import verify
 
 __all__ = ["run"]
@@ -30,24 +29,12 @@ def run(function: str) -> int:
 
 def _arguments(text: str) -> dict[str, Any]:
     """Import and call the function. Return the arguments of `verify`."""
-    module, _, name = text.partition(":")
-    if not module or not name:
+    if not all(text.partition(":")):
         raise ValueError(f"{text!r} must be MODULE:FUNCTION, as in `zero verify my_model:arguments`")
     try:
-        found = importlib.import_module(module)
+        arguments = resolve(text)()
     except (Exception, SystemExit) as error:
-        raise ValueError(f"cannot import {module} from {os.getcwd()}: {type(error).__name__}: {error}") from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"{found!r} has no function {name!r}")
-    try:
-        arguments = function()
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{text}() failed: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{text}() failed in {os.getcwd()}: {type(error).__name__}: {error}") from error
     if not isinstance(arguments, dict):
         raise TypeError(f"{text}() must return a dict of zero.verify's arguments, not {type(arguments).__name__}")
-    try:
-        inspect.signature(verify).bind(**arguments)
-    except TypeError as error:
-        raise TypeError(f"{text}() must return a dict of zero.verify's arguments: {error}") from error
     return arguments

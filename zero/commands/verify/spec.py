@@ -1,7 +1,7 @@
-"""The arguments of `zero.verify` as one file for its processes, with functions by name, and the results of a run.
+"""The arguments of `zero.verify` as one file for its processes, with functions by name.
 
-Knows: which arguments are valid, how another process finds a function, what a run returns. Does not know: processes,
-loops. Nothing is unpickled: the file is read with `weights_only=True`, functions are imported.
+Knows: which arguments are valid, how another process finds a function. Does not know: processes, loops. Nothing is
+unpickled: the file is read with `weights_only=True`, functions are imported.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
-import json
 import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
@@ -24,9 +23,8 @@ import torch
 
 from ...config import MixedPrecision
 from ...step.clip import check_norm_arguments
-from .bit_diff import Difference
 
-__all__ = ["RESULTS", "Run", "VerifySpec", "as_batches", "plain_data", "reference", "resolve"]
+__all__ = ["RESULTS", "VerifySpec", "as_batches", "plain_data", "reference", "resolve"]
 
 FILE = "spec.pt"
 RESULTS = "runs.jsonl"
@@ -49,10 +47,10 @@ class VerifySpec:
     max_norm: float | None
     bucket_cap_mb: float
     mixed_precision: dict[str, Any] | None
-    elastic: bool
     threads: int
     timeout: float
     path: list[str]
+    quiet: bool
 
     def __post_init__(self) -> None:
         if not 0 < self.timeout < math.inf:
@@ -68,14 +66,17 @@ class VerifySpec:
 
     def steps(self, count: int) -> int:
         """Return the number of steps of ``count`` micro-batches. Raises ValueError if they fill no whole steps."""
-        size = self.micro_batches
-        if count == 0 or count % size:
-            below = count // size * size
+        if count == 0 or count % self.micro_batches:
             raise ValueError(
-                f"batches has {count} micro-batches, and a step takes {size} of them: give "
-                f"{f'{below} or {below + size}' if below else size}, or set micro_batches"
+                f"batches has {count} micro-batches, and a step takes {self.micro_batches} of them: give a multiple of "
+                "that, or set micro_batches"
             )
-        return count // size
+        return count // self.micro_batches
+
+    def tell(self, text: str) -> None:
+        """Print a line, unless the user wants none."""
+        if not self.quiet:
+            print(text, flush=True)
 
     def save(self, folder: Path) -> None:
         torch.save(vars(self), folder / FILE)
@@ -85,57 +86,11 @@ class VerifySpec:
         return VerifySpec(**torch.load(folder / FILE, weights_only=True))
 
 
-@dataclass(frozen=True)
-class Run:
-    """One run compared with the plain loop: a stage on ``world_size`` ranks, or the plain loop again (``stage`` None).
-
-    ``difference``: that of the first of ``ranks``, after ``step`` (0: as built), where the run ended; if it is None,
-    ``step`` is the last one. ``numel``: elements of all parameters.
-    """
-
-    stage: int | None
-    world_size: int
-    step: int
-    numel: int
-    ranks: tuple[int, ...]
-    difference: Difference | None
-    several_backwards: bool = False  # `loss_fn` ran a backward itself, in the plain loop
-    sizes: tuple[int, ...] = ()  # of an elastic run: the numbers of ranks, one after the other
-
-    @property
-    def ok(self) -> bool:
-        """Whether no bit differed."""
-        return self.difference is None
-
-    def __str__(self) -> str:
-        name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
-        name = "the plain loop, again" if self.stage is None else name
-        if self.sizes:
-            kills = _counted(len(self.sizes) - 1, "kill")
-            name = f"stage {self.stage}, elastic, {' -> '.join(map(str, self.sizes))} ranks, {kills}"
-        if self.difference is None:
-            return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
-        when = f"after step {self.step}" if self.step else "as built, before any step"
-        where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
-        return f"{name}: DIFFERS {when}{where}: {self.difference}"
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def from_json(data: bytes) -> Run:
-        found = json.loads(data)
-        difference = Difference.from_json(json.dumps(found["difference"]).encode())
-        lists = {name: tuple(found[name]) for name in ("ranks", "sizes")}
-        return Run(**{**found, **lists, "difference": difference})
-
-
 def as_batches(batches: Any) -> list[Any]:
     """Return the micro-batches as a list. Raises TypeError if they are no finite collection."""
     if not hasattr(batches, "__iter__") or not hasattr(batches, "__len__") or isinstance(batches, (str, Mapping)):
-        raise TypeError(
-            f"batches must be a sequence of micro-batches, or a function that returns one, not {_kind(batches)}"
-        )
+        kind = type(batches).__name__
+        raise TypeError(f"batches must be a sequence of micro-batches, or a function that returns one, not {kind}")
     return list(batches)
 
 
@@ -161,35 +116,30 @@ def reference(function: Any, name: str) -> str:
         TypeError: it cannot be found by name.
     """
     if not callable(function):
-        raise TypeError(f"{name} must be a function or a class, not {_kind(function)}")
-    qualified, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None)
-    where = _where(module, name) if module in sys.modules else ""
+        raise TypeError(f"{name} must be a function or a class, not {function!r}")
+    qualified, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
     try:
-        found = _named(sys.modules[module or ""], qualified)
+        where, found = _where(module), _named(sys.modules[module], qualified)
     except (KeyError, AttributeError):
-        found = None
-    if found is not function:
-        what = qualified or repr(function)
+        where, found = "", None
+    if not where or found is not function:
         raise TypeError(
-            f"{name} is {what}, which other processes cannot import by name: define it with def or class at the top "
-            "level of a module (a lambda, a function inside a function or a partial has no such name)"
+            f"{name} is {qualified or repr(function)}, which other processes cannot import by name: define it with def "
+            "or class at the top level of a module or a script (a lambda, a function inside a function, a partial or "
+            "what was typed into an interactive session has no such name)"
         )
     return f"{where}:{qualified}"
 
 
-def _where(module: str | None, name: str) -> str:
-    """Return the name of the module, or the path of the script if it is the main module."""
-    if module != "__main__":
-        return str(module)
+def _where(module: str) -> str:
+    """Return the name of the module, or the path of the script if it is the main module; "" if that has no file."""
     main = sys.modules["__main__"]
+    if module != "__main__":
+        return module
     if main.__spec__ is not None:
         return main.__spec__.name
     path = getattr(main, "__file__", None)
-    if path is None or not Path(path).is_file():
-        raise TypeError(
-            f"{name} was typed into an interactive session, where other processes cannot import it: save it in a file"
-        )
-    return str(Path(path).resolve())
+    return "" if path is None or not Path(path).is_file() else str(Path(path).resolve())
 
 
 def resolve(text: str) -> Any:
@@ -212,11 +162,3 @@ def _script(path: str) -> ModuleType:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     return sys.modules[name]
-
-
-def _kind(value: Any) -> str:
-    return f"{value!r}" if isinstance(value, (str, int, float, type(None))) else f"of type {type(value).__name__}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -6,14 +6,13 @@ ranks. Does not know: what the processes do (`ranks`), or how they get their arg
 
 from __future__ import annotations
 
+import json
 import math
 import operator
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from torch import Tensor, nn
 from ...config import MixedPrecision
 from ...optimizer import ZeroOptimizer
 from ...step.arguments import check_class
-from .segment import Segment, elastic_plan
-from .spec import RESULTS, Run, VerifySpec, as_batches, plain_data, reference
+from .bit_diff import Run
+from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
 
 __all__ = ["Verification", "verify"]
 
@@ -91,7 +90,6 @@ def verify(
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     bucket_cap_mb: float = 25.0,
     mixed_precision: MixedPrecision | None = None,
-    elastic: bool = False,
     threads: int = 1,
     timeout: float = 300.0,
     quiet: bool = False,
@@ -124,9 +122,6 @@ def verify(
         param_groups: returns the param groups of a model, of which each may have its own ``optimizer_class``. Default:
             all parameters in one.
         mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
-        elastic: then train each stage once more, with a checkpoint after each step. At most three times a rank is
-            killed, in steps drawn from a fixed seed, and the run continues on another number of ranks, at most
-            ``max(world_sizes)``.
         threads: intra-op threads of a process; their number changes bits.
         timeout: seconds that building the model, a micro-batch or an update may take.
         quiet: print nothing.
@@ -159,21 +154,20 @@ def verify(
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
         mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
-        elastic=elastic,
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         path=[os.path.abspath(entry) for entry in sys.path],
+        quiet=quiet,
     )
-    emit: Callable[[str], None] = (lambda _: None) if quiet else _print_line
     listed = {
         "stages": stage_numbers,
         "ranks": sorted(sizes, reverse=True),
         "micro-batches a step": [spec.micro_batches],
     }
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
-    emit(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
-    found = _run(spec, emit)
-    emit(found.conclusion)
+    spec.tell(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
+    found = _run(spec)
+    spec.tell(found.conclusion)
     return found
 
 
@@ -213,77 +207,32 @@ def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], 
         ) from error
 
 
-def _run(spec: VerifySpec, emit: Callable[[str], None]) -> Verification:
-    """Run the plain loops and, if they agree, the stages. Each run is printed as it ends."""
+def _run(spec: VerifySpec) -> Verification:
+    """Run the plain loops and, if they agree, the stages. The processes print each run as it ends."""
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         folder = Path(name)
         spec.save(folder)
         results = folder / RESULTS
         results.touch()
-        with _followed(results, emit):
-            _start("plain", folder, 1)
-            _start("again", folder, 1)
-            if all(run.ok for run in _read(results)):
-                _start("ranks", folder, max(spec.world_sizes))
-                if spec.elastic:
-                    _run_elastic(spec, folder)
+        _start("plain", folder, 1)
+        _start("again", folder, 1)
+        if all(run.ok for run in _read(results)):
+            _start("ranks", folder, max(spec.world_sizes))
         runs = _read(results)
-    expected = 1 + len(spec.stages) * (len(spec.world_sizes) + spec.elastic)
-    if all(run.ok for run in runs) and len(runs) != expected:
+    if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
         raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
     return Verification(runs[0], tuple(runs[1:]))
 
 
-def _run_elastic(spec: VerifySpec, folder: Path) -> None:
-    """Train each stage in segments, each until one of its ranks kills itself."""
-    steps = _read(folder / RESULTS)[0].step
-    for stage in spec.stages:
-        for segment in elastic_plan(stage, steps, max(spec.world_sizes)):
-            known = len(_read(folder / RESULTS))
-            _start("elastic", folder, segment.sizes[-1], segment)
-            if len(_read(folder / RESULTS)) > known:
-                break  # it has ended, or differs
-
-
-def _start(loop: str, folder: Path, processes: int, segment: Segment | None = None) -> None:
+def _start(loop: str, folder: Path, processes: int) -> None:
     from ..runner import RankError, launch_ranks
 
-    settings = {"loop": loop, "folder": str(folder), "segment": None if segment is None else segment.to_json()}
     try:
-        launch_ranks("zero.commands.verify.ranks", settings, processes)
+        launch_ranks("zero.commands.verify.ranks", {"loop": loop, "folder": str(folder)}, processes)
     except RankError as error:
-        if segment is not None and segment.was_killed(folder):
-            return
         cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(str(error) if loop in ("ranks", "elastic") else error.line) from cause
+        raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
 
 
 def _read(results: Path) -> list[Run]:
-    return [Run.from_json(line) for line in results.read_bytes().split(b"\n")[:-1]]
-
-
-@contextmanager
-def _followed(results: Path, emit: Callable[[str], None]) -> Iterator[None]:
-    """Print each run as it ends, while the block waits for the processes."""
-    ended = threading.Event()
-
-    def follow() -> None:
-        printed, last = 0, False
-        while not last:
-            last = ended.wait(0.2)
-            runs = _read(results)
-            for run in runs[printed:]:
-                emit(str(run))
-            printed = len(runs)
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        follower.join()
-
-
-def _print_line(line: str) -> None:
-    print(line, flush=True)
+    return [Run.from_json(json.loads(line)) for line in results.read_text().splitlines()]

@@ -1,21 +1,20 @@
 """The memory of this process, measured without the help of the optimizer.
 
-Knows: how to find the distinct live storages behind every tensor that Python can reach, the share of physical
-memory that the kernel charges to the process, and the hash of a model. Does not know: ZeRO. The kinds of storages
+Knows: how to find the distinct live storages behind every tensor that Python can reach, and the share of physical
+memory that the kernel charges to the process. Does not know: ZeRO. The kinds of storages
 (parameters, gradients ...) are given as sets of addresses, and only name storages that were found without them.
 """
 
 from __future__ import annotations
 
 import gc
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["bytes_by_kind", "live_storages", "parameters_sha256", "proportional_set_size"]
+__all__ = ["bytes_by_kind", "live_storages", "proportional_set_size"]
 
 OTHER = "other"
 
@@ -64,12 +63,3 @@ def proportional_set_size() -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), None)
-
-
-def parameters_sha256(model: nn.Module) -> str:
-    """SHA-256 of the whole parameters: fp32, little-endian, contiguous, in order of registration, ties once."""
-    digest = hashlib.sha256()
-    for parameter in model.parameters():
-        values = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
-        digest.update(values.astype("<f4", copy=False).tobytes())
-    return digest.hexdigest()

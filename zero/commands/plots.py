@@ -1,4 +1,4 @@
-"""The pictures of `zero train`, loss.png, memory.png and steps.png, of `zero sweep`, sweep.png, and of `zero plan`.
+"""The pictures of the commands: loss and memory of a run, settings as dots, lines with bands.
 
 Knows: how to draw them from numbers, with matplotlib, which is imported when something is drawn. Does not know: where
 the numbers come from.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.transforms import Bbox
 
-__all__ = ["Curve", "Dot", "can_draw", "draw_curves", "draw_loss", "draw_memory", "draw_steps", "draw_sweep"]
+__all__ = ["Curve", "Dot", "can_draw", "draw_curves", "draw_loss", "draw_memory", "draw_sweep"]
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
@@ -43,7 +43,8 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validation_bits_p
     window = max(1, len(bits) // 20)
     axes.plot(steps, bits, color=FORMULA, linewidth=1.0, label="training, each step")
     if window > 1:
-        axes.plot(steps, _running_mean(bits, window), color=MEASURED, linewidth=2.0, label=f"mean of {window} steps")
+        means = [sum(part) / len(part) for part in _windows(bits, window)]
+        axes.plot(steps, means, color=MEASURED, linewidth=2.0, label=f"mean of {window} steps")
     label = f"validation at the end: {validation_bits_per_byte:.3f}"
     axes.axhline(validation_bits_per_byte, color=ACCENT, linestyle="--", linewidth=1.2, label=label)
     axes.set(xlabel="step", ylabel="bits per byte", xlim=(1, max(2, len(bits))), ylim=(0, None))
@@ -52,37 +53,25 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validation_bits_p
     _save(figure, path)
 
 
-def draw_memory(path: Path, title: str, measured: Mapping[str, int], formula: Mapping[str, int]) -> None:
-    """Draw the bytes of one rank by kind (the same keys in both), measured beside formula."""
+def _windows(values: Sequence[float], size: int) -> list[Sequence[float]]:
+    """Return about ``size`` values around each place, fewer at the ends."""
+    reach = size // 2
+    return [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
+
+
+def draw_memory(path: Path, title: str, sizes: dict[str, tuple[int, int]]) -> None:
+    """Draw the bytes of one rank by kind, measured beside formula."""
     figure, axes = _figure(title)
-    places = range(len(measured))
-    bars = [("measured", measured, -0.2, MEASURED), ("formula", formula, 0.2, FORMULA)]
-    for name, sizes, shift, color in bars:
-        drawn = axes.bar(
-            [place + shift for place in places], [sizes[kind] / 1e6 for kind in measured], 0.38, label=name, color=color
-        )
+    for number, (name, color) in enumerate((("measured", MEASURED), ("formula", FORMULA))):
+        places = [place + 0.4 * number - 0.2 for place in range(len(sizes))]
+        heights = [both[number] / 1e6 for both in sizes.values()]
+        drawn = axes.bar(places, heights, 0.38, label=name, color=color)
         axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=9)
-    axes.set_xticks(list(places), [kind.replace("_", " ") for kind in measured])
+    axes.set_xticks(list(range(len(sizes))), [kind.replace("_", " ") for kind in sizes])
     axes.set(ylabel="MB of one rank (10⁶ bytes)")
     axes.margins(y=0.12)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def draw_steps(path: Path, title: str, before: int, step_ms: Sequence[float], saves: Mapping[int, float]) -> None:
-    """Draw the time of each step, and mark the saves. ``before``: steps that were taken earlier; ``saves``: by the step
-    after which one began, the milliseconds for which training has waited for it."""
-    figure, axes = _figure(title)
-    steps = range(before + 1, before + len(step_ms) + 1)
-    axes.plot(steps, step_ms, color=MEASURED, linewidth=1.2, label="step")
-    for step in saves:
-        axes.axvline(step, color=ACCENT, linestyle=":", linewidth=0.9)
-    axes.scatter(list(saves), list(saves.values()), s=26, color=ACCENT, zorder=3, label="waited for a save")
-    axes.set(xlabel="step", ylabel="ms", xlim=(before + 0.5, before + len(step_ms) + 0.5), ylim=(0, None))
-    axes.locator_params(axis="x", integer=True)
-    axes.grid(axis="y", color="0.92")
     axes.legend(frameon=False)
     _save(figure, path)
 
@@ -224,13 +213,6 @@ def draw_curves(path: Path, title: str, curves: Sequence[Curve], labels: tuple[s
     axes.set_axisbelow(True)
     axes.legend(frameon=False, fontsize=8, loc="lower left")
     _save(figure, path)
-
-
-def _running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return the mean of about `window` values around each place, of fewer at the ends."""
-    reach = window // 2
-    around = [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
-    return [sum(part) / len(part) for part in around]
 
 
 def _figure(title: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
