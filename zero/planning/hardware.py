@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,16 +48,13 @@ _GPU = {
     "domain": "number",
     "power": "watts",
 }
-_GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number", "sustained": "number"}
-_SECONDS = {"fixed", "hook", "launch", "unit_host"}  # of `Accelerator.constants`; the others are numbers
+_GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number"}
 _NETWORK = {
     "link_efficiency": "number",
-    "switch_efficiency": "number",
     "nic_efficiency": "number",
     "base": "seconds",
     "hop_inside": "seconds",
     "doorbell": "seconds",
-    "tree_steps": "number",
 }
 
 
@@ -78,9 +75,7 @@ class Accelerator:
         nic: bytes a second that a host sends into the network; None if there is no typical value.
         power: watts.
         sustained: share of the peaks that its power allows for long.
-        sums_in_switch: whether the switch inside a host adds up what an all-reduce sends.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
-        constants: measured values of `seconds.compute.CONSTANTS`, by name; empty in the presets.
     """
 
     name: str
@@ -95,9 +90,7 @@ class Accelerator:
     nic: float | None
     power: float
     sustained: float
-    sums_in_switch: bool
     efficiency: Mapping[str, float]
-    constants: Mapping[str, float] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
@@ -114,22 +107,18 @@ class Network:
     Attributes:
         ring_step: seconds that a ring spends for each rank if it spans hosts (the fabric).
         link_efficiency: the share of `Accelerator.link` that a ring reaches inside a host.
-        switch_efficiency: that of an all-reduce where the switch adds.
         nic_efficiency: the share of `Accelerator.nic` that is reached.
         base: seconds of the smallest collective.
         hop_inside: seconds that a ring spends for each rank inside a host.
         doorbell: seconds for each rank of a host until all of them know that shared memory was written.
-        tree_steps: ring steps that a level of an all-reduce's tree costs, up or down.
     """
 
     ring_step: float
     link_efficiency: float
-    switch_efficiency: float
     nic_efficiency: float
     base: float
     hop_inside: float
     doorbell: float
-    tree_steps: float
 
 
 @dataclass(frozen=True)
@@ -280,7 +269,7 @@ def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
 
 def _accelerator(name: str, data: Any) -> Accelerator:
     place = f"gpus.{name}"
-    given = _mapping(data, place, {"family", "flops", "efficiency", "constants", *_GPU, *_GPU_OPTIONAL})
+    given = _mapping(data, place, {"family", "flops", "efficiency", *_GPU, *_GPU_OPTIONAL})
     missing = [key for key in ("family", "flops", *_GPU) if key not in given]
     if missing:
         raise ValueError(f"{place}: {', '.join(missing)} missing")
@@ -296,10 +285,6 @@ def _accelerator(name: str, data: Any) -> Accelerator:
     }
     shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
     efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
-    constants = {
-        which: _value(value, f"{place}.constants.{which}", "seconds" if which in _SECONDS else "number")
-        for which, value in _mapping(given.get("constants", {}), f"{place}.constants").items()
-    }
     return Accelerator(
         name=name,
         family=given["family"],
@@ -313,9 +298,7 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         nic=optional["nic"],
         power=known["power"],
         sustained=optional["sustained"] or 1.0,
-        sums_in_switch=bool(optional["sums_in_switch"]),
         efficiency=efficiency,
-        constants=constants,
     )
 
 

@@ -308,13 +308,9 @@ class Planner:
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training
         again = (False, *recomputed(len(training.works) - 1, training.checkpoint))
-        width, hidden = training.param_dtype.itemsize, training.model.hidden
+        hidden = training.model.hidden
         return [
-            UnitLoad(
-                compute.passes(work, hidden, training.repeated(work) if is_again else None, numel * width),
-                numel,
-                tensors,
-            )
+            UnitLoad(compute.passes(work, hidden, training.repeated(work) if is_again else None), numel, tensors)
             for work, is_again, numel, tensors in zip(training.works, again, self._units, self._tensors, strict=True)
         ]
 
