@@ -173,6 +173,14 @@ def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
     )
 
 
+def test_between_hosts_of_one_rank_everything_that_is_sent_crosses() -> None:
+    cluster = presets().cluster("cpu:1x4", nic=10)
+    for stage in (0, 1, 2, 3):
+        found = simulate(program(cluster, StepSetting(stage, micro_batches=2)))
+        assert found.crossed == pytest.approx(found.sent)
+        assert found.sent
+
+
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
     """Each of two hosts sends 4 bytes for each element (`python -m benchmarks.crossing`), at every stage."""
     cluster = presets().cluster("cpu:2x2", nic=10)

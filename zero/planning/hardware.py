@@ -16,7 +16,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ UNITS: Mapping[str, tuple[str, float]] = {
     "TFLOP/s": ("operations a second", 1e12),
     "us": ("seconds", 1e-6),
     "ms": ("seconds", 1e-3),
-    "W": ("watts", 1.0),
 }
 """What a unit measures, and how much of the base unit it is."""
 
@@ -46,7 +45,6 @@ _GPU = {
     "host_link": "bytes a second",
     "per_host": "number",
     "domain": "number",
-    "power": "watts",
 }
 _GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number"}
 _NETWORK = {
@@ -73,8 +71,7 @@ class Accelerator:
         per_host: how many a host has, unless the cluster says otherwise.
         domain: how many are joined by links of this speed.
         nic: bytes a second that a host sends into the network; None if there is no typical value.
-        power: watts.
-        sustained: share of the peaks that its power allows for long.
+        sustained: share of the peaks that it sustains.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
     """
 
@@ -88,7 +85,6 @@ class Accelerator:
     per_host: int
     domain: int
     nic: float | None
-    power: float
     sustained: float
     efficiency: Mapping[str, float]
 
@@ -246,15 +242,6 @@ def hardware_of(data: Any, before: Hardware | None) -> Hardware:
     return Hardware(gpus, fabrics, replace(network, ring_step=fabrics["typical"]), measured)
 
 
-def quantities(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, leaf) of parsed JSON: every number, and every object with a value."""
-    if isinstance(data, dict) and "value" not in data:
-        for key, inside in data.items():
-            yield from quantities(inside, f"{place}.{key}" if place else key)
-    elif not isinstance(data, str):
-        yield place, data
-
-
 def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
     known: dict[str, float] = {}
     for key, kind in _NETWORK.items():
@@ -296,7 +283,6 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         per_host=round(known["per_host"]),
         domain=round(known["domain"]),
         nic=optional["nic"],
-        power=known["power"],
         sustained=optional["sustained"] or 1.0,
         efficiency=efficiency,
     )
