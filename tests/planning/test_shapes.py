@@ -112,7 +112,7 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row[0]))
 @pytest.mark.by_default
 def test_plain_numbers_give_the_published_number_of_parameters(row: tuple[Any, ...]) -> None:
-    name, layers, hidden, heads, kv_heads, ffn, gated, vocabulary, tied, positions, numel = row
+    _, layers, hidden, heads, kv_heads, ffn, gated, vocabulary, tied, positions, numel = row
     options = {"kv_heads": kv_heads, "ffn": ffn, "gated": gated, "tied": tied, "positions": positions}
     assert of_numbers(layers, hidden, heads, vocabulary, **options).numel == numel
 

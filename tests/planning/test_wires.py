@@ -112,7 +112,7 @@ def test_one_rank_sends_nothing() -> None:
     assert wires.latency(one) == 0
 
 
-def test_the_algorithm_is_that_of_the_table_of_collectives() -> None:
+def test_the_algorithm_is_that_of_collectives() -> None:
     def chosen(text: str, factor: int, **options: float) -> str:
         wires = Wires(presets().cluster(text, **options))
         return wires.algorithm(RankGroup.neighbours(wires.cluster, factor))
@@ -124,6 +124,7 @@ def test_the_algorithm_is_that_of_the_table_of_collectives() -> None:
     assert chosen("cpu:4x2", 8, nic=10) == "hierarchical"
     assert chosen("cpu:1x4", 4, nic=10) == "pairwise"
     assert chosen("cpu:4x2", 4, nic=10) == "shared"
+    assert chosen("cpu:1x4", 2, nic=10) == "hierarchical", "replicas, as `replicate` has it"
 
 
 def costs(cluster: Cluster, factor: int, nbytes: float) -> list[WireCost]:

@@ -144,6 +144,13 @@ def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:
     return found
 
 
+def units_kept_for_backward(units: Iterable[int]) -> set[int]:
+    """Return which of these units, by number, are still gathered when a backward begins: the root's rest, and the last
+    one."""
+    found = set(units)
+    return found & {0, max(found, default=0)}
+
+
 def formula_traffic(
     layout: Layout,
     stage: Stage,
@@ -160,9 +167,8 @@ def formula_traffic(
 
     Each of the ``replicas`` (groups of W ranks that hold one copy) sends (W - 1) x (passes x padded trainable elements
     + gathers x padded elements of all units). Between replicas each sum travels twice: once through all of them, and
-    once back. The root's rest and the last unit are still gathered when a backward begins, so they are gathered only
-    for the forward. The formula assumes that a forward enters every unit once, in order of registration, and that a
-    backward reaches every unit.
+    once back. What stays gathered (`units_kept_for_backward`) is gathered only for the forward. The formula assumes
+    that a forward enters every unit once, in order of registration, and that a backward reaches every unit.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -183,7 +189,7 @@ def formula_traffic(
         for bucket in trainable
     )
     units = unit_bytes(layout, rest) if units_need_gather else {}
-    still_here = sum(units[unit] for unit in {0, max(units, default=0)} & set(units))
+    still_here = sum(units[unit] for unit in units_kept_for_backward(units))
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
     near = ranks if reshard_group_size is None else reshard_group_size
     again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)

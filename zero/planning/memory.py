@@ -21,12 +21,13 @@ from ..core.cuts import OwnerCuts
 from ..core.formulas import formula_bytes
 from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, Piece
 from ..core.runs import CUT, adjoins, part_begins, runs
-from ..core.stage import Placement
+from ..core.stage import STATES_AHEAD, STATES_BEHIND, Placement
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
 _Key = tuple[Dtypes, int, BucketSizes, bool, bool, bool]
-_STAGED = {"": 0, "disk": 2, "host": 3}  # buckets of offloaded states in memory during a step: MEMORY.md, `offload`
+_STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
+"""Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
 
 
 @dataclass(frozen=True)

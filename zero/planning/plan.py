@@ -288,13 +288,12 @@ class Planner:
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens * cluster.ranks
         peak = cluster.gpu.peak(str(training.param_dtype).removeprefix("torch."))
-        reduced = 1 if setting.row.keeps_full_grads else micro_batches
         return Step(
             found.seconds,
             found.parts,
             tokens / found.seconds,
             micro_batches * training.flops / found.seconds / peak,
-            sent(self._memory, setting, micro_batches, reduced),
+            sent(self._memory, setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
             found.crossed / cluster.hosts,
             found.events,
         )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from collectives import algorithm_for
 from collectives.algorithms.plans import equal_hosts
 
 from ..hardware import Cluster
@@ -143,14 +144,9 @@ class Wires:
         )
 
     def algorithm(self, group: RankGroup) -> str:
-        """Return the algorithm that "auto" chooses for the ranks that share a copy (`collectives.topology`)."""
-        if group.ranks == 1:
-            return "pairwise"
-        if self.on_gpu:
-            return "all_to_all" if group.hosts == 1 else "native"
-        if group.hosts == 1:
-            return "shared"
-        return "pairwise" if group.hosts == group.ranks else "hierarchical"
+        """Return the algorithm that "auto" takes for neighbouring ranks that share a copy."""
+        replicas = self.cluster.ranks // group.ranks
+        return algorithm_for(group.ranks, group.hosts, by_nccl=self.on_gpu, replicas=replicas)
 
     def reduce_scatter(
         self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
