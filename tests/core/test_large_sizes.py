@@ -89,7 +89,7 @@ def test_bytes_and_traffic_beyond_two_to_the_31_are_exact(stage: int) -> None:
     found = formula_bytes(layout, STAGES[stage], 3, lambda _: KeptStates(2 * 4))
     psi = 7 * LIMIT + 5 * (2**30 + 3) + 3 * LIMIT + 5
     assert layout.numel == psi
-    padded, slack = layout.buckets[0].numel, 64 * len(layout.parameters)
+    padded, slack = layout.buckets[0].numel, 512 * len(layout.parameters)
     assert 4 * psi <= 4 * padded <= 4 * psi + slack
     last = 16 * -(-padded // 16 // world_size)  # the last rank has the largest shard
     owned = [4 * padded if stage < number else 4 * last for number in (3, 2, 1)]

@@ -603,7 +603,8 @@ def worked_example(world_size: int = 4) -> Layout:
 )
 def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, optimizer: int) -> None:
     """The last of four ranks owns three of nine blocks of 16 elements, and the one block of the frozen bucket."""
-    assert formula_bytes(worked_example(), stage_of(number), 3, lambda _: KeptStates(2 * 4)) == {
+    layout = worked_example()
+    assert formula_bytes(layout, stage_of(number), 3, lambda bucket: KeptStates(8 if bucket.index else 0)) == {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
@@ -667,7 +668,7 @@ def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterS
 def test_runs_have_step_counts() -> None:
     """Of 20 + 100 elements with padding between them: two runs; side by side in one group: one run, in two parts."""
     count = KeptStates(scalar_bytes=4, stepped=(1, 1), cut={0})
-    trained, _ = worked_example(1).buckets
+    _, trained = worked_example(1).buckets
     specs = [worked_example(1).parameters[slot.parameter] for slot in trained.slots]
     assert bucket_bytes(trained, specs, stage_of(0), 0, count).scalars == 2 * 4
     assert bucket_bytes(trained, specs, stage_of(0), 0, dataclasses.replace(count, stepped=(0, 1))).scalars == 4
