@@ -33,7 +33,7 @@ from .messages import (
     pass_on,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, choose, hierarchical, replicate, route_by_hosts, shared
+from .topology import CPU, Choice, algorithm_for, choose, hierarchical, replicate, route_by_hosts, shared
 from .transport import Transport
 
 LOG = logging.getLogger(__name__)
@@ -112,6 +112,7 @@ __all__ = [
     "Traffic",
     "Transport",
     "Work",
+    "algorithm_for",
     "build",
     "check_name",
     "on_threads",

@@ -144,6 +144,24 @@ class Choice:
         return self.collective.transport if self.replica is None else self.replica
 
 
+def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1) -> str:
+    """Return the name of the algorithm that "auto" takes for ranks in processes that can share memory on each host.
+
+    Args:
+        ranks: how many own the slices: all, or those of one replica.
+        hosts: on how many hosts they are; of several replicas, the most.
+        by_nccl: whether NCCL moves their tensors.
+        replicas: how many groups of such ranks there are.
+    """
+    if ranks == 1:
+        return "pairwise"
+    if by_nccl:
+        return "all_to_all" if hosts == 1 else "native"
+    if hosts == 1:
+        return "shared"
+    return "pairwise" if hosts == ranks and replicas == 1 else "hierarchical"
+
+
 def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     """Choose the fastest algorithm for the places of the ranks. It is exact, except on GPUs of several hosts.
     Collective. ``device``: of most tensors that it will move."""
@@ -157,10 +175,11 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     hosts = neighbours.hosts
     if neighbours.local is None:
         return Choice(Pairwise(transport), _warned(transport, neighbours))
-    if len(hosts) == 1:
+    name = algorithm_for(transport.world_size, len(hosts), by_nccl=False)
+    if name == "shared":
         reason = f"all {transport.world_size} ranks are on one host"
         return Choice(Shared(_through_shared_memory(transport, neighbours)), reason)
-    if len(hosts) == transport.world_size:
+    if name == "pairwise":
         return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
     reason = f"{transport.world_size} ranks are on {len(hosts)} hosts"
     return Choice(Hierarchical(_through_shared_memory(transport, neighbours), hosts), reason)
@@ -204,7 +223,7 @@ def replicate(
             warnings.warn(f"gradients and parameters travel {reason}: {remedy}", stacklevel=3)
         return choice(transport, Pairwise, reason)
     neighbours = connect_neighbours(transport)
-    within = all(len(neighbours.among(ranks)) == 1 for ranks in replicas)
+    most = max(len(neighbours.among(ranks)) for ranks in replicas)
     if algorithm == "shared":
         _check_shared(neighbours, replicas)
     elif algorithm == "hierarchical":
@@ -213,11 +232,13 @@ def replicate(
         return choice(transport, Pairwise, _warned(transport, neighbours))
     near = _through_shared_memory(transport, neighbours)
     reason = f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
-    if algorithm == "auto" and factor == 1:
+    if algorithm == "auto":
+        algorithm = algorithm_for(factor, most, by_nccl=False, replicas=len(replicas))
+    if algorithm == "pairwise":
         return choice(near, Pairwise, f"{reason}, and one in each replica")
-    if algorithm == "shared" or (algorithm == "auto" and within):
-        return choice(near, Shared, f"{reason}, and each replica on one", within)
-    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), reason, within)
+    if algorithm == "shared":
+        return choice(near, Shared, f"{reason}, and each replica on one", within=most == 1)
+    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), reason, within=most == 1)
 
 
 def _on_one_host(transport: Transport) -> Collective:
@@ -240,11 +261,12 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range], device: t
     owners = _part(transport, [world[place::factor] for place in range(factor)])
     _connect_owners(owners, transport, device)
     inner: Collective
-    if factor == 1:
+    name = algorithm_for(factor, 1 if within else len(hosts), by_nccl=True, replicas=len(replicas))
+    if name == "pairwise":
         inner = Pairwise(transport.split(mine))
     else:
         part = Transport(_part(transport, replicas)).fork()
-        inner = AllToAll(part) if within else Native(part)
+        inner = AllToAll(part) if name == "all_to_all" else Native(part)
     where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
     return Choice(Replicated(transport, inner, owners), reason, inner.transport, len(hosts))
@@ -301,7 +323,7 @@ def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:
 
 def _by_nccl(transport: Transport) -> Choice:
     hosts = _hosts_of(transport)
-    if len(hosts) == 1:
+    if algorithm_for(transport.world_size, len(hosts), by_nccl=True) == "all_to_all":
         return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
     return Choice(
         Native(transport),

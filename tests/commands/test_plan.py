@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import inspect
 import json
 import re
@@ -18,15 +17,13 @@ from zero.commands import cli
 from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.start import start_of
-from zero.commands.plan.table import COLUMNS
-from zero.commands.train.settings import TrainConfig
 from zero.core.layout import MIB
-from zero.planning.hardware import presets, read_hardware
+from zero.planning.hardware import presets
 from zero.planning.model import Model, ParameterShape
 from zero.planning.plan import Training
 from zero.planning.setting import PlanSetting
 
-from ..planning.configs import LLAMA_3_8B, ROW, llama
+from ..planning.configs import LLAMA_3_8B, llama
 
 SMALL = llama("llama", 4, 256, 4, 2, 704, 1000)
 pytestmark = pytest.mark.usefixtures("no_launcher")
@@ -289,91 +286,6 @@ def test_states_on_a_disk_are_among_the_choices_of_processors_alone(config: Path
     assert kinds == {("cpu:2", ""), ("cpu:2", "disk"), ("h100:2", ""), ("h100:2", "host")}
 
 
-def run_of(folder: Path, **changes: Any) -> Path:
-    """Write the part of a run.json that --anchor reads."""
-    config = TrainConfig(preset="tiny", sequence=32, stage=2, micro_batches=4, batch=2)
-    run = {"config": config.to_json(), "world_size": 2, "step_ms_median": 80.0, **changes}
-    path = folder / "run.json"
-    path.write_text(json.dumps(run))
-    return path
-
-
-def test_an_anchored_plan_of_the_run_takes_as_long_as_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for milliseconds in (80.0, 300.0):
-        run = run_of(tmp_path, step_ms_median=milliseconds)
-        flags = [
-            "--preset=tiny",
-            "--sequence=32",
-            "--micro=2",
-            "--global-batch=8",
-            "--precision=fp32",
-            "--cluster=cpu:2",
-        ]
-        assert plan(*flags, "--cluster=cpu:2", f"--anchor={run}", f"--out={tmp_path}", "--all") == 0
-        assert f"its step took {milliseconds / 1e3:.3g} s" in capsys.readouterr().out
-        (same,) = (each for each in written(tmp_path)["choices"] if each["name"] == "zero 2")
-        assert same["step"]["seconds"] == pytest.approx(milliseconds / 1e3, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "flags", "message"),
-    [
-        ({}, ["--cluster=h100"], "a run of zero train is on processors, and the plan is for h100"),
-        ({"step_ms_median": None}, ["--cluster=cpu"], "has no step that was timed"),
-        ({"step_ms_median": 1e-3}, ["--cluster=cpu"], "measure the machine first (--measure)"),
-        ({"config": {}}, ["--cluster=cpu"], "is no run.json of zero train: KeyError"),
-        ({"config": None}, ["--cluster=cpu"], "is no run.json of zero train: TypeError"),
-        ({"step_ms_median": 9e8}, ["--cluster=cpu"], "over 1000 times what is planned"),
-        ({"world_size": 3}, ["--cluster=cpu"], "a global batch of 8 sequences is not divisible by 3 ranks"),
-        ({"world_size": True}, ["--cluster=cpu"], "world_size is True"),
-        ({"step_ms_median": 1e400}, ["--cluster=cpu"], "has no step that was timed"),
-        ({}, ["--cluster=cpu", "--precision=bf16"], "it computed in fp32, and the plan is for bf16"),
-    ],
-)
-def test_a_run_that_a_plan_cannot_be_anchored_to_is_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], flags: list[str], message: str
-) -> None:
-    run = run_of(tmp_path, **changes)
-    assert plan("--preset=tiny", "--precision=fp32", *flags, f"--anchor={run}", f"--out={tmp_path}") == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert str(run) in said
-    assert said.count("\n") == 1
-
-
-def test_a_run_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--preset=tiny", "--precision=fp32", "--cluster=cpu", f"--out={tmp_path}"]
-    assert plan(*flags, f"--anchor={tmp_path / 'none'}") == 2
-    assert "cannot be read (No such file or directory)" in capsys.readouterr().err
-
-
-@pytest.mark.full
-@pytest.mark.timeout(180)  # it starts a rank for each processor
-def test_a_measured_machine_can_be_planned_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from zero.commands.plan.measure import measure
-
-    assert measure(PlanConfig(measure=True, out=tmp_path), seconds=0.002) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["hardware.json"]
-    found = read_hardware(tmp_path / "hardware.json")
-    flags = shlex.split(capsys.readouterr().out.partition("to plan with it: ")[2])
-    assert flags[0] == "--hardware"
-    assert plan("--preset=tiny", "--precision=fp32", *flags, f"--out={tmp_path / 'plan'}") == 0
-    assert f"hardware as measured: {found.measured}" in capsys.readouterr().out
-
-
-def test_measuring_takes_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert plan("--measure", "--preset=tiny", f"--out={tmp_path}") == 2
-    assert "--measure plans nothing: leave out --preset" in capsys.readouterr().err
-
-
-def test_a_table_takes_no_flags_of_one_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--cluster=h100:8x4", "--micro=2", f"--out={tmp_path / 'out.csv'}"]
-    assert plan(f"--rows={tmp_path / 'rows.csv'}", *flags) == 2
-    assert "cluster and batch: leave out --cluster, --micro" in capsys.readouterr().err
-
-
 def test_states_on_the_host_are_counted_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Adam keeps 8 bytes of each element, and a rank its share of them; masters stay on the GPU."""
     path = tmp_path / "config.json"
@@ -399,22 +311,6 @@ def test_the_recommended_command_trains(
     assert json.loads((tmp_path / "run" / "run.json").read_text())["params_sha256"]
 
 
-def rows(path: Path, *given: dict[str, str]) -> Path:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, sorted({name for row in given for name in row}))
-        writer.writeheader()
-        writer.writerows(given)
-    return path
-
-
-def test_the_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    table = rows(tmp_path / "rows.csv", ROW)
-    before = table.read_bytes()
-    assert plan(f"--rows={table}", f"--out={table}") == 2
-    assert "is the file of --rows: name another one" in capsys.readouterr().err
-    assert table.read_bytes() == before
-
-
 def test_the_named_hosts_fit_with_the_named_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA_3_8B))
@@ -423,56 +319,3 @@ def test_the_named_hosts_fit_with_the_named_batch(tmp_path: Path, capsys: pytest
     error = capsys.readouterr().err
     hosts, named = error.split("(")[1].split()[0], re.findall(r"--[a-z-]+ \w+", error)
     assert plan(*flags, "--global-batch=400", f"--cluster=rtx4090:2x{hosts}", *" ".join(named).split()) == 0
-
-
-def test_each_row_of_a_table_is_planned(tmp_path: Path) -> None:
-    table, out = rows(tmp_path / "rows.csv", ROW, {**ROW, "id": "another", "micro_batch": "4"}), tmp_path / "out.csv"
-    assert plan(f"--rows={table}", f"--out={out}") == 0
-    with out.open(newline="") as file:
-        found = list(csv.DictReader(file))
-    assert [row["id"] for row in found] == ["a row", "another"]
-    for row in found:
-        assert tuple(row) == COLUMNS
-        assert float(row["band_low"]) <= float(row["tokens_s_gpu"]) <= float(row["band_high"])
-        assert float(row["step_s"]) > 0
-        assert float(row["mem_gib"]) > 0
-        assert (row["fits"], row["error"]) == ("yes", "")
-        assert float(row["margin_gib"]) > 0
-
-
-def test_a_wrong_row_has_an_error_and_the_others_their_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table, out = rows(tmp_path / "rows.csv", {**ROW, "gpu": "h10"}, ROW), tmp_path / "out.csv"
-    assert plan(f"--rows={table}", f"--out={out}") == 2
-    with out.open(newline="") as file:
-        wrong, right = csv.DictReader(file)
-    assert wrong["error"] == "gpu: 'h10' is unknown: did you mean 'h100'?"
-    assert not any(value for name, value in wrong.items() if name not in ("id", "error"))
-    assert right["tokens_s_gpu"]
-    error = capsys.readouterr().err
-    assert error.startswith("error: 1 of 2 rows cannot be planned, and ")
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "out", "message"),
-    [
-        (None, "out.csv", "cannot be read (No such file or directory)"),
-        (b"name\nx\n", "out.csv", "has no column 'id'"),
-        (b"", "out.csv", "has no column 'id'"),
-        (b"\xff\xfe\x00", "out.csv", "is no CSV file"),
-        (b"id\nx\n", "folder", "with --rows it must be the CSV file to write"),
-        (b"id\nx\n", "no/folder/out.csv", "cannot write there (No such file or directory)"),
-    ],
-)
-def test_a_table_that_cannot_be_read_or_written_is_one_line(
-    content: bytes | None, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    table = tmp_path / "rows.csv"
-    if content is not None:
-        table.write_bytes(content)
-    assert plan(f"--rows={table}", f"--out={tmp_path / out}") == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1

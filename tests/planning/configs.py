@@ -8,7 +8,22 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero.planning.model import Model, Transformer
+from zero.planning.models.shapes import from_numbers
+
 Config = dict[str, Any]
+
+
+def of_numbers(
+    layers: int, hidden: int, heads: int, vocabulary: int, *, gated: bool = False, tied: bool = True, **more: Any
+) -> Model:
+    """Return a transformer of Llama's blocks if it is ``gated``, else of GPT-2's. ``more``: of `Transformer`."""
+    if gated:
+        kind = {"gated": True, "activation": "silu", "norm": "rms", "rotary": not more.get("positions")}
+    else:
+        kind = dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), True)
+    more = {"ffn": 4 * hidden, **kind, **more}
+    return from_numbers(Transformer(layers, hidden, heads, vocabulary=vocabulary, tied=tied, **more), "numbers")
 
 
 def llama(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, words: int, **more: Any) -> Config:

@@ -34,18 +34,6 @@ def test_a_block_by_hand() -> None:
     assert compute.passes(UnitWork()) == PassSeconds(0, 0, 0, 0.12e-3, 0.12e-3)
 
 
-def test_measured_constants_add_the_weights_of_a_pass_and_change_its_launches() -> None:
-    gpu = presets().gpu("h100")
-    measured = {"weights": 3.0, "backward_kernels": 0.5, "launch": 1e-5, "unit_host": 0.0, "pace": 2.0, "update": 0.5}
-    compute, plain = Compute(replace(gpu, constants=measured), "bfloat16"), Compute(gpu, "bfloat16")
-    passes = compute.passes(UnitWork(kernels=10), weight_bytes=3.35e9)
-    assert passes.forward == pytest.approx(2 * 3 * 1e-3)
-    assert passes.backward == pytest.approx(2 * 6 * 1e-3)
-    assert (passes.host, passes.host_backward) == pytest.approx((2 * 1e-4, 2 * 5e-5))
-    updates = [each.update(1e9, Dtypes.all(FP32), 2) for each in (compute, plain)]
-    assert updates[0] == pytest.approx(2 * updates[1])
-
-
 def test_an_update_reads_and_writes_what_its_precision_needs() -> None:
     assert update_bytes(Dtypes.all(FP32), 2) == 28
     assert update_bytes(Dtypes.all(BF16), 2) == 14

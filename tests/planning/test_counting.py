@@ -17,10 +17,10 @@ from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.models import counting
 from zero.planning.models.meta_results import on_meta
 from zero.planning.models.reference import ReferenceModel, TransformerBlock
-from zero.planning.models.shapes import from_config, from_numbers, model_of, of_numbers
+from zero.planning.models.shapes import from_config, from_numbers, model_of
 from zero.planning.models.works import count_module, count_transformer, kept_bytes, recomputed, together
 
-from .configs import LLAMA_3_8B, PUBLISHED, llama
+from .configs import LLAMA_3_8B, PUBLISHED, llama, of_numbers
 
 STATISTICS = {"layer": 16, "rms": 8}  # bytes a token that two norms keep: float32 mean and deviation, or the latter
 GPT_BLOCK = Transformer(2, 64, 4, 256, 100, norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True)
@@ -300,7 +300,7 @@ def test_equal_blocks_of_the_largest_models_are_counted_once() -> None:
 def test_counting_does_not_import_torchs_compiler() -> None:
     """It would take two seconds and 150 MB."""
     program = (
-        "import sys\nfrom zero.planning.models.shapes import of_numbers\n"
+        "import sys\nfrom tests.planning.configs import of_numbers\n"
         "from zero.planning.models.works import count_transformer\n"
         "for gated in (True, False):\n"
         "    count_transformer(of_numbers(2, 64, 4, 100, gated=gated, positions=0 if gated else 8), 1, 8)\n"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zero.planning.hardware import PRESETS, UNITS, hardware_of, presets, quantities, read_hardware
+from zero.planning.hardware import PRESETS, UNITS, hardware_of, presets, read_hardware
 from zero.planning.seconds.compute import CONSTANTS, FIT
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -17,6 +18,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 def data() -> dict[str, Any]:
     found: dict[str, Any] = json.loads(PRESETS.read_text())
     return found
+
+
+def quantities(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (place, leaf) of parsed JSON: every number, and every object with a value."""
+    if isinstance(data, dict) and "value" not in data:
+        for key, inside in data.items():
+            yield from quantities(inside, f"{place}.{key}" if place else key)
+    elif not isinstance(data, str):
+        yield place, data
 
 
 def test_every_preset_has_a_unit_and_a_source() -> None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks import plan as score
-from benchmarks import plan_fit
-from zero.planning.hardware import presets
-from zero.planning.row_setting import PRECISIONS
-from zero.planning.rows import CountedRow, RowCounter, RowPlan, plan_row, plan_rows
+from benchmarks.plan import fit as plan_fit
+from benchmarks.plan import scores as score
+from benchmarks.plan.__main__ import COLUMNS, main
+from benchmarks.plan.rows import CountedRow, RowCounter, RowPlan, plan_row, plan_rows
+from benchmarks.plan.setting import PRECISIONS
 from zero.planning.seconds.compute import CONSTANTS, FIT, values
 
 from .configs import ROW
@@ -34,12 +36,12 @@ def timed() -> tuple[Rows, list[RowPlan]]:
 def counted_runs() -> tuple[Rows, list[CountedRow], plan_fit.Values]:
     """Return the timed rows, counted, and their measured seconds."""
     rows, _ = timed()
-    counter = RowCounter(presets())
+    counter = RowCounter()
     return rows, [counter.count(row) for row in rows], np.array([float(row["step_s"]) for row in rows])
 
 
 def one(**changed: str) -> RowPlan:
-    return plan_row({**ROW, **changed}, RowCounter(presets()), values())
+    return plan_row({**ROW, **changed}, RowCounter(), values())
 
 
 def test_every_row_has_numbers() -> None:
@@ -203,3 +205,81 @@ def test_what_is_recomputed_takes_time_and_saves_memory() -> None:
     assert seconds[0] < seconds[-1]
     assert memory == sorted(memory, reverse=True)
     assert memory[-1] < memory[0]
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_need_a_file_to_write(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--rows", "rows.csv"])
+    assert "--rows and --out need each other" in capsys.readouterr().err
+
+
+def written(path: Path, *given: dict[str, str]) -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, sorted({name for row in given for name in row}))
+        writer.writeheader()
+        writer.writerows(given)
+    return path
+
+
+def test_the_table_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = written(tmp_path / "rows.csv", ROW)
+    before = table.read_bytes()
+    assert main(["--rows", str(table), "--out", str(table)]) == 2
+    assert "is the file of --rows: name another one" in capsys.readouterr().err
+    assert table.read_bytes() == before
+
+
+def test_each_row_of_a_table_is_planned(tmp_path: Path) -> None:
+    table, out = written(tmp_path / "rows.csv", ROW, {**ROW, "id": "another", "micro_batch": "4"}), tmp_path / "out.csv"
+    assert main(["--rows", str(table), "--out", str(out)]) == 0
+    with out.open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [row["id"] for row in found] == ["a row", "another"]
+    for row in found:
+        assert tuple(row) == COLUMNS
+        assert float(row["band_low"]) <= float(row["tokens_s_gpu"]) <= float(row["band_high"])
+        assert float(row["step_s"]) > 0
+        assert float(row["mem_gib"]) > 0
+        assert (row["fits"], row["error"]) == ("yes", "")
+        assert float(row["margin_gib"]) > 0
+
+
+def test_a_wrong_row_has_an_error_and_the_others_their_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, out = written(tmp_path / "rows.csv", {**ROW, "gpu": "h10"}, ROW), tmp_path / "out.csv"
+    assert main(["--rows", str(table), "--out", str(out)]) == 2
+    with out.open(newline="") as file:
+        wrong, right = csv.DictReader(file)
+    assert wrong["error"] == "gpu: 'h10' is unknown: did you mean 'h100'?"
+    assert not any(value for name, value in wrong.items() if name not in ("id", "error"))
+    assert right["tokens_s_gpu"]
+    error = capsys.readouterr().err
+    assert error.startswith("error: 1 of 2 rows cannot be planned, and ")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "out", "message"),
+    [
+        (None, "out.csv", "cannot be read (No such file or directory)"),
+        (b"name\nx\n", "out.csv", "has no column 'id'"),
+        (b"", "out.csv", "has no column 'id'"),
+        (b"\xff\xfe\x00", "out.csv", "is no CSV file"),
+        (b"id\nx\n", "folder", "with --rows it must be the CSV file to write"),
+        (b"id\nx\n", "no/folder/out.csv", "cannot write there (No such file or directory)"),
+    ],
+)
+def test_a_table_that_cannot_be_read_or_written_is_one_line(
+    content: bytes | None, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "rows.csv"
+    if content is not None:
+        table.write_bytes(content)
+    assert main(["--rows", str(table), "--out", str(tmp_path / out)]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1

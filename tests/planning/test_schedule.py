@@ -1,4 +1,4 @@
-"""The schedule of this library, over layouts of the library: order, bytes, settings; and those of other systems."""
+"""The schedule of this library, over layouts of the library: order, bytes, settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from zero.planning.seconds.compute import Compute, PassSeconds, values
 from zero.planning.seconds.program import AFTER_THE_LAST, StepProgram
 from zero.planning.seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
 from zero.planning.seconds.simulate import simulate
-from zero.planning.seconds.systems import SYSTEMS, program_of_system, system
 from zero.planning.seconds.wires import RankGroup, Wires
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -177,6 +176,14 @@ def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
         assert any(unit.gather.sent for unit in units) is are_gathered
 
 
+def test_between_hosts_of_one_rank_everything_that_is_sent_crosses() -> None:
+    cluster = presets().cluster("cpu:1x4", nic=10)
+    for stage in (0, 1, 2, 3):
+        found = simulate(program(cluster, StepSetting(stage, micro_batches=2)))
+        assert found.crossed == pytest.approx(found.sent)
+        assert found.sent
+
+
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
     """Each of two hosts sends 4 bytes for each element (`python -m benchmarks.crossing`), at every stage."""
     cluster = presets().cluster("cpu:2x2", nic=10)
@@ -195,11 +202,6 @@ def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
         assert (found.sent, found.crossed, found.busy["wire"]) == (0, 0, 0)
         waited = {part: found.parts[part] for part in ("gather", "reduction", "slowdown", "control", "jitter")}
         assert not any(waited.values()), waited
-    for schedule in SYSTEMS.values():
-        other = program_of_system(
-            units_of(MODEL.unit_numels()), Wires(cluster), schedule, Compute(cluster.gpu, "float32"), PLAIN
-        )
-        assert simulate(other).sent == simulate(other).busy["wire"] == 0
 
 
 # -- settings ----------------------------------------------------------------------------------------------------------
@@ -272,55 +274,3 @@ def test_sums_of_a_7b_model_are_under_way_between_replicas_on_every_hop() -> Non
     assert many.in_flight == 1 + 2 * 127
     assert 0.27 < simulate(many).parts["reduction"] < 0.4
     assert simulate(replace(many, in_flight=1)).parts["reduction"] == pytest.approx(38, rel=0.03)
-
-
-# -- other systems -----------------------------------------------------------------------------------------------------
-
-
-def other(name: str, cluster: Cluster, **options: int | bool) -> StepProgram:
-    compute = Compute(cluster.gpu, "bfloat16")
-    numels = [10_000_000, *[40_000_000] * 3]
-    return program_of_system(units_of(numels), Wires(cluster), system(name), compute, MIXED, **options)
-
-
-def test_a_unit_is_a_bucket_of_fsdp() -> None:
-    found = other("fsdp1", presets().cluster("h100:8x2"), micro_batches=3)
-    assert [reduction.unit for reduction in found.reductions] == [3, 2, 1, AFTER_THE_LAST]
-    assert [unit.again is None for unit in found.units] == [True, False, False, False]
-    assert found.reduced == 3
-    assert simulate(found).sent == 15 * 2 * (3 * (130_000_000 + 120_000_000 + 130_000_000))
-    assert other("fsdp2", presets().cluster("h100:8x2")).units[3].again is None
-
-
-def test_replicas_of_fsdp_are_all_reduced() -> None:
-    cluster = presets().cluster("h100:8x4")
-    found = simulate(other("fsdp2", cluster, factor=8))
-    gathers = 4 * 7 * 2 * (130_000_000 + 80_000_000)
-    assert found.sent == gathers + 4 * 7 * 2 * 130_000_000 + 2 * 3 * 2 * 130_000_000
-    assert found.crossed == 2 * 3 * 2 * 130_000_000
-
-
-def test_ddp_reduces_buckets_that_cross_units_in_the_last_micro_batch() -> None:
-    found = other("ddp", presets().cluster("h100:8x2"), micro_batches=4)
-    assert found.reduced == 1
-    assert simulate(found).sent == 2 * 15 * 2 * 130_000_000
-    assert all(not unit.gather.sent for unit in found.units)
-    assert len(found.reductions) == -(-2 * 130_000_000 // (25 << 20))
-
-
-def test_sharded_states_are_gathered_after_the_step() -> None:
-    cluster = presets().cluster("h100:8x2")
-    for name in ("zero1", "zero1-end", "zero2"):
-        found = other(name, cluster)
-        assert simulate(found).sent == pytest.approx(2 * 15 * 2 * 130_000_000)
-        assert sum(update.gather.sent for update in found.updates) == pytest.approx(15 * 2 * 130_000_000)
-    assert {reduction.unit for reduction in other("zero1-end", cluster).reductions} == {AFTER_THE_LAST}
-
-
-def test_an_unknown_system_is_an_error_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match="no system is called 'fsdp': did you mean 'fsdp"):
-        system("fsdp")
-    with pytest.raises(ValueError, match="choose one of ddp, "):
-        system("?")
-    with pytest.raises(ValueError, match="factor=3 does not divide the 16 ranks"):
-        other("fsdp1", presets().cluster("h100:8x2"), factor=3)

@@ -17,9 +17,9 @@ from zero.core.units import find_units
 from zero.planning.model import Transformer
 from zero.planning.models.families import FAMILIES
 from zero.planning.models.reference import ReferenceModel
-from zero.planning.models.shapes import from_config, from_numbers, model_of, of_config, of_numbers
+from zero.planning.models.shapes import from_config, from_numbers, model_of, of_config
 
-from .configs import GPT2, LLAMA_3_8B, PUBLISHED
+from .configs import GPT2, LLAMA_3_8B, PUBLISHED, of_numbers
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -112,9 +112,9 @@ ROWS = [
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row[0]))
 @pytest.mark.by_default
 def test_plain_numbers_give_the_published_number_of_parameters(row: tuple[Any, ...]) -> None:
-    name, layers, hidden, heads, kv_heads, ffn, gated, vocabulary, tied, positions, numel = row
+    _, layers, hidden, heads, kv_heads, ffn, gated, vocabulary, tied, positions, numel = row
     options = {"kv_heads": kv_heads, "ffn": ffn, "gated": gated, "tied": tied, "positions": positions}
-    assert of_numbers(layers, hidden, heads, vocabulary, **options, name=name).numel == numel
+    assert of_numbers(layers, hidden, heads, vocabulary, **options).numel == numel
 
 
 @pytest.mark.parametrize(

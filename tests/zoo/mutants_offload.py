@@ -93,8 +93,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.step.inner.InnerOptimizer.step",
-                "                        before.release()\n",
-                "                        pass\n",
+                "                        behind.popleft().release()\n",
+                "                        behind.popleft()\n",
             ),
         ),
         (AHEAD,),

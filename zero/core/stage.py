@@ -35,6 +35,17 @@ class Stage:
         """Whether a rank keeps whole gradient buffers. Otherwise a bucket has scratch memory while it is reduced."""
         return self.gradients is Placement.WHOLE
 
+    @property
+    def reductions_in_flight(self) -> int:
+        """The number of buckets that are reduced at a time, besides those between replicas: with a direct exchange at
+        most three buckets of scratch memory."""
+        return 2 if self.keeps_full_grads else 1
+
+    def reduced_backwards(self, backwards: int) -> int:
+        """Return how many backwards of a step are best outside ``no_sync``: a rank that keeps whole gradients adds them
+        up by itself, and one that does not would keep whole ones under ``no_sync``."""
+        return 1 if self.keeps_full_grads else backwards
+
     def contributes_in_place(self, dtypes: Dtypes) -> bool:
         """Return whether a rank's contribution lies in the whole gradient buffer that it keeps.
 
@@ -87,6 +98,10 @@ class Stage:
         """Return the passes of a step over all elements in units. Each backward has one forward."""
         return 2 * backwards if self.parameters is Placement.SHARD else 0
 
+
+GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
+STATES_AHEAD = 1  # buckets whose offloaded states are read while a bucket is stepped
+STATES_BEHIND = 1  # buckets whose states may be copied back to the host meanwhile
 
 _W, _S = Placement.WHOLE, Placement.SHARD
 STAGES: dict[int, Stage] = {

@@ -62,7 +62,6 @@ class BackwardSchedule:
         self.means_divisor: float | None = None  # of the means that all ranks hold; None: no means, or out of date
         self._stale = 0  # gradients that must be cleared before the phase is OPEN again
         self.finalized_by = ""
-        in_flight = 2 if stage.keeps_full_grads else 1  # at most three buckets of scratch with direct exchange
         weak_self = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
 
         def launch(bucket: int) -> Work:
@@ -70,7 +69,7 @@ class BackwardSchedule:
             assert schedule is not None
             return schedule._launch(bucket)
 
-        self._queue = BucketQueue(launch, in_flight, sums_under_way(replicas))
+        self._queue = BucketQueue(launch, stage.reductions_in_flight, sums_under_way(replicas))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 

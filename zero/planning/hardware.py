@@ -16,8 +16,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ UNITS: Mapping[str, tuple[str, float]] = {
     "TFLOP/s": ("operations a second", 1e12),
     "us": ("seconds", 1e-6),
     "ms": ("seconds", 1e-3),
-    "W": ("watts", 1.0),
 }
 """What a unit measures, and how much of the base unit it is."""
 
@@ -46,18 +45,14 @@ _GPU = {
     "host_link": "bytes a second",
     "per_host": "number",
     "domain": "number",
-    "power": "watts",
 }
-_GPU_OPTIONAL = {"nic": "bytes a second", "sums_in_switch": "number", "sustained": "number"}
-_SECONDS = {"fixed", "hook", "launch", "unit_host"}  # of `Accelerator.constants`; the others are numbers
+_GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number"}
 _NETWORK = {
     "link_efficiency": "number",
-    "switch_efficiency": "number",
     "nic_efficiency": "number",
     "base": "seconds",
     "hop_inside": "seconds",
     "doorbell": "seconds",
-    "tree_steps": "number",
 }
 
 
@@ -76,11 +71,8 @@ class Accelerator:
         per_host: how many a host has, unless the cluster says otherwise.
         domain: how many are joined by links of this speed.
         nic: bytes a second that a host sends into the network; None if there is no typical value.
-        power: watts.
-        sustained: share of the peaks that its power allows for long.
-        sums_in_switch: whether the switch inside a host adds up what an all-reduce sends.
+        sustained: share of the peaks that it sustains.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
-        constants: measured values of `seconds.compute.CONSTANTS`, by name; empty in the presets.
     """
 
     name: str
@@ -93,11 +85,8 @@ class Accelerator:
     per_host: int
     domain: int
     nic: float | None
-    power: float
     sustained: float
-    sums_in_switch: bool
     efficiency: Mapping[str, float]
-    constants: Mapping[str, float] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
@@ -114,22 +103,18 @@ class Network:
     Attributes:
         ring_step: seconds that a ring spends for each rank if it spans hosts (the fabric).
         link_efficiency: the share of `Accelerator.link` that a ring reaches inside a host.
-        switch_efficiency: that of an all-reduce where the switch adds.
         nic_efficiency: the share of `Accelerator.nic` that is reached.
         base: seconds of the smallest collective.
         hop_inside: seconds that a ring spends for each rank inside a host.
         doorbell: seconds for each rank of a host until all of them know that shared memory was written.
-        tree_steps: ring steps that a level of an all-reduce's tree costs, up or down.
     """
 
     ring_step: float
     link_efficiency: float
-    switch_efficiency: float
     nic_efficiency: float
     base: float
     hop_inside: float
     doorbell: float
-    tree_steps: float
 
 
 @dataclass(frozen=True)
@@ -257,15 +242,6 @@ def hardware_of(data: Any, before: Hardware | None) -> Hardware:
     return Hardware(gpus, fabrics, replace(network, ring_step=fabrics["typical"]), measured)
 
 
-def quantities(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (place, leaf) of parsed JSON: every number, and every object with a value."""
-    if isinstance(data, dict) and "value" not in data:
-        for key, inside in data.items():
-            yield from quantities(inside, f"{place}.{key}" if place else key)
-    elif not isinstance(data, str):
-        yield place, data
-
-
 def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
     known: dict[str, float] = {}
     for key, kind in _NETWORK.items():
@@ -280,7 +256,7 @@ def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
 
 def _accelerator(name: str, data: Any) -> Accelerator:
     place = f"gpus.{name}"
-    given = _mapping(data, place, {"family", "flops", "efficiency", "constants", *_GPU, *_GPU_OPTIONAL})
+    given = _mapping(data, place, {"family", "flops", "efficiency", *_GPU, *_GPU_OPTIONAL})
     missing = [key for key in ("family", "flops", *_GPU) if key not in given]
     if missing:
         raise ValueError(f"{place}: {', '.join(missing)} missing")
@@ -296,10 +272,6 @@ def _accelerator(name: str, data: Any) -> Accelerator:
     }
     shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
     efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
-    constants = {
-        which: _value(value, f"{place}.constants.{which}", "seconds" if which in _SECONDS else "number")
-        for which, value in _mapping(given.get("constants", {}), f"{place}.constants").items()
-    }
     return Accelerator(
         name=name,
         family=given["family"],
@@ -311,11 +283,8 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         per_host=round(known["per_host"]),
         domain=round(known["domain"]),
         nic=optional["nic"],
-        power=known["power"],
         sustained=optional["sustained"] or 1.0,
-        sums_in_switch=bool(optional["sums_in_switch"]),
         efficiency=efficiency,
-        constants=constants,
     )
 
 

@@ -287,13 +287,12 @@ class Planner:
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens * cluster.ranks
         peak = cluster.gpu.peak(str(training.param_dtype).removeprefix("torch."))
-        reduced = 1 if setting.row.keeps_full_grads else micro_batches
         return Step(
             found.seconds,
             found.parts,
             tokens / found.seconds,
             micro_batches * training.flops / found.seconds / peak,
-            sent(self._memory, setting, micro_batches, reduced),
+            sent(self._memory, setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
             found.crossed / cluster.hosts,
             found.events,
         )
@@ -307,13 +306,9 @@ class Planner:
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training
         again = (False, *recomputed(len(training.works) - 1, training.checkpoint))
-        width, hidden = training.param_dtype.itemsize, training.model.hidden
+        hidden = training.model.hidden
         return [
-            UnitLoad(
-                compute.passes(work, hidden, training.repeated(work) if is_again else None, numel * width),
-                numel,
-                tensors,
-            )
+            UnitLoad(compute.passes(work, hidden, training.repeated(work) if is_again else None), numel, tensors)
             for work, is_again, numel, tensors in zip(training.works, again, self._units, self._tensors, strict=True)
         ]
 

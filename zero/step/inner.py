@@ -7,6 +7,8 @@ out (`flat_states`), ranks, the origin of gradients, communication.
 from __future__ import annotations
 
 import copy
+import itertools
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
@@ -144,13 +147,14 @@ class InnerOptimizer:
         cut = frozenset(number for number, group in groups.items() if not group.get("fused"))
         found: list[tuple[BucketStates, dict[int, tuple[Options, Options]]]] = []
         ahead = (update.states for update in updates if 1 in update.present)
-        _prefetch(next(ahead, None))
-        before: BucketStates | None = None  # its states may be copied back while the next bucket is stepped
+        for states in itertools.islice(ahead, STATES_AHEAD):
+            states.prefetch()
+        behind: deque[BucketStates] = deque()  # their states may be copied back while the next bucket is stepped
         try:
             for update in updates:
                 states = update.states
-                if 1 in update.present:
-                    _prefetch(next(ahead, None))
+                if 1 in update.present and (later := next(ahead, None)) is not None:
+                    later.prefetch()
                 if update.begin is not None:
                     update.begin()
                 with update.event():
@@ -159,9 +163,9 @@ class InnerOptimizer:
                     states.cast(update.present)
                     states.evict()
                 if 1 in update.present:
-                    if before is not None:
-                        before.release()
-                    before = states
+                    if len(behind) == STATES_BEHIND:
+                        behind.popleft().release()
+                    behind.append(states)
                 update.done()
         finally:
             for update in updates:
@@ -188,11 +192,6 @@ class NotElementwiseError(ValueError):
             'and state (SGD, Adam, AdamW, Adagrad, RMSprop, ...): leave out partition=, or use "parameter"'
         )
         self.why = why
-
-
-def _prefetch(states: BucketStates | None) -> None:
-    if states is not None:
-        states.prefetch()
 
 
 def _step(

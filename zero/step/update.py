@@ -20,7 +20,7 @@ from torch import Tensor
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 
 from ..core.norm import PowerSum
-from ..core.stage import Stage
+from ..core.stage import GATHERS_IN_FLIGHT, Stage
 from ..runtime.bucket import Bucket
 from ..runtime.events import Event, Waited
 from ..runtime.flat_buffer import redistribute
@@ -28,8 +28,6 @@ from ..runtime.flat_states import Options
 from .classes import InnerOptimizers
 from .clip import check_finite, clip_factor
 from .inner import BucketUpdate
-
-GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
 
 
 class _Means(Protocol):

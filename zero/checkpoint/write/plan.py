@@ -134,8 +134,8 @@ class WritePlan:
                 continue
             wide = NAMES[contents.buckets[stored.place[0]].spec.dtypes.master_dtype]
             stride = other_stride(stored.shape, _spec(contents, stored.place).stride)
-            for entries in averages.values():
-                entries.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
+            for averaged in averages.values():
+                averaged.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
             found = facts.states.get(stored.place)
             if found is not None:
                 shapes = {name: (dtype, stored.shape) for name, dtype in found.elementwise.items()}

@@ -1,7 +1,7 @@
 """`zero plan`: what a training costs on a cluster, before it is rented.
 
-Knows: the order of the work, the lines and the table, the exit codes. Does not know: equations (`zero.planning`), how
-the files are written (`written`) and drawn (`pictures`).
+Knows: the order of the work, the lines that are printed, the exit codes. Does not know: equations (`zero.planning`),
+how the files are written (`written`) and drawn (`pictures`).
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from dataclasses import replace
 
 from ...core.layout import MIB
 from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
-from ...planning.hardware import Cluster, presets, read_hardware
+from ...planning.hardware import Cluster
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from ...planning.setting import PlanSetting
 from ..console import INSTALL_HINT, Console
 from ..plots import can_draw
 from ..runner import check_output, checking_input, fail, reports_errors
-from .anchor import anchored
 from .findings import Findings
 from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
 from .start import cap_argument, start_of
-from .table import plan_table
 from .written import write
 
 __all__ = ["run"]
@@ -38,33 +36,7 @@ FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
     with checking_input(ValueError):
-        if config.measure:
-            return _measure(config)
-        return _table(config) if config.rows is not None else _plan(config)
-
-
-def _measure(config: PlanConfig) -> int:
-    """Measure this machine."""
-    from .measure import measure  # it imports the optimizer, which a plan does not need
-
-    others = config.given("measure", "out")
-    if others:
-        raise ValueError(f"--measure plans nothing: leave out {', '.join(others)}")
-    return measure(config)
-
-
-def _table(config: PlanConfig) -> int:
-    """Plan the rows of a file."""
-    assert config.rows is not None
-    others = config.given("rows", "out", "hardware")
-    if others:
-        raise ValueError(f"--rows: each row says its own model, cluster and batch: leave out {', '.join(others)}")
-    if config.out.suffix.lower() != ".csv":
-        raise ValueError(f"--out {config.out}: with --rows it must be the CSV file to write, as in --out planned.csv")
-    hardware = presets() if config.hardware is None else read_hardware(config.hardware)
-    count = plan_table(config.rows, config.out, hardware)
-    Console().line(f"wrote {count} rows to {config.out}")
-    return 0
+        return _plan(config)
 
 
 def _plan(config: PlanConfig) -> int:
@@ -75,9 +47,6 @@ def _plan(config: PlanConfig) -> int:
     console = Console()
     if asked.hardware.measured:
         console.line(f"hardware as measured: {asked.hardware.measured}")
-    if config.anchor is not None:
-        asked, line = anchored(config.anchor, asked)
-        console.line(line)
     planner = Planner(asked.training)
     choices = [planner.choice(each, asked.cluster, always=config.all) for each in settings(planner, asked.cluster)]
     found = Findings.of(asked, planner, choices)

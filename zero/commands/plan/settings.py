@@ -6,7 +6,7 @@ which values are valid, or what a flag does.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -31,9 +31,6 @@ class PlanConfig:
     nic: Annotated[float | None, "Gb/s that a host sends into the network; what is usual when omitted"] = None
     fabric: Annotated[str, "good, typical or poor: the network's seconds for each rank of a ring"] = "typical"
     hardware: Annotated[Path | None, "file of measured hardware, beside what the library knows"] = None
-    anchor: Annotated[
-        Path | None, "run.json of a zero train on this machine: passes take as long as they did there"
-    ] = None
     micro: Annotated[int, "sequences in a micro-batch of a rank"] = 1
     sequence: Annotated[int, "tokens in a sequence"] = 2048
     global_batch: Annotated[
@@ -52,22 +49,9 @@ class PlanConfig:
     price: Annotated[float | None, "$ for a GPU-hour, for $ of a billion tokens"] = None
     all: Annotated[bool, "print every setting, also those that another one beats and those that do not fit"] = False
     trace: Annotated[bool, "write trace.json: the recommended step for chrome://tracing or Perfetto"] = False
-    measure: Annotated[
-        bool, "measure this machine's processors instead, for half a minute, and write hardware.json for --hardware"
-    ] = False
-    rows: Annotated[
-        Path | None, "plan each row of this CSV file of runs instead, with the columns of benchmarks/data/points.csv"
-    ] = None
-    out: Annotated[Path, "folder for the files that are written; with --rows, the CSV file to write"] = Path(
-        "zero-plan"
-    )
-
-    def given(self, *but: str) -> list[str]:
-        """Return the flags that differ from their defaults, without those of the fields ``but``."""
-        changed = (item.name for item in fields(self) if getattr(self, item.name) != item.default)
-        return [f"--{name.replace('_', '-')}" for name in changed if name not in but]
+    out: Annotated[Path, "folder for the files that are written"] = Path("zero-plan")
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the plan as values of JSON's types: no folders of the machine."""
         values = {name: value.name if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {name: value for name, value in values.items() if name not in ("out", "all", "trace", "rows", "measure")}
+        return {name: value for name, value in values.items() if name not in ("out", "all", "trace")}

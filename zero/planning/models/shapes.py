@@ -1,4 +1,4 @@
-"""Turns a description of a model into a `Model`: a `config.json`, plain numbers, a list of parameters, or a module.
+"""Turns a description of a model into a `Model`: a `config.json`, a list of parameters, or a module.
 
 Knows: the keys of configs (`families` has the shapes), headers of safetensors files, lists of names and shapes.
 Does not know: what a model computes, ranks, hardware. No value is read, and no tensor has memory.
@@ -72,41 +72,6 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "the config")
     transformer = _transformer(config, family, sizes)
     parameters, units = _expand(family.parameters, config, sizes)
     return Model(name, parameters, units, transformer.hidden, transformer.vocabulary, transformer)
-
-
-def of_numbers(
-    layers: int,
-    hidden: int,
-    heads: int,
-    vocabulary: int,
-    *,
-    kv_heads: int = 0,
-    ffn: int = 0,
-    gated: bool = False,
-    tied: bool = True,
-    positions: int = 0,
-    name: str = "a transformer",
-) -> Model:
-    """Return a transformer of plain numbers.
-
-    A gated one has Llama's blocks: RMSNorm, SiLU, rotary positions, no bias. Another has GPT-2's: LayerNorm, GELU, a
-    bias in each layer but the head.
-
-    Args:
-        layers, hidden, heads, vocabulary: its sizes.
-        kv_heads: heads of keys and values; 0: as many as of queries.
-        ffn: features inside the feed-forward network; 0: 4 * hidden.
-        gated: whether the feed-forward network multiplies two projections.
-        tied: whether the head's weight is the embedding's.
-        positions: rows of a table of learned positions; 0: there is none.
-        name: what the plan calls it.
-    """
-    numbers = Transformer(layers, hidden, heads, ffn or 4 * hidden, vocabulary, kv_heads, 0, positions)
-    if gated:
-        numbers = replace(numbers, gated=True, activation="silu", norm="rms", rotary=not positions, tied=tied)
-    else:
-        numbers = replace(numbers, norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True, tied=tied)
-    return from_numbers(numbers, name)
 
 
 def from_numbers(numbers: Transformer, name: str) -> Model:

@@ -1,9 +1,8 @@
 """Seconds of compute: of a unit's forward and backward, and of an update.
 
     forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)
-                +  w weight bytes/bandwidth
-    backward    2 x products, 2.5 x attention, 2 x moved bytes, 2 x weight bytes; and what is recomputed of the forward
-    update      bytes of gradient, weights and states/(bandwidth e_u)
+    backward    2 x products, 2.5 x attention, 2 x moved bytes; and what is recomputed of the forward
+    update      bytes of gradient, weights and states/bandwidth, as a fused kernel moves them
 
 The host launches kernels meanwhile. Its seconds are returned apart, since a schedule knows which of the two waits.
 `CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are fitted to
@@ -39,7 +38,6 @@ _AS_FITTED = "0.91, the mean of Ampere (0.847 of 0.869) and Hopper (0.672 of 0.8
 _LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
 _JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
 _HOST = "an assumption: the hooks and launches of a unit in Python; hidden wherever a unit computes for longer"
-_IN_HIDDEN = "part of hidden on GPUs; zero plan --measure tells it apart on a CPU, where few tokens share the weights"
 _TWO = "a product has one kernel in its forward and two in its backward"
 
 CONSTANTS: Mapping[str, Constant] = {
@@ -63,10 +61,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, _JITTER),
     "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, _HOST),
     "hook": Constant(23e-6, "seconds of the host for a tensor's hooks in a step", 0.0, 1e-4, _LINES),
-    "weights": Constant(0.0, "bytes moved for a byte of weights in a pass", 0.0, 10.0, _IN_HIDDEN),
-    "update": Constant(1.0, "share of the memory's bandwidth in an update", 0.1, 2.0, "an assumption: a fused kernel"),
     "backward_kernels": Constant(2.0, "kernels of a backward for each of its forward", 0.1, 4.0, _TWO),
-    "pace": Constant(1.0, "seconds of a pass for each planned one", 1e-3, 1e3, "1, unless a run of your own says more"),
     "launch": Constant(5e-6, "seconds of the host for a kernel", 1e-6, 5e-5, "an assumption; measure your own machine"),
 }
 """Every constant of the equations, by name; "matmul.ampere" is that of a family."""
@@ -86,12 +81,6 @@ def values(**changes: float) -> dict[str, float]:
     if unknown:
         raise ValueError(f"no constant is called {min(unknown)!r}: choose one of {', '.join(sorted(CONSTANTS))}")
     return {name: constant.value for name, constant in CONSTANTS.items()} | changes
-
-
-def _known(constants: Mapping[str, float]) -> Mapping[str, float]:
-    """Return measured constants. Raises `ValueError` for a name that there is not."""
-    values(**constants)
-    return constants
 
 
 @dataclass(frozen=True)
@@ -118,7 +107,7 @@ class Compute:
 
     def __init__(self, gpu: Accelerator, dtype: str, constants: Mapping[str, float] | None = None) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
-        self.constants = {**(values() if constants is None else constants), **_known(gpu.constants)}
+        self.constants = values() if constants is None else constants
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
@@ -136,37 +125,30 @@ class Compute:
             )
         return self.constants[name]
 
-    def forward(self, work: UnitWork, hidden: int = 0, weight_bytes: float = 0.0) -> float:
-        """Return the seconds of a forward.
+    def forward(self, work: UnitWork, hidden: int = 0) -> float:
+        """Return the seconds of a forward. ``hidden``: features of a token; 0: products are large."""
+        return self._products(work, hidden) + self._attended(work) + self._moved(work)
 
-        ``hidden``: features of a token; 0: products are large. ``weight_bytes``: of the unit's parameters.
-        """
-        return self._products(work, hidden) + self._attended(work) + self._moved(work, weight_bytes)
-
-    def backward(self, work: UnitWork, hidden: int = 0, weight_bytes: float = 0.0) -> float:
+    def backward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a backward in which nothing is recomputed. Arguments: those of `forward`."""
         attended = ATTENTION_BACKWARD * self._attended(work)
-        return 2 * self._products(work, hidden) + attended + 2 * self._moved(work, weight_bytes)
+        return 2 * self._products(work, hidden) + attended + 2 * self._moved(work)
 
-    def passes(
-        self, work: UnitWork, hidden: int = 0, repeated: UnitWork | None = None, weight_bytes: float = 0.0
-    ) -> PassSeconds:
+    def passes(self, work: UnitWork, hidden: int = 0, repeated: UnitWork | None = None) -> PassSeconds:
         """Return the seconds of a unit. ``repeated``: what of its forward the backward does again; None: nothing."""
-        constants, pace = self.constants, self.constants["pace"]
-        forward = pace * self.forward(work, hidden, weight_bytes)
-        backward = pace * self.backward(work, hidden, weight_bytes)
+        constants = self.constants
         launch, launches = constants["launch"], constants["backward_kernels"] * work.kernels
         recompute = 0.0
         if repeated is not None:
-            recompute = pace * self.forward(repeated, hidden, weight_bytes)
+            recompute = self.forward(repeated, hidden)
             launches += repeated.kernels
-        host = pace * (constants["unit_host"] + work.kernels * launch)
-        host_backward = pace * (constants["unit_host"] + launches * launch)
-        return PassSeconds(forward, backward, recompute, host, host_backward)
+        host = constants["unit_host"] + work.kernels * launch
+        host_backward = constants["unit_host"] + launches * launch
+        return PassSeconds(self.forward(work, hidden), self.backward(work, hidden), recompute, host, host_backward)
 
     def update(self, elements: float, dtypes: Dtypes, state_tensors: int) -> float:
         """Return the seconds in which an owner updates ``elements``."""
-        return elements * update_bytes(dtypes, state_tensors) / (self._memory * self.constants["update"])
+        return elements * update_bytes(dtypes, state_tensors) / self._memory
 
     def orthogonalization(self, multiplications: float) -> float:
         """Return the seconds of Muon's Newton-Schulz iterations, at the rate of the products of the training.
@@ -180,8 +162,8 @@ class Compute:
         large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
         return work.matmul_flops / (self._peak * self._matmul * large)
 
-    def _moved(self, work: UnitWork, weight_bytes: float) -> float:
-        return work.moved_bytes / self._elementwise + self.constants["weights"] * weight_bytes / self._memory
+    def _moved(self, work: UnitWork) -> float:
+        return work.moved_bytes / self._elementwise
 
     def _attended(self, work: UnitWork) -> float:
         return work.attention_flops / (self._peak * self._attention)

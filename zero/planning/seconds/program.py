@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...core.stage import GATHERS_IN_FLIGHT, STATES_AHEAD, STATES_BEHIND
 from .compute import PassSeconds
 from .wires import NOTHING, WireCost
 
@@ -101,11 +102,11 @@ class StepProgram:
     micro_batches: int = 1
     reduced: int = 1
     in_flight: int = 0
-    gathers_in_flight: int = 2
+    gathers_in_flight: int = GATHERS_IN_FLIGHT
     means_each_time: bool = True
     kept: bool = False
     streams: bool = True
-    state_buffers: int = 3
+    state_buffers: int = STATES_AHEAD + 1 + STATES_BEHIND
     control: float = 0.0
     synchronises: bool = False
     fixed: float = 0.0

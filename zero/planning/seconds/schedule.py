@@ -1,8 +1,8 @@
 """Make the program of a step of this library.
 
-    reduce    the buckets of `zero.core.layout`, in layout order; 2 in flight at stages 0 and 1, else 1
+    reduce    the buckets of `zero.core.layout`, in layout order, as many in flight as the stage has
     gather    a unit one ahead of its use, in two buffers; the root's rest and the last unit stay for the backward
-    step      bucket by bucket; stages 1 and 2 gather the updated slices, 2 in flight; stage 0 gathers means
+    step      bucket by bucket; stages 1 and 2 gather the updated slices; stage 0 gathers means
     copies    the sum of a bucket goes through all replicas, and comes back: one more in flight for each hop
 
 A collective of a bucket whose parameters have one owner each takes as long as one of an even bucket whose slices are as
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.cuts import EvenCuts
+from ...core.formulas import units_kept_for_backward
 from ...core.layout import Dtypes, Layout
 from ...core.stage import (
     Placement,
@@ -89,7 +90,7 @@ class StepSetting:
         factor: ranks that share a copy; None: all.
         reshard: `reshard_after_forward`.
         micro_batches: of each rank in a step.
-        reduced: backwards outside ``no_sync``; None: all at stages 2 and 3, one at stages 0 and 1.
+        reduced: backwards outside ``no_sync``; None: `Stage.reduced_backwards`.
         state_tensors: as large as a parameter, that the optimizer keeps (Adam: 2).
         clip: whether the norm of the gradients is taken.
         offload: bytes a second at which states are read, and written, during the update; None: they stay in memory.
@@ -163,9 +164,7 @@ def program_of(
     near = check_reshard(setting.reshard, factor, stage)
     group, replicas = RankGroup.neighbours(cluster, factor), cluster.ranks // factor
     algorithm = wires.algorithm(group)
-    reduced = setting.reduced
-    if reduced is None:
-        reduced = 1 if stage.keeps_full_grads else setting.micro_batches
+    reduced = stage.reduced_backwards(setting.micro_batches) if setting.reduced is None else setting.reduced
     resident = units_share_buckets(factor, in_common=algorithm == "shared")
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
@@ -192,7 +191,7 @@ def program_of(
         updates=tuple(updates),
         micro_batches=setting.micro_batches,
         reduced=reduced,
-        in_flight=(2 if stage.keeps_full_grads else 1) + sums_under_way(replicas),
+        in_flight=stage.reductions_in_flight + sums_under_way(replicas),
         means_each_time=setting.means_are_shown,
         kept=gathers and near == 1,
         streams=wires.on_gpu,
@@ -241,7 +240,7 @@ def _gathered_units(
             costs[nbytes, even] = whole, part
         whole, part = costs[nbytes, even]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
-    stay = {0, len(units) - 1}
+    stay = units_kept_for_backward(range(len(units)))
     return tuple(
         UnitStep(passes, gather[unit], None if near == 1 or unit in stay else again[unit])
         for unit, passes in enumerate(slowed)

@@ -1,7 +1,6 @@
 """What a collective costs on the links of a cluster: seconds, and the bytes that are sent and that cross hosts.
 
     ring            base + (n-1) a + (n-1)/n B/bw      NCCL's reduce-scatter and all-gather: `native`, others' FSDP
-    tree            all-reduce of other systems: B into and out of each host, once up and once down
     exchange        `pairwise`, `all_to_all`: a rank sends each owner its part, through the link of one GPU
     shared          ranks of one host of CPUs: no transfer, but a read of all contributions when they are awaited
     hierarchical    hosts of CPUs: the sums of `collectives.algorithms.plans` cross, the rest is shared
@@ -10,7 +9,7 @@
 n ranks, B bytes of the whole buffer, a seconds a step, bw the slowest link on the way: inside a host the link of a
 rank, between hosts the network of a host, of which a group has the share of its ranks.
 
-Source of ring and tree: "Demystifying NCCL" (Hu et al. 2025), and nccl-tests, PERFORMANCE.md, for the busbw convention.
+Source of the ring: "Demystifying NCCL" (Hu et al. 2025), and nccl-tests, PERFORMANCE.md, for the busbw convention.
 
 Knows: links, groups, algorithms. Does not know: when a collective is launched, units, stages.
 """
@@ -20,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from collectives import algorithm_for
 from collectives.algorithms.plans import equal_hosts
 
 from ..hardware import Cluster
@@ -78,13 +78,10 @@ class Wires:
         self.cluster, self.network = cluster, network
         self.on_gpu = gpu.family != "cpu"
         self.link = network.link_efficiency * gpu.link
-        self.switch = network.switch_efficiency * gpu.link if gpu.sums_in_switch else self.link
         domain_nic = cluster.nic * cluster.per_domain / cluster.per_host
         self.nic = network.nic_efficiency * domain_nic
         self.rail = self.nic / cluster.per_domain
         self.memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
-
-    # -- algorithms of other systems, and NCCL's own ------------------------------------------------------------------
 
     def ring(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of a reduce-scatter or an all-gather by a ring."""
@@ -97,22 +94,6 @@ class Wires:
         seconds = self.network.base + (n - 1) * step + (n - 1) / n * nbytes / bandwidth
         crossed = hosts * (n - 1) / n * nbytes if hosts > 1 else 0.0
         return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, crossed)
-
-    def all_reduce(self, nbytes: float, group: RankGroup) -> WireCost:
-        """Return the cost of an all-reduce by a tree between hosts, and by links or a switch inside them."""
-        n, hosts = group.ranks, group.hosts
-        if n == 1:
-            return NOTHING
-        inside = max(group.per_host - 1, 0.0)
-        latency = self.network.base + 2 * inside * self.network.hop_inside
-        transfer = 2 * (n - 1) / n * nbytes / self.switch if inside else 0.0
-        if hosts > 1:
-            latency += 2 * math.log2(hosts) * self.network.tree_steps * self.network.ring_step
-            transfer = max(transfer, 2 * (hosts - 1) / hosts * nbytes / self._share(group))
-        seconds = latency + transfer
-        return WireCost(seconds, seconds, 0.0, 2 * (n - 1) * nbytes, 2 * (hosts - 1) * nbytes)
-
-    # -- algorithms of this library -----------------------------------------------------------------------------------
 
     def exchange(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of a direct exchange: each rank sends each other one its part of ``nbytes``."""
@@ -163,14 +144,9 @@ class Wires:
         )
 
     def algorithm(self, group: RankGroup) -> str:
-        """Return the algorithm that "auto" chooses for the ranks that share a copy (`collectives.topology`)."""
-        if group.ranks == 1:
-            return "pairwise"
-        if self.on_gpu:
-            return "all_to_all" if group.hosts == 1 else "native"
-        if group.hosts == 1:
-            return "shared"
-        return "pairwise" if group.hosts == group.ranks else "hierarchical"
+        """Return the algorithm that "auto" takes for neighbouring ranks that share a copy."""
+        replicas = self.cluster.ranks // group.ranks
+        return algorithm_for(group.ranks, group.hosts, by_nccl=self.on_gpu, replicas=replicas)
 
     def reduce_scatter(
         self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False

@@ -2,10 +2,10 @@
 
     FSDP       a unit is a bucket: gathered one ahead in forward and backward, reduced by a ring when its backward ends
     DDP        buckets of 25 MiB cross units: all-reduced as soon as they are ready
-    ZeRO-1, 2  buckets cross units: reduced as they are ready or at the end; updated slices are gathered after the step
+    ZeRO-1, 2  buckets cross units: reduced as they are ready; updated slices are gathered after the step
 
-All use NCCL's ring, or its tree for an all-reduce; replicas of a shard are all-reduced. Collectives of one process
-group run one after the other, as PyTorch's NCCL backend has one stream for them.
+All use NCCL's ring, or its tree for an all-reduce; replicas of a shard are all-reduced, and so is the norm. Collectives
+of one process group run one after the other, as PyTorch's NCCL backend has one stream for them.
 
 Sources: Zhao et al., "PyTorch FSDP" (2023), sections 3 and 4; Li et al., "PyTorch Distributed" (2020), section 3.2;
 DeepSpeed, docs/config-json ("reduce_bucket_size", "overlap_comm").
@@ -15,17 +15,25 @@ Knows: what each system launches when. Does not know: FLOPs, or when anything ha
 
 from __future__ import annotations
 
-import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.layout import Dtypes
-from .compute import Compute
-from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
-from .schedule import UnitLoad, after, in_groups, jitter
-from .wires import NOTHING, RankGroup, WireCost, Wires
+from zero.core.layout import Dtypes
+from zero.planning.seconds.compute import Compute
+from zero.planning.seconds.program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
+from zero.planning.seconds.schedule import UnitLoad, after, in_groups, jitter
+from zero.planning.seconds.wires import NOTHING, RankGroup, WireCost, Wires
 
 MIB = float(1 << 20)
+STATES_OF_ADAM = 2  # tensors as large as a parameter
+SWITCH_EFFICIENCY = 1.07
+"""The share of a link that an all-reduce reaches where the switch inside a host adds, so that a rank sends less:
+Ultra-Scale Playbook, all-reduce of 256 MB over 8 H100 at 436 GB/s of busbw."""
+SUM_IN_SWITCH = ("hopper", "blackwell")  # with NVIDIA's NVSwitch of the third generation or later (NVLink SHARP)
+TREE_STEPS = 16
+"""Ring steps that a level of an all-reduce's tree costs, up or down: Ultra-Scale Playbook, mean all-reduce of 256 MB
+over 16 to 256 H100."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,6 @@ class System:
         shards_states: an owner updates its shard, and updated slices are gathered where parameters are whole.
         all_reduces: gradients are all-reduced, else reduce-scattered.
         bucket_bytes: of a reduction, counted in the dtype in which it travels; None: a unit is a bucket.
-        overlaps: reductions begin in the backward, else when it has ended.
         each_micro_batch: gradients are reduced in each micro-batch, else in the last one.
         last_stays: the last unit stays gathered between its forward and its backward.
     """
@@ -46,7 +53,6 @@ class System:
     shards_states: bool = False
     all_reduces: bool = False
     bucket_bytes: float | None = None
-    overlaps: bool = True
     each_micro_batch: bool = False
     last_stays: bool = False
 
@@ -57,21 +63,10 @@ SYSTEMS: Mapping[str, System] = {
     "fsdp1": System(**_UNITS),
     "fsdp2": System(**_UNITS, last_stays=True),
     "zero1": System(shards_states=True, bucket_bytes=25 * MIB),
-    "zero1-all-reduce": System(shards_states=True, all_reduces=True, bucket_bytes=25 * MIB),
-    "zero1-end": System(shards_states=True, bucket_bytes=500 * MIB, overlaps=False),
     "zero2": System(shards_states=True, bucket_bytes=1000 * MIB, each_micro_batch=True),
     "zero3": System(**_UNITS),
 }
 """The schedules by name. "zero2" has DeepSpeed's buckets of 5e8 elements in 16 bits."""
-
-
-def system(name: str) -> System:
-    """Return the schedule of this name. Raises `ValueError`, with the nearest name, if there is none."""
-    if name in SYSTEMS:
-        return SYSTEMS[name]
-    close = difflib.get_close_matches(name, SYSTEMS, n=1)
-    known = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(SYSTEMS)}"
-    raise ValueError(f"no system is called {name!r}: {known}")
 
 
 def program_of_system(
@@ -81,11 +76,9 @@ def program_of_system(
     compute: Compute,
     dtypes: Dtypes,
     *,
-    factor: int | None = None,
+    factor: int,
     reshard: bool = True,
     micro_batches: int = 1,
-    state_tensors: int = 2,
-    clip: bool = True,
 ) -> StepProgram:
     """Return the program of another system.
 
@@ -93,30 +86,22 @@ def program_of_system(
         units: the root's rest first.
         wires: the links of the cluster, all of whose ranks train.
         schedule: one of `SYSTEMS`.
-        compute: the equations for the update, and the constants.
+        compute: the equations for the update of Adam, and the constants.
         dtypes: in which parameters are gathered, gradients reduced, and masters kept.
-        factor: ranks that share a copy of what is sharded; None: all.
+        factor: ranks that share a copy of what is sharded, a divisor of their number.
         reshard: units are gathered again for the backward.
         micro_batches: of each rank in a step.
-        state_tensors: as large as a parameter, that the optimizer keeps.
-        clip: whether the norm of the gradients is taken.
-
-    Raises:
-        ValueError: a factor that does not divide the ranks.
     """
     ranks = wires.cluster.ranks
-    factor = ranks if factor is None or not schedule.shards_states else factor
-    if factor < 1 or ranks % factor:
-        raise ValueError(f"factor={factor} does not divide the {ranks} ranks: choose a divisor")
     group, owners = RankGroup.neighbours(wires.cluster, factor), RankGroup.replicas(wires.cluster, factor)
     travel, narrow = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("param_dtype")
 
     def reduced(elements: float) -> WireCost:
         nbytes = elements * travel
         if schedule.all_reduces:
-            return wires.all_reduce(nbytes, RankGroup.neighbours(wires.cluster, ranks))
+            return all_reduce(wires, nbytes, RankGroup.neighbours(wires.cluster, ranks))
         inside = in_groups(wires.ring(nbytes, group), ranks // factor)
-        return after(inside, in_groups(wires.all_reduce(nbytes / factor, owners), factor))
+        return after(inside, in_groups(all_reduce(wires, nbytes / factor, owners), factor))
 
     def gathered(elements: float) -> WireCost:
         return in_groups(wires.ring(elements * narrow, group), ranks // factor)
@@ -134,7 +119,7 @@ def program_of_system(
         reductions=tuple(Reduction(unit, ready, reduced(elements)) for unit, ready, elements in pieces),
         updates=tuple(
             UpdateStep(
-                compute.update(elements / share, dtypes, state_tensors), gathered(elements) if after_step else NOTHING
+                compute.update(elements / share, dtypes, STATES_OF_ADAM), gathered(elements) if after_step else NOTHING
             )
             for _, _, elements in pieces
         ),
@@ -143,8 +128,8 @@ def program_of_system(
         gathers_in_flight=0,
         kept=schedule.shards_parameters and not reshard,
         streams=wires.on_gpu,
-        control=wires.all_reduce(4.0, RankGroup.neighbours(wires.cluster, ranks)).seconds if clip else 0.0,
-        synchronises=clip,
+        control=all_reduce(wires, 4.0, RankGroup.neighbours(wires.cluster, ranks)).seconds,
+        synchronises=True,
         fixed=compute.constants["fixed"],
         overlap=compute.constants["overlap"],
         jitter=jitter(wires, compute),
@@ -168,6 +153,21 @@ def _pieces(units: Sequence[UnitLoad], schedule: System, travel: int) -> list[tu
             filled += left
         if filled:
             pieces.append((AFTER_THE_LAST, 1.0, filled))
-    if not schedule.overlaps:
-        return [(AFTER_THE_LAST, 1.0, elements) for _, _, elements in pieces]
     return pieces
+
+
+def all_reduce(wires: Wires, nbytes: float, group: RankGroup) -> WireCost:
+    """Return the cost of an all-reduce by a tree between hosts, and by links or a switch inside them."""
+    n, hosts, network = group.ranks, group.hosts, wires.network
+    if n == 1:
+        return NOTHING
+    gpu = wires.cluster.gpu
+    link = SWITCH_EFFICIENCY * gpu.link if gpu.family in SUM_IN_SWITCH else wires.link
+    inside = max(group.per_host - 1, 0.0)
+    latency = network.base + 2 * inside * network.hop_inside
+    transfer = 2 * (n - 1) / n * nbytes / link if inside else 0.0
+    if hosts > 1:
+        latency += 2 * math.log2(hosts) * TREE_STEPS * network.ring_step
+        transfer = max(transfer, 2 * (hosts - 1) / hosts * nbytes / (wires.rail * group.per_host))
+    seconds = latency + transfer
+    return WireCost(seconds, seconds, 0.0, 2 * (n - 1) * nbytes, 2 * (hosts - 1) * nbytes)

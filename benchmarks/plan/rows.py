@@ -1,9 +1,9 @@
 """Plans rows of a table of published runs: seconds, memory, whether it fits, and a band.
 
-    row  ->  `row_setting` (what its columns say)  ->  model and work  ->  the schedule of its own system  ->  seconds
-                                                   ->  `row_memory`    ->  GiB, and whether they fit
+    row  ->  `setting` (what its columns say)  ->  model and work  ->  the schedule of its own system  ->  seconds
+                                               ->  `memory`        ->  GiB, and whether they fit
 
-One simulator runs all schedules, with the constants of `seconds.compute` for all rows. A row that cannot be planned has
+`zero plan`'s simulator runs all schedules, with its constants for all rows. A row that cannot be planned has
 an error instead of numbers; others are planned.
 
 Knows: what is computed again, and what a compiler saves. Does not know: the files that rows come from, or what was
@@ -17,17 +17,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .hardware import Hardware, presets
-from .model import Model, Transformer, UnitWork
-from .models.shapes import from_numbers
-from .models.works import count_transformer
-from .row_memory import USABLE, RowBytes, row_bytes
-from .row_setting import Columns, RowSetting, read_row
-from .seconds.compute import Compute, PassSeconds, values
-from .seconds.schedule import UnitLoad
-from .seconds.simulate import simulate
-from .seconds.systems import program_of_system, system
-from .seconds.wires import Wires
+from zero.planning.hardware import presets
+from zero.planning.model import Model, Transformer, UnitWork
+from zero.planning.models.shapes import from_numbers
+from zero.planning.models.works import count_transformer
+from zero.planning.seconds.compute import Compute, PassSeconds, values
+from zero.planning.seconds.schedule import UnitLoad
+from zero.planning.seconds.simulate import simulate
+from zero.planning.seconds.wires import Wires
+
+from .memory import USABLE, RowBytes, row_bytes
+from .setting import Columns, RowSetting, read_row
+from .systems import SYSTEMS, program_of_system
 
 GIB = float(1 << 30)
 QUIET = "good"
@@ -87,8 +88,8 @@ class CountedRow:
 class RowCounter:
     """Reads and counts rows. A model, and its work, that several rows have is counted once."""
 
-    def __init__(self, hardware: Hardware) -> None:
-        self._hardware = hardware
+    def __init__(self) -> None:
+        self._hardware = presets()
         self._models: dict[Transformer, Model] = {}
         self._works: dict[tuple[Transformer, int, int, torch.dtype], tuple[UnitWork, ...]] = {}
 
@@ -100,7 +101,7 @@ class RowCounter:
         return CountedRow(setting, model, works, row_bytes(setting, works, model.unit_numels()), wires)
 
     def _counted(self, setting: RowSetting) -> tuple[Model, tuple[UnitWork, ...]]:
-        numbers = setting.transformer()
+        numbers = setting.model
         if numbers not in self._models:
             self._models[numbers] = from_numbers(numbers, "a row")
         model = self._models[numbers]
@@ -112,14 +113,12 @@ class RowCounter:
         return model, self._works[key]
 
 
-def plan_rows(rows: Iterable[Columns], hardware: Hardware | None = None) -> list[RowPlan]:
+def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:
     """Return the plan of each row, in their order.
 
-    Args:
-        rows: by the names of the columns of ``benchmarks/data/points.csv``; what was measured may be missing.
-        hardware: presets, or a measured file.
+    ``rows``: by the names of the columns of ``points.csv``; what was measured may be missing.
     """
-    counter, constants = RowCounter(presets() if hardware is None else hardware), values()
+    counter, constants = RowCounter(), values()
     return [plan_row(row, counter, constants) for row in rows]
 
 
@@ -158,7 +157,7 @@ def row_seconds(counted: CountedRow, constants: Mapping[str, float], fabric: str
     loads = []
     for number, work in enumerate(counted.works):
         if number == 0 and setting.has_fused_loss:
-            logits = float(setting.micro * setting.sequence * setting.vocabulary)
+            logits = float(setting.micro * setting.sequence * setting.model.vocabulary)
             work = replace(work, moved_bytes=min(work.moved_bytes, FUSED_LOSS_BYTES * logits))
         again = _repeated(setting, work, number)
         key = (min(number, 1) and id(work), again)
@@ -168,10 +167,10 @@ def row_seconds(counted: CountedRow, constants: Mapping[str, float], fabric: str
     program = program_of_system(
         loads,
         wires,
-        system(setting.schedule),
+        SYSTEMS[setting.schedule],
         seconds.wide,
         setting.precision.dtypes,
-        factor=setting.factor if setting.sharding not in ("ddp", "single") else None,
+        factor=setting.factor,
         reshard=setting.reshard,
         micro_batches=setting.micro_batches,
     )
@@ -192,7 +191,7 @@ class _PassEquations:
     def passes(self, work: UnitWork, again: UnitWork | None, *, is_root: bool) -> PassSeconds:
         """Return the seconds of a unit. ``again``: what of its forward the backward repeats."""
         narrow = self.wide if is_root else self.narrow
-        hidden = self.setting.hidden
+        hidden = self.setting.model.hidden
         products, rest = self._split(work)
         first, second = narrow.passes(products, hidden), self.wide.passes(rest)
         recompute, repeats = 0.0, 0
@@ -227,5 +226,7 @@ def _repeated(setting: RowSetting, work: UnitWork, number: int) -> UnitWork | No
         return replace(work, matmul_flops=REPEATED_BY_OPERATIONS * work.matmul_flops, attention_flops=0.0)
     if not setting.precision.stops_early:
         return work
-    last = 2.0 * setting.ffn * setting.hidden * setting.micro * setting.sequence  # no backward needs its output
+    last = (
+        2.0 * setting.model.ffn * setting.model.hidden * setting.micro * setting.sequence
+    )  # no backward needs its output
     return replace(work, matmul_flops=work.matmul_flops - last)

@@ -16,8 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .model import UnitWork
-from .row_setting import COUNTED_LOGITS, RowSetting
+from zero.planning.model import UnitWork
+
+from .setting import COUNTED_LOGITS, RowSetting
 
 USABLE = 0.985
 """The share of a GPU's nominal memory in which a published run fits: between those that ran, at most 0.975 by these
@@ -54,9 +55,9 @@ def row_bytes(setting: RowSetting, works: Sequence[UnitWork], elements: Sequence
     tokens = setting.micro * setting.sequence
     shares = [_kept_share(setting.recompute, number) for number in range(len(blocks))]
     kept = sum(block.input_bytes + share * block.saved_bytes for block, share in zip(blocks, shares, strict=True))
-    loss = root.peak_bytes + (setting.logit_bytes - COUNTED_LOGITS) * tokens * setting.vocabulary
-    if setting.gated and not setting.is_compiled:
-        kept += EAGER_COPIES * tokens * setting.hidden * shares.count(1.0)
+    loss = root.peak_bytes + (setting.logit_bytes - COUNTED_LOGITS) * tokens * setting.model.vocabulary
+    if setting.model.gated and not setting.is_compiled:
+        kept += EAGER_COPIES * tokens * setting.model.hidden * shares.count(1.0)
     backward = blocks[-1].peak_bytes - shares[-1] * blocks[-1].saved_bytes
     return RowBytes(_states(setting, sum(elements)), _buffers(setting, elements), kept, max(loss, backward, 0.0))
 

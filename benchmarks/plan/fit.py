@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero.planning.rows import CountedRow, row_seconds
 from zero.planning.seconds.compute import CONSTANTS
+
+from .rows import CountedRow, row_seconds
 
 Values = npt.NDArray[np.floating[Any]]
 

@@ -17,9 +17,9 @@ from typing import TypeVar
 
 import torch
 
-from ..core.layout import Dtypes
-from .hardware import Cluster, Hardware
-from .model import Transformer
+from zero.core.layout import Dtypes
+from zero.planning.hardware import Cluster, Hardware
+from zero.planning.model import Transformer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -128,8 +128,7 @@ class RowSetting:
     """A row, read.
 
     Attributes:
-        layers, hidden, heads, kv_heads, ffn, vocabulary: sizes of the model.
-        gated, tied: its kind.
+        model: its numbers: of GPT-2's or Llama's blocks, or T5's encoder and decoder.
         sequence, micro, micro_batches: tokens of a sequence, sequences of a micro-batch, micro-batches of a step.
         ranks, per_host: the size of the cluster.
         gpu: the preset.
@@ -143,19 +142,10 @@ class RowSetting:
         recompute: "none", "op", "half" or "full".
         is_compiled: whether element-wise operations are fused by a compiler.
         logit_bytes: of a token and class at the loss.
-        head_dim: features of a head; 0: those of ``hidden``.
-        has_decoder: the model has an encoder and a decoder, with as many blocks each.
         framework: as the row says.
     """
 
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocabulary: int
-    gated: bool
-    tied: bool
+    model: Transformer
     sequence: int
     micro: int
     micro_batches: int
@@ -172,9 +162,7 @@ class RowSetting:
     recompute: str
     is_compiled: bool
     logit_bytes: float
-    head_dim: int = 0
-    has_decoder: bool = False
-    framework: str = ""
+    framework: str
 
     @property
     def has_fused_loss(self) -> bool:
@@ -184,30 +172,6 @@ class RowSetting:
     def tokens(self) -> int:
         """Tokens of a rank in a step."""
         return self.sequence * self.micro * self.micro_batches
-
-    def transformer(self) -> Transformer:
-        """Return the numbers of the model: GPT-2's or Llama's blocks, or T5's encoder and decoder."""
-        plain = not self.gated and not self.has_decoder
-        return Transformer(
-            self.layers,
-            self.hidden,
-            self.heads,
-            self.ffn,
-            self.vocabulary,
-            self.kv_heads,
-            self.head_dim,
-            self.sequence if plain else 0,
-            self.layers if self.has_decoder else 0,
-            gated=self.gated,
-            activation="silu" if self.gated else "relu" if self.has_decoder else "gelu",
-            norm="layer" if plain else "rms",
-            norm_bias=plain,
-            qkv_bias=plain,
-            out_bias=plain,
-            mlp_bias=plain,
-            rotary=self.gated,
-            tied=self.tied,
-        )
 
     def cluster(self, hardware: Hardware, fabric: str) -> Cluster:
         hosts = self.ranks // self.per_host
@@ -229,19 +193,11 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
     if ranks % factor:
         raise ValueError(f"shard_factor: {factor} does not divide {ranks} GPUs: choose a divisor")
     narrow = PRECISIONS[precision] == PRECISIONS["bf16/PURE"]
-    framework, hidden, heads = row.get("framework", ""), _integer(row, "hidden"), _integer(row, "heads")
-    known, is_gated = PRECISIONS[precision], bool(row.get("gated")) and _yes(row, "gated")
+    framework, known = row.get("framework", ""), PRECISIONS[precision]
     if _is_early(row.get("source", "")):
         known = replace(known, stops_early=False)
     return RowSetting(
-        layers=_integer(row, "layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_integer(row, "kv_heads", heads),
-        ffn=_integer(row, "ffn", 4 * hidden),
-        vocabulary=_integer(row, "vocab"),
-        gated=is_gated,
-        tied=_yes(row, "tied") if row.get("tied") else not is_gated,
+        model=_model(row, has_decoder),
         sequence=_integer(row, "seq"),
         micro=_integer(row, "micro_batch"),
         micro_batches=_integer(row, "accum", 1),
@@ -258,9 +214,37 @@ def read_row(row: Columns, hardware: Hardware) -> RowSetting:
         recompute=_RECOMPUTED[_chosen(row, "ac", _RECOMPUTED)],
         is_compiled=bool(row.get("compile")) and _yes(row, "compile"),
         logit_bytes=_NARROW_LOGITS if narrow else _matching(framework, LOGIT_BYTES),
-        head_dim=_integer(row, "head_dim", 0) if row.get("head_dim") else 0,
-        has_decoder=has_decoder,
         framework=framework,
+    )
+
+
+def _model(row: Columns, has_decoder: bool) -> Transformer:
+    """Return the numbers of the model. ``has_decoder``: it has an encoder and a decoder, with as many blocks each."""
+    gated, layers, hidden = (
+        bool(row.get("gated")) and _yes(row, "gated"),
+        _integer(row, "layers"),
+        _integer(row, "hidden"),
+    )
+    plain, heads = not gated and not has_decoder, _integer(row, "heads")
+    return Transformer(
+        layers,
+        hidden,
+        heads,
+        _integer(row, "ffn", 4 * hidden),
+        _integer(row, "vocab"),
+        _integer(row, "kv_heads", heads),
+        _integer(row, "head_dim") if row.get("head_dim") else 0,
+        _integer(row, "seq") if plain else 0,
+        layers if has_decoder else 0,
+        gated=gated,
+        activation="silu" if gated else "relu" if has_decoder else "gelu",
+        norm="layer" if plain else "rms",
+        norm_bias=plain,
+        qkv_bias=plain,
+        out_bias=plain,
+        mlp_bias=plain,
+        rotary=gated,
+        tied=_yes(row, "tied") if row.get("tied") else not gated,
     )
 
 

@@ -1,11 +1,7 @@
-"""Scores the plan on published runs, beside null models: `python -m benchmarks.plan`.
-
-    --fit              fit the constants again, and print them
-    --leave-one-out    plan each series with constants that are fitted to all others
+"""Scores of plans of published runs, beside null models.
 
     N1    the median share of the peak of each GPU family, known from the runs themselves
     N2    tokens a second and GPU of the smallest run of a series, for all of it (series of two runs and more)
-    N3    the longer one of compute, by the median share of the peak, and traffic at the nominal speed of the network
     M0    memory: 16 bytes a parameter over the ranks that share it, and nothing else
 
 Knows: the table of runs, scores. Does not know: equations.
@@ -13,7 +9,6 @@ Knows: the table of runs, scores. Does not know: equations.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import statistics
 from collections import defaultdict
@@ -23,14 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from zero.planning.hardware import presets
-from zero.planning.row_setting import Columns
-from zero.planning.rows import RowCounter, RowPlan, plan_row, plan_rows
 from zero.planning.seconds.compute import values
 
-from . import plan_fit
+from .rows import RowCounter, RowPlan, plan_row
+from .setting import Columns
 
-POINTS = Path(__file__).with_name("data") / "points.csv"
+POINTS = Path(__file__).with_name("points.csv")
 DIFFERENT = 0.05  # settings whose measured speeds are nearer than this have no order
 
 
@@ -90,23 +83,9 @@ def constant_speed(rows: Sequence[Columns]) -> list[float | None]:
     return [None if row is first else float(first["tokens_s_gpu"]) for row, first in zip(rows, told, strict=True)]
 
 
-def longest_part(rows: Sequence[Columns]) -> list[float | None]:
-    """Return the speeds of N3. Parameters travel three times, in 16 bits, by the network of a host."""
-    speeds: list[float | None] = []
-    for row, alone in zip(rows, constant_share(rows), strict=True):
-        assert alone is not None
-        tokens = float(row["seq"]) * float(row["micro_batch"]) * float(row["accum"] or 1)
-        hosts, wire = float(row["gpus"]) / float(row["per_host"]), 0.0
-        if hosts > 1:
-            wire = 3 * 2 * float(row["params"]) * float(row["accum"] or 1) / (float(row["nic_gbit_host"]) / 8 * 1e9)
-        speeds.append(tokens / max(tokens / alone, wire))
-    return speeds
-
-
 NULLS: Mapping[str, Callable[[Sequence[Columns]], list[float | None]]] = {
     "N1": constant_share,
     "N2": constant_speed,
-    "N3": longest_part,
 }
 
 
@@ -167,7 +146,7 @@ def hardware_tflops(row: Columns, tokens_s_gpu: float) -> float:
 def seeds() -> list[tuple[str, str, bool]]:
     """Return (claim of the paper, what is planned, whether they agree). Nothing is fitted to them."""
     rows = {row["id"]: row for row in points("seed")}
-    counter, constants = RowCounter(presets()), values()
+    counter, constants = RowCounter(), values()
 
     def plan(name: str, **changed: str) -> RowPlan:
         found = plan_row({**rows[name], **changed}, counter, constants)
@@ -194,67 +173,3 @@ def seeds() -> list[tuple[str, str, bool]]:
         claim = f"{size} replicated {'fits' if fits else 'does not fit'}"
         table.append((claim, f"{found.mem_gib:.0f} of 80 GiB", found.fits == fits))
     return table
-
-
-# -- the command ------------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--fit", action="store_true", help="fit the constants again, and print them")
-    parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, and plan it")
-    args = parser.parse_args()
-    rows = points("fit")
-    plans = plan_rows(rows)
-    timed = [(row, plan) for row, plan in zip(rows, plans, strict=True) if is_timed(row)]
-    runs, found = [row for row, _ in timed], [plan for _, plan in timed]
-    print_times("plan", runs, [plan.tokens_s_gpu for plan in found])
-    for name, null in NULLS.items():
-        alone = null(runs)
-        print_times(name, runs, alone)
-        if None in alone:
-            same = [None if each is None else plan.tokens_s_gpu for each, plan in zip(alone, found, strict=True)]
-            print_times("  plan", runs, same)
-    right, total = ordered(runs, [plan.tokens_s_gpu for plan in found])
-    print(f"pairs in the right order: {right} of {total}")
-    print(f"inside the band: {inside_band(runs, found):.1%}")
-    print("fits, plan:", confusion(rows, [plan.fits for plan in plans]))
-    print("fits, M0:  ", confusion(rows, [states_fit(row) for row in rows]))
-    print_series(runs, [plan.tokens_s_gpu for plan in found])
-    print("\nthe FSDP paper, not fitted")
-    for claim, planned, agrees in seeds():
-        print(f"  {claim:50} {planned:16} {'agrees' if agrees else 'DISAGREES'}")
-    if args.fit or args.leave_one_out:
-        counter = RowCounter(presets())
-        counted = [counter.count(row) for row in runs]
-        measured = np.array([float(row["step_s"]) for row in runs])
-        constants = values()
-        if args.fit:
-            constants, _ = plan_fit.fit(counted, measured, constants)
-        if args.leave_one_out:
-            series = [row["series"] for row in runs]
-            left_out = plan_fit.leave_one_out(counted, measured, series, constants)
-            print_times(
-                "left out", runs, [row.setting.tokens / each for row, each in zip(counted, left_out, strict=True)]
-            )
-
-
-def print_times(name: str, rows: Sequence[Columns], speeds: Sequence[float | None]) -> None:
-    found = errors(rows, speeds)
-    mean, median, high = summary(found)
-    print(f"{name:9} {len(found):4} runs   mean {mean:6.1%}   median {median:6.1%}   90th percentile {high:6.1%}")
-
-
-def print_series(rows: Sequence[Columns], speeds: Sequence[float | None]) -> None:
-    print(f"\n{'series':34} runs    plan      N1")
-    each: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    both = zip(rows, errors(rows, speeds), errors(rows, constant_share(rows)), strict=True)
-    for row, planned, null in both:
-        each[row["series"]].append((planned, null))
-    for name, pairs in each.items():
-        means = [statistics.mean(column) for column in zip(*pairs, strict=True)]
-        print(f"{name:34} {len(pairs):4}  {means[0]:6.1%}  {means[1]:6.1%}")
-
-
-if __name__ == "__main__":
-    main()
