@@ -112,8 +112,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.manager.CheckpointManager.save",
-                "self._failures.third(self._saving)\n",
-                "self._failures.third(self._saving) or (self._saving and self._saving.error)\n",
+                "self._failures.note(self._saving)",
+                "self._failures.note(self._saving)\n                problem = self._saving.error",
             ),
         ),
         (f"{FULL}::test_a_disk_that_fails_at_some_call_does_no_harm",),
@@ -151,8 +151,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.checkpoint.failures.Failures._warn",
-                "        self._told = saving\n",
-                "        self._told = saving\n        raise SaveError(why)\n",
+                "            warn_caller(text)\n",
+                "            raise RuntimeError(text)\n",
             ),
         ),
         (f"{FULL}::test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close",),
