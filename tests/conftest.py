@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -113,22 +113,19 @@ def gloo() -> Iterator[GlooPool]:
     stop_forkserver()
 
 
-@pytest.fixture(scope="module")
-def one_trial_of_equal_parameters() -> Iterator[None]:
-    """Try a class once for equal parameters and options, since a trial takes longer than all else that a test does."""
-    from zero.step import partition
-
-    tried: dict[tuple[Any, ...], Any] = {}
-    whole = partition.try_by_parameter
-
-    def remembered(inner: Any, groups: Any, parameters: Any) -> Any:
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        facts = frozenset((spec.shape, spec.stride, spec.dtypes, spec.group) for spec in parameters)
-        key = (inner.optimizer_class, repr(options), facts)
-        if key not in tried:
-            tried[key] = whole(inner, groups, parameters)
-        return tried[key]
+@pytest.fixture(autouse=True, scope="session")
+def trials_are_remembered() -> Iterator[None]:
+    """Try an optimizer class once in a session for equal options, dtypes and shapes; see `every_trial_runs`."""
+    from .trials import remember
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partition, "try_by_parameter", remembered)
+        remember(patch)
         yield
+
+
+@pytest.fixture
+def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of the trial itself: none of its results is remembered."""
+    from .trials import forget
+
+    forget(monkeypatch)

@@ -16,7 +16,8 @@ from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 from zero.core import layout
 from zero.core.layout import Dtypes
-from zero.step.trial import Setting, placed
+from zero.step.throwaway import Setting
+from zero.step.trial import placed
 
 from ..checkpoint.runs import BF16, Topology, content, digests_of, run
 from ..models import odd_batches, odd_loss

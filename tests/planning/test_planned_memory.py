@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
 
-import zero.step.partition
 from collectives import Loopback
 
 from .models import PLANNED, described
 from .runs import WORLD_SIZES, Case, cases, check, covering, each_setting_once, pairs, plan_of
 
 SAMPLE = covering(60)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_trial_of_a_class() -> Iterator[None]:
-    """Try each optimizer class once, since a trial takes longer than all else that a case does."""
-    tried: dict[tuple[str, frozenset[object]], frozenset[str]] = {}
-    whole = zero.step.partition.check_elementwise
-
-    def remembered(inner: Any, groups: Any, parameters: Any) -> frozenset[str]:
-        key = (inner.name, frozenset(spec.dtypes for spec in parameters))
-        if key not in tried:
-            tried[key] = whole(inner, groups, parameters)
-        return tried[key]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero.step.partition, "check_elementwise", remembered)
-        yield
 
 
 def test_the_models_are_small_and_have_every_kind_of_parameter() -> None:

@@ -23,7 +23,7 @@ from ..plain import assert_same_bits, assert_same_model, assert_same_states, pla
 from ..programs import BY_PARAMETER, CLASSES, Program, Round, Step, compare, run_rank
 from ..small import blocks
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("one_trial_of_equal_parameters")]
+pytestmark = pytest.mark.contract
 
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 SOME = ("first.weight", "turned", "layers.1.0.bias", "scale", "empty", "frozen", "unused")

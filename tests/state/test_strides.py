@@ -33,7 +33,6 @@ from ..shampoo import Rotated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Rotated is not element-wise", "ignore:not restored from"),
-    pytest.mark.usefixtures("one_trial_of_equal_parameters"),
 ]
 
 MICRO_BATCHES, SAVED, STEPS = 6, 2, 4

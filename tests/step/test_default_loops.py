@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from zero.core.layout import Dtypes, ParameterSpec
-from zero.step import partition
 from zero.step.classes import InnerOptimizers
 from zero.step.partition import check_classes, choose_partitions
+from zero.step.trial import Trial
 
 from ..shampoo import Shampoo
 
@@ -31,10 +31,9 @@ def refusal(cls: type[torch.optim.Optimizer], devices: tuple[str, ...], monkeypa
         ParameterSpec((f"p{number}",), (2,), (1,), dtypes, device, True, 1, number)
         for number, device in enumerate(devices)
     ]
-    monkeypatch.setattr(partition, "choose_partition", fails)
+    monkeypatch.setattr(Trial, "run", fails)
     with pytest.raises(ValueError, match=r"^other bits") as chosen:
         choose_partitions(inners, groups, specs, {1: None})
-    monkeypatch.setattr(partition, "check_elementwise", fails)
     with pytest.raises(ValueError, match=r"^other bits") as checked:
         check_classes(inners, groups, specs)
     assert str(chosen.value) == str(checked.value)

@@ -21,7 +21,7 @@ from ..blockwise import Blocks, Blockwise
 from ..plain import assert_same_model, assert_same_states, plain_step
 
 QUIET = pytest.mark.filterwarnings("ignore:.* is not element-wise")
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("one_trial_of_equal_parameters"), QUIET]
+pytestmark = [pytest.mark.contract, QUIET]
 
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 TOGETHER = 6  # micro-batches of a step, shared by the ranks

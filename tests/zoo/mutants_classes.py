@@ -14,9 +14,9 @@ MUTANTS = (
         "A class that decays matrices and not vectors is taken, and no matrix decays.",
         (
             Edit(
-                "zero.step.elementwise._try",
-                "    dimensions = sorted(DIMENSIONS | names.keys())\n",
-                "    dimensions = [1]\n",
+                "zero.step.trial.ByElement.choose",
+                "sorted(DIMENSIONS | {len(spec.shape) for spec in parameters})",
+                "[1]",
             ),
         ),
         (f"{REFUSED}[DecayMatricesOnly]",),
@@ -27,9 +27,9 @@ MUTANTS = (
         "A class that treats the weights of convolutions over time differently, of three dimensions, is taken.",
         (
             Edit(
-                "zero.step.elementwise._try",
-                "    dimensions = sorted(DIMENSIONS | names.keys())\n",
-                "    dimensions = sorted(DIMENSIONS)\n",
+                "zero.step.trial.ByElement.choose",
+                "DIMENSIONS | {len(spec.shape) for spec in parameters}",
+                "DIMENSIONS",
             ),
         ),
         (f"{REFUSED}[DecaySignalsOnly]",),
@@ -45,7 +45,7 @@ MUTANTS = (
         "no-gradient-is-orthogonal",
         ("L12",),
         "A branch that only gradients orthogonal to their parameter reach, as in AdamP, is never tried.",
-        (Edit("zero.step.trial.Whole.gradients", "        if step % 3 == 1:\n", "        if step < 0:\n"),),
+        (Edit("zero.step.throwaway.Whole.gradients", "        if step % 3 == 1:\n", "        if step < 0:\n"),),
         (f"{REFUSED}[Projected]",),
     ),
     Mutant(
@@ -68,10 +68,9 @@ MUTANTS = (
         "A class that does something else at low rates is taken.",
         (
             Edit(
-                "zero.step.elementwise.check_elementwise",
-                "        found, dimensions = _try(inner, options, settings, names, FEW_STEPS if few else STEPS)\n",
-                "        every = frozenset(), sorted(DIMENSIONS | names.keys())\n"
-                "        found, dimensions = every if few else _try(inner, options, settings, names, STEPS)\n",
+                "zero.step.trial.ByElement.steps",
+                "            self.compare_with([()], FEW_STEPS)\n",
+                "            pass\n",
             ),
         ),
         (f"{TEST}test_the_rate_of_the_groups_is_tried_as_it_is",),
@@ -96,9 +95,9 @@ MUTANTS = (
         "A class that adds up over all parameters, to use the sum later, is taken.",
         (
             Edit(
-                "zero.step.elementwise._compare",
-                "        _compare_scalars(inner, whole, half, names)\n",
-                "        pass\n",
+                "zero.step.trial.Trial.compare",
+                "            self._compare_rest(whole, rank, names)\n",
+                "",
             ),
         ),
         (f"{REFUSED}[EstimatesTogether]",),

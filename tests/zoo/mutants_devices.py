@@ -90,9 +90,9 @@ MUTANTS = (
         "Fused Adam on CUDA rounds its decay once in one loop and twice in another; with a low one it hardly shows.",
         (
             Edit(
-                "zero.step.elementwise.check_elementwise",
-                "        if any(map(decay_is_low, options)):\n",
-                "        if False:\n",
+                "zero.step.trial.ByElement.steps",
+                'if self.any_is_low("weight_decay") else ()',
+                "if False else ()",
             ),
         ),
         (f"{ELEMENTWISE}::test_a_decay_so_low_that_it_hardly_shows_hides_nothing[1e-07]",),
@@ -101,7 +101,7 @@ MUTANTS = (
         "raised-decays-are-tried-alone",
         ("L12",),
         "A class that refuses the raised decay is never tried with a raised rate.",
-        (Edit("zero.step.elementwise.check_elementwise", '("lr",), STEPS)', '("lr", "weight_decay"), STEPS)'),),
+        (Edit("zero.step.trial.Trial.steps", '[("lr",), ()]', '[("lr", "weight_decay"), ()]'),),
         (f"{ELEMENTWISE}::test_a_raised_decay_hides_nothing_either",),
     ),
     Mutant(

@@ -123,7 +123,7 @@ MUTANTS = (
         "a-parameter-is-tried-alone",
         ("L12",),
         "The trial has one throw-away parameter of each shape: a class that looks at several of one shape is taken.",
-        (Edit("zero.step.partition", "COPIES = 2 ", "COPIES = 1 "),),
+        (Edit("zero.step.trial", "COPIES = 2 ", "COPIES = 1 "),),
         (f"{PARTITION}::test_others_of_the_same_shape_count",),
     ),
     Mutant(
@@ -132,9 +132,9 @@ MUTANTS = (
         "The trial compares no options: a class that estimates a rate over all parameters is taken.",
         (
             Edit(
-                "zero.step.partition._compare",
-                "    for number, (mine, theirs) in enumerate(zip(together.groups, alone.groups, strict=True)):\n",
-                "    for number, (mine, theirs) in enumerate([({}, {})]):\n",
+                "zero.step.trial.Trial._compare_rest",
+                "in zip(whole.groups, rank.groups, strict=True):",
+                "in ():",
             ),
         ),
         (
@@ -145,7 +145,7 @@ MUTANTS = (
         "a-preconditioner-counts-as-momentum",
         ("L12",),
         "A state that has the shape of a square parameter counts as one that is as large as any parameter.",
-        (Edit("zero.step.partition._names", "found.get(name, True) and large", "found.get(name, False) or large"),),
+        (Edit("zero.step.throwaway.Whole.names", "all if of_every_shape else any", "any"),),
         (f"{PARTITION}::test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shapes",),
     ),
     Mutant(

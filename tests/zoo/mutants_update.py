@@ -88,9 +88,9 @@ MUTANTS = (
         "A class that looks at whole matrices, such as Muon, is run on flat pieces of them.",
         (
             Edit(
-                "zero.step.elementwise._compare",
-                "                if not equal_values(piece.of(parameter), piece.values):\n",
-                "                if piece.values.dtype is not parameter.dtype:\n",
+                "zero.step.trial.Trial.compare",
+                "                    if not equal_values(piece.of(parameter), piece.values):\n",
+                "                    if piece.values.dtype is not parameter.dtype:\n",
             ),
         ),
         ("test_errors.py::test_an_optimizer_class_that_is_not_element_wise",),

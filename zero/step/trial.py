@@ -1,31 +1,29 @@
-"""Throw-away parameters for trials of a class: stepped whole by the class itself, and in two halves as on two ranks.
+"""The trial of a class: steps as ranks take them give the bits of its own steps over whole parameters.
 
-Knows: the shapes and values of these parameters, their gradients, and how halves are laid out. Does not know: the
-user's parameters, and the comparison of results.
+Knows: which options and shapes are tried, and which results must be equal. Does not know: how throw-away parameters are
+laid out, ranks.
 
-    whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
-    half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `InnerOptimizer`, as on a rank: neighbouring
-    half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces form a run, up to one with padding after it
+A class steps throw-away parameters with the options of the user's param groups; equal options are tried once. There are
+two trials: of steps over pieces of parameters (`ByElement`), and over each parameter by itself (`ByParameter`).
 """
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from ..core.cuts import EvenCuts
-from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
-from ..core.stage import Placement
-from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer, unhooked_step
+from ..core.layout import Dtypes, ParameterSpec
+from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
+from ..runtime.flat_states import Options, is_elementwise
+from .equality import equal_values, same
+from .inner import NO_OPTIONS, InnerOptimizer, NotElementwiseError
+from .throwaway import ClassFailedError, OnRank, Placed, Setting, Whole
 
 # With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
@@ -39,25 +37,271 @@ STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
 # decay, how the decay is rounded. It is no power of two: products with one are exact, whatever a kernel rounds.
 RAISED_RATE = 0.3
+FEW_STEPS = 3  # with the user's learning rates, before low ones are raised, and with raised weight decays
+DIMENSIONS = frozenset({0, 1, 2, 4})
+COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
+SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A kind of the user's parameters that is tried: equal options, dtypes and device."""
+class Trial:
+    """A trial of one class, in one partition. The two partitions are its subclasses."""
 
-    options: int  # index among the distinct options
-    dtypes: Dtypes
-    device: torch.device
-    shapes: tuple[tuple[int, ...], ...]  # of these parameters
+    whole: ClassVar[bool]  # whether a rank steps each parameter by itself, in its shape
+    copies: ClassVar[int] = 1  # throw-away parameters of each shape
+    every: ClassVar[int] = 1  # steps from one comparison of the parameters to the next
+    parts: ClassVar[str]  # words for what a rank steps, and for what the class steps in a plain loop
+    full: ClassVar[str]
+    other_bits: ClassVar[str]  # the error of a parameter, given by its shape
 
-    @property
-    def matrices(self) -> bool:
-        """Whether some have two dimensions or more."""
-        return any(len(shape) > 1 for shape in self.shapes)
+    def __init__(self, inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
+        """``groups``: all param groups; ``parameters``: those of the class, at least one."""
+        self.inner = inner
+        self.options, self.settings = distinct(inner.defaults, groups, parameters)
+        self._parameters, self._placed = parameters, self.choose(parameters)
+
+    def run(self) -> tuple[frozenset[str], dict[str, Rebuild]]:
+        """Raise `ValueError` unless steps as ranks take them give the class's own bits.
+
+        Returns the names of the states that are as large as the parameter, and the tensor subclasses among states. The
+        states of random generators do not change.
+        """
+        with random_state_kept(self.settings):
+            return self.steps()
+
+    def steps(self) -> tuple[frozenset[str], dict[str, Rebuild]]:
+        """Do what `run` says. Low learning rates are raised to `RAISED_RATE`, if the class accepts that."""
+        return self.compare_with([("lr",), ()] if self.any_is_low("lr") else [()], STEPS)
+
+    def any_is_low(self, name: str) -> bool:
+        """Return whether an option of this name is low."""
+        return any(_is_low(given, name) for given in self.options)
+
+    def compare_with(self, raised: Iterable[Sequence[str]], steps: int) -> tuple[frozenset[str], dict[str, Rebuild]]:
+        """Compare with low options raised: those of the first names in ``raised`` that the class accepts.
+
+        If it accepts none, the shapes that it refuses are left out, unless the user's parameters have them.
+        """
+        for names in raised:
+            try:
+                return self.compare(*self.with_raised(names), steps)
+            except ClassFailedError:
+                pass
+        self._leave_out_refused()
+        try:
+            return self.compare(self.inner, self.options, steps)
+        except ClassFailedError as error:
+            raise self.refusal(f"a step over several parameters failed ({error})") from error
+
+    def with_raised(self, names: Sequence[str]) -> tuple[InnerOptimizer, list[Options]]:
+        """Return the class and the options, where those of ``names`` that are low are raised to `RAISED_RATE`.
+
+        They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
+        `ClassFailedError` if the class refuses such a rate.
+        """
+        raised = self.inner
+        try:
+            raised = self.inner.another(**_raised(self.inner.defaults, names))
+        except TypeError:
+            pass  # the class has no argument for it
+        except Exception as error:
+            raise ClassFailedError(str(error)) from error
+        return raised, [{**given, **_raised(given, names)} for given in self.options]
+
+    def _leave_out_refused(self) -> None:
+        """Raise `ValueError` if the class refuses all throw-away parameters, or those like one of the user's."""
+        refused: dict[tuple[int, ...], Exception] = {}
+        shapes = dict.fromkeys(shape for _, shape in self._placed)
+        for shape in shapes:
+            try:
+                whole = Whole(self.inner, self.options, [each for each in self._placed if each[1] == shape])
+                for step in range(STEPS):
+                    whole.step(whole.gradients(step))
+            except ClassFailedError as error:
+                refused[shape] = error
+        for shape, problem in refused.items():
+            if len(refused) == len(shapes):
+                check_steps_alone(self.inner, problem)
+                raise self.refusal(f"a step over a throw-away parameter failed ({problem})") from problem
+            for spec in self._parameters:
+                if self.stands_for(shape, spec):
+                    raise ValueError(
+                        f"{self.inner.name} refuses {spec.name!r}, of shape {spec.shape}: {problem}. Pass this class "
+                        "only parameters that it accepts"
+                    ) from problem
+        self._placed = [each for each in self._placed if each[1] not in refused]
+
+    def compare(
+        self, inner: InnerOptimizer, options: Sequence[Options], steps: int
+    ) -> tuple[frozenset[str], dict[str, Rebuild]]:
+        """Step throw-away parameters whole and as ranks do, and compare.
+
+        Raises `ValueError` on a difference, `ClassFailedError` if the class raised over whole parameters.
+        """
+        whole = Whole(inner, options, [each for each in self._placed for _ in range(self.copies)])
+        with self._refusing(f"it refuses {self.parts}"):
+            names = whole.names(of_every_shape=self.whole)
+            ranks = [OnRank(inner, options, whole, names, half) for half in ((None,) if self.whole else (0, 1))]
+        for step in range(steps):
+            gradients = whole.gradients(step)
+            whole.step(gradients)
+            if step == 0:
+                self.check_states(whole)
+            names = whole.names(of_every_shape=self.whole)
+            for rank in ranks:
+                with self._refusing(f"a step over {self.parts} failed"):
+                    rank.step(gradients, names)
+                for piece in rank.pieces if (step + 1) % self.every == 0 or step + 1 == steps else ():
+                    parameter = whole.parameters[piece.parameter]
+                    if not equal_values(piece.of(parameter), piece.values):
+                        problem = self.other_bits.format(tuple(parameter.shape))
+                        raise self.refusal(f"{problem} (within {step + 1} of {steps} steps)")
+        kinds = self.check_states(whole)
+        for rank in ranks:
+            self._compare_rest(whole, rank, names)
+            if self.whole:
+                with self._refusing("a step over no parameter failed, as a rank takes that owns none"):
+                    rank.step_nothing()
+        return names, kinds
+
+    def _compare_rest(self, whole: Whole, rank: OnRank, large: frozenset[str]) -> None:
+        """Raise `ValueError` if options or states differ between whole parameters and those on a rank.
+
+        They may differ long before the parameters do, and they are saved in state dicts. ``large``: the names of the
+        states that are as large as the parameter.
+        """
+        for mine, theirs in zip(whole.groups, rank.groups, strict=True):
+            for name, value in mine.items():
+                if not same(value, theirs.get(name)):
+                    raise self.refusal(f"it changed option {name!r} differently for {self.parts} than for {self.full}")
+        for piece in rank.pieces:
+            state, other = whole.state(piece.parameter), rank.state(piece)
+            for name in sorted(state.keys() | other.keys() if self.whole else state.keys() - large):
+                if not same(state.get(name), other.get(name)):
+                    raise self.refusal(f"its state {name!r} got another value for {self.parts} than for {self.full}")
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Raise any error of the block as a refusal of the class."""
+        try:
+            yield
+        except Exception as error:
+            raise self.refusal(f"{what} ({error})") from error
+
+    # -- of a partition -----------------------------------------------------------------------------------------------
+
+    def refusal(self, why: str) -> ValueError:
+        """Return the error of a class that differs."""
+        raise NotImplementedError
+
+    def choose(self, parameters: Sequence[ParameterSpec]) -> list[Placed]:
+        """Choose the throw-away parameters."""
+        raise NotImplementedError
+
+    def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+        """Return whether throw-away parameters of this shape stand for one of the user's."""
+        raise NotImplementedError
+
+    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+        """Raise `ValueError` for a state that ranks cannot keep. Return the tensor subclasses among states."""
+        raise NotImplementedError
 
 
-class ClassFailedError(Exception):
-    """The class itself raised an error over whole parameters."""
+class ByElement(Trial):
+    """Steps over pieces of parameters, as of ranks with ``partition="element"``.
+
+    The throw-away parameters have every number of dimensions that the user's have, and those in `DIMENSIONS` that the
+    class accepts. Learning rates below `RAISED_RATE` are first tried unchanged for `FEW_STEPS`. At last follow
+    `FEW_STEPS` in which low weight decays are raised, too: fused Adam on CUDA rounds the decay in one of its loops
+    otherwise than in the other.
+    """
+
+    whole = False
+    every = 3
+    parts, full = "shards", "full parameters"
+    other_bits = "stepping shards of a parameter of shape {} gave different bits than stepping it whole"
+
+    def steps(self) -> tuple[frozenset[str], dict[str, Rebuild]]:
+        if self.any_is_low("lr"):
+            self.compare_with([()], FEW_STEPS)
+        found = super().steps()
+        for names in (("lr", "weight_decay"), ("weight_decay",)) if self.any_is_low("weight_decay") else ():
+            try:
+                self.compare(*self.with_raised(names), FEW_STEPS)
+                break
+            except ClassFailedError:
+                continue  # the class may refuse a higher rate alone
+        return found
+
+    def refusal(self, why: str) -> ValueError:
+        return NotElementwiseError(self.inner.name, why)
+
+    def choose(self, parameters: Sequence[ParameterSpec]) -> list[Placed]:
+        return placed(self.settings, sorted(DIMENSIONS | {len(spec.shape) for spec in parameters}))
+
+    def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+        return len(shape) == len(spec.shape)
+
+    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+        """Raise `ValueError` if a state is neither as large as its parameter nor a scalar: it cannot be cut."""
+        for number, parameter in enumerate(whole.parameters):
+            for name, value in whole.state(number).items():
+                plain = not isinstance(value, Tensor) or type(value) in (Tensor, nn.Parameter)
+                if not plain or (not is_elementwise(value, parameter) and not _is_scalar(value)):
+                    of_shape = plain and isinstance(value, Tensor)
+                    kind = f"has shape {tuple(value.shape)}" if of_shape else f"is a {type(value).__name__}"
+                    raise self.refusal(
+                        f"its state {name!r} {kind}, where the parameter has shape {tuple(parameter.shape)}"
+                    )
+        return {}
+
+
+class ByParameter(Trial):
+    """Steps over each parameter by itself, as of its owner with ``partition="parameter"``.
+
+    The throw-away parameters have the user's shapes, with long sides shortened, and a larger one. They are stepped
+    together by the class, and each alone.
+    """
+
+    whole = True
+    copies = COPIES
+    parts, full = "one parameter", "several"
+    other_bits = "stepping a parameter of shape {} alone gave different bits than stepping it beside others"
+
+    def refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f"{self.inner.name} cannot be sharded: {why}. A rank steps the parameters that it owns, each by itself, so "
+            "only classes whose step of a parameter depends on nothing but that parameter, its gradient and its state "
+            "can be sharded"
+        )
+
+    def choose(self, parameters: Sequence[ParameterSpec]) -> list[Placed]:
+        return [
+            (setting, shape)
+            for setting in self.settings
+            for shape in sorted({*map(_shortened, setting.shapes), *large_shapes(setting.shapes)})
+        ]
+
+    def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+        return shape in (_shortened(spec.shape), *large_shapes([spec.shape]))
+
+    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+        """Raise `ValueError` for a tensor subclass that is not rebuilt as it was from what is sent and saved of it."""
+        found: dict[str, Rebuild] = {}
+        for number in range(len(whole.parameters)):
+            for name, value in whole.state(number).items():
+                own = kinds_in(value)
+                if not own:
+                    continue
+                problem = f"its state {name!r} is another one when it is rebuilt by __tensor_unflatten__"
+                try:
+                    again = decode(*encode(value, f"its state {name!r}", wrappers=True), own)
+                except (TypeError, FormatError) as error:
+                    again, problem = None, str(error)
+                if not same(value, again):
+                    what = f"{self.inner.name} keeps states in {' and '.join(own)}, which cannot be saved"
+                    raise ValueError(f"{what}: {problem}")
+                found |= own
+        return found
 
 
 def check_steps_alone(inner: InnerOptimizer, problem: Exception) -> None:
@@ -71,160 +315,13 @@ def check_steps_alone(inner: InnerOptimizer, problem: Exception) -> None:
         ) from problem
 
 
-Placed = tuple[Setting, tuple[int, ...]]  # a throw-away parameter: its kind and its shape
-
-
-class Whole:
-    """Throw-away parameters, stepped by the class. Raises `ClassFailedError` if the class refuses them."""
-
-    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
-        self._generator = torch.Generator().manual_seed(0)
-        self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
-        self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
-        values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
-        self.settings = [setting for setting, _ in shapes]
-        self.parameters = [
-            values[shape].to(setting.device, setting.dtypes.master_dtype, copy=True).requires_grad_()
-            for setting, shape in shapes
-        ]
-        groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
-        for setting, parameter in zip(self.settings, self.parameters, strict=True):
-            groups[setting.options]["params"].append(parameter)
-        try:
-            self._optimizer = inner.plain(groups)
-        except Exception as error:
-            raise ClassFailedError(str(error)) from error
-
-    def _noise(self, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device="cpu")
-
-    @property
-    def groups(self) -> list[Options]:
-        """The options of each group, as the class has left them."""
-        return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
-
-    def gradients(self, step: int) -> list[Tensor]:
-        """Return the gradients of a step.
-
-        Their scales vary, some elements are zero, and in every third step all gradients are orthogonal to their
-        parameters, row by row.
-        """
-        scale = (1.0, 0.3, 1.0, 3.0, 1.0, 0.1, 1.0, 30.0)[step % 8]
-        noise = {
-            shape: nn.functional.hardshrink(scale * size * self._noise(shape), 0.01)
-            for size, shape in zip(self._sizes, self._shapes, strict=True)
-        }
-        found = [noise[tuple(p.shape)].to(p.device) for p in self.parameters]
-        if step % 3 == 1:
-            found = [_orthogonal(gradient, p.detach()) for gradient, p in zip(found, self.parameters, strict=True)]
-        return [gradient.to(p.dtype) for gradient, p in zip(found, self.parameters, strict=True)]
-
-    def step(self, gradients: Sequence[Tensor]) -> None:
-        """Step all parameters once. Raises `ClassFailedError` if the class raises."""
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-        try:
-            unhooked_step(self._optimizer)()
-        except Exception as error:
-            raise ClassFailedError(str(error)) from error
-
-    def state(self, parameter: int) -> Mapping[str, Any]:
-        """Return the class's state of a parameter."""
-        state: dict[str, Any] = self._optimizer.state[self.parameters[parameter]]
-        return state
-
-    def names(self) -> frozenset[str]:
-        """Return the names of the states that are as large as the parameter.
-
-        Parameters without dimensions do not count: their scalar states have the same shape.
-        """
-        return frozenset(
-            name
-            for number, parameter in enumerate(self.parameters)
-            for name, value in self.state(number).items()
-            if parameter.dim() > 0 and is_elementwise(value, parameter)
-        )
-
-
-@dataclass(frozen=True)
-class TrialPiece:
-    """A piece of a throw-away parameter, in a bucket that is stepped as on a rank."""
-
-    parameter: int
-    place: slice  # of the parameter's elements
-    values: Tensor  # in the bucket, as is the gradient
-    gradient: Tensor
-    bucket: int
-    slot: int
-
-    def of(self, whole: Tensor) -> Tensor:
-        """Return this piece of a tensor that is as large as the parameter, 1-D."""
-        return whole.detach().reshape(-1)[self.place]
-
-
-class Half:
-    """One half of each parameter of ``whole``, stepped as a rank steps its slices of buckets."""
-
-    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], whole: Whole, half: int) -> None:
-        self._inner = inner.another()
-        self._inner.elementwise = whole.names()
-        self.groups = [copy.deepcopy(group) for group in options]
-        self._states: list[BucketStates] = []
-        self._gradients: list[FlatBuffer] = []
-        self.pieces: list[TrialPiece] = []
-        for dtypes, device in dict.fromkeys((setting.dtypes, setting.device) for setting in whole.settings):
-            self._add(whole, half, dtypes, device)
-
-    def _add(self, whole: Whole, half: int, dtypes: Dtypes, device: torch.device) -> None:
-        """Lay out a bucket of the parameters with these dtypes on this device."""
-        slots: list[Slot] = []
-        begins, size = [], 0
-        for number, setting in enumerate(whole.settings):
-            begin, end = _bounds(whole.parameters[number].numel(), dtypes.alignment, half)
-            if (setting.dtypes, setting.device) == (dtypes, device) and begin < end:
-                slots.append(Slot(number, size, end - begin))
-                begins.append(begin)
-                size += dtypes.padded(end - begin, str(device))
-        flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
-        cuts = EvenCuts(size, 1, dtypes.alignment)
-        bucket = BucketSpec(len(self._gradients), dtypes, str(device), tuple(slots), size, cuts)
-        for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
-            values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
-            part = slice(begin, begin + slot.numel)
-            self.pieces.append(TrialPiece(slot.parameter, part, values, gradients, bucket.index, number))
-            values.copy_(self.pieces[-1].of(whole.parameters[slot.parameter]))
-        groups = [whole.settings[slot.parameter].options for slot in slots]
-        shapes = [(tuple(p.shape), p.stride()) for p in (whole.parameters[slot.parameter] for slot in slots)]
-        weights = FlatBuffer(flat, Placement.WHOLE)
-        states = BucketStates(self._inner.instance(None), bucket, weights, groups, shapes)
-        self._inner.begin(states, dict(enumerate(self.groups)))
-        self._states.append(states)
-        self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
-
-    def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
-        """Step all pieces once.
-
-        ``gradients``: those of the whole parameters. ``names``: the states that are as large as the parameter.
-        """
-        for piece in self.pieces:
-            piece.gradient.copy_(piece.of(gradients[piece.parameter]))
-        self._inner.elementwise = names
-        pairs = zip(self._states, self._gradients, strict=True)
-        updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
-        changed = self._inner.step(updates, dict(enumerate(self.groups)))
-        for number, options in changed.items():
-            self.groups[number].update(options)
-
-    def scalars(self, piece: TrialPiece) -> Mapping[str, Any]:
-        """Return the class's state of a piece, without the tensors that are as large as the piece."""
-        state = self._states[piece.bucket].state_of(piece.slot)
-        return {} if state is None else state.scalars
-
-
-def _bounds(size: int, align: int, half: int) -> tuple[int, int]:
-    """Return the interval of a half. The cut is an odd multiple of ``align``; ranks cut at multiples of it."""
-    cut = (size // 2 // align | 1) * align if size > align else 0
-    return (0, cut) if half == 0 else (cut, size)
+def _is_scalar(value: Any) -> bool:
+    """Return True for a scalar, and for a list or tuple of nothing but scalars."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    if isinstance(value, (list, tuple)):
+        return all(_is_scalar(inside) for inside in value)
+    return value is None or isinstance(value, (numbers.Number, str))
 
 
 def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Placed]:
@@ -267,14 +364,10 @@ def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
     return [(4, 5, 3, 3, *[1] * (dimensions - 4))]
 
 
-def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the part of a gradient that is orthogonal to the parameter, row by row."""
-    if not parameter.numel():
-        return gradient
-    rows = parameter.view(len(parameter) if parameter.dim() > 1 else 1, -1).float()
-    along = gradient.view_as(rows)
-    share = (along * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
-    return (along - rows * share).nan_to_num().view(parameter.shape)
+def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape whose long sides are shortened; equal ones stay equal, and a longer one stays the longer one."""
+    longer = sorted({size for size in shape if size > SMALL})
+    return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
 
 
 def distinct(
@@ -298,33 +391,6 @@ def distinct(
         for (number, dtypes, device), found in shapes.items()
     ]
     return options, settings
-
-
-def rate_is_low(options: Options) -> bool:
-    """Return whether the option ``lr`` is below `RAISED_RATE`."""
-    return _is_low(options, "lr")
-
-
-def decay_is_low(options: Options) -> bool:
-    """Return whether the option ``weight_decay`` is above 0 and below `RAISED_RATE`."""
-    return _is_low(options, "weight_decay")
-
-
-def with_raised_rates(
-    inner: InnerOptimizer, options: Sequence[Options], names: Sequence[str] = ("lr",)
-) -> tuple[InnerOptimizer, list[Options]]:
-    """Return the class and the options, where those of ``names`` that are low are raised to `RAISED_RATE`.
-
-    They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
-    `ClassFailedError` if the class refuses such a rate.
-    """
-    try:
-        raised = inner.another(**_raised(inner.defaults, names))
-    except TypeError:  # the class has no argument for it
-        raised = inner
-    except Exception as error:
-        raise ClassFailedError(str(error)) from error
-    return raised, [{**given, **_raised(given, names)} for given in options]
 
 
 def _raised(options: Options, names: Sequence[str]) -> Options:

@@ -1,0 +1,246 @@
+"""Throw-away parameters for the trial of a class: stepped whole by the class itself, and as ranks step them.
+
+Knows: the values of these parameters, their gradients, and how ranks lay them out. Does not know: the user's
+parameters, which shapes are tried, and the comparison of results.
+
+    whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
+    half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `InnerOptimizer`, as on a rank: neighbouring
+    half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces form a run, up to one with padding after it
+    alone     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by `InnerOptimizer`, each as by its owner
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.cuts import EvenCuts
+from ..core.layout import BucketSpec, Dtypes, Slot
+from ..core.stage import Placement
+from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.flat_states import BucketStates, Options, is_elementwise
+from .inner import BucketUpdate, InnerOptimizer, unhooked_step
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A kind of the user's parameters that is tried: equal options, dtypes and device."""
+
+    options: int  # index among the distinct options
+    dtypes: Dtypes
+    device: torch.device
+    shapes: tuple[tuple[int, ...], ...]  # of these parameters
+
+    @property
+    def matrices(self) -> bool:
+        """Whether some have two dimensions or more."""
+        return any(len(shape) > 1 for shape in self.shapes)
+
+
+Placed = tuple[Setting, tuple[int, ...]]  # a throw-away parameter: its kind and its shape
+
+
+class ClassFailedError(Exception):
+    """The class itself raised an error over whole parameters."""
+
+
+class Whole:
+    """Throw-away parameters, stepped by the class. Raises `ClassFailedError` if the class refuses them."""
+
+    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
+        self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
+        values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
+        self.settings = [setting for setting, _ in shapes]
+        self.parameters = [
+            values[shape].to(setting.device, setting.dtypes.master_dtype, copy=True).requires_grad_()
+            for setting, shape in shapes
+        ]
+        groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
+        for setting, parameter in zip(self.settings, self.parameters, strict=True):
+            groups[setting.options]["params"].append(parameter)
+        try:
+            self._optimizer = inner.plain(groups)
+        except Exception as error:
+            raise ClassFailedError(str(error)) from error
+
+    def _noise(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device="cpu")
+
+    @property
+    def groups(self) -> list[Options]:
+        """The options of each group, as the class has left them."""
+        return [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
+
+    def gradients(self, step: int) -> list[Tensor]:
+        """Return the gradients of a step.
+
+        Their scales vary, some elements are zero, and in every third step all gradients are orthogonal to their
+        parameters, row by row.
+        """
+        scale = (1.0, 0.3, 1.0, 3.0, 1.0, 0.1, 1.0, 30.0)[step % 8]
+        noise = {
+            shape: nn.functional.hardshrink(scale * size * self._noise(shape), 0.01)
+            for size, shape in zip(self._sizes, self._shapes, strict=True)
+        }
+        found = [noise[tuple(p.shape)].to(p.device) for p in self.parameters]
+        if step % 3 == 1:
+            found = [_orthogonal(gradient, p.detach()) for gradient, p in zip(found, self.parameters, strict=True)]
+        return [gradient.to(p.dtype) for gradient, p in zip(found, self.parameters, strict=True)]
+
+    def step(self, gradients: Sequence[Tensor]) -> None:
+        """Step all parameters once. Raises `ClassFailedError` if the class raises."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        try:
+            unhooked_step(self._optimizer)()
+        except Exception as error:
+            raise ClassFailedError(str(error)) from error
+
+    def state(self, parameter: int) -> Mapping[str, Any]:
+        """Return the class's state of a parameter."""
+        state: dict[str, Any] = self._optimizer.state[self.parameters[parameter]]
+        return state
+
+    def names(self, *, of_every_shape: bool) -> frozenset[str]:
+        """Return the names of the states that are as large as the parameter.
+
+        Parameters without dimensions do not count: their scalar states have the same shape. ``of_every_shape``: a state
+        that only some parameters have so large, as a square one has its preconditioner, is none of these.
+        """
+        found: dict[str, list[bool]] = {}
+        for number, parameter in enumerate(self.parameters):
+            for name, value in self.state(number).items() if parameter.dim() > 0 else ():
+                found.setdefault(name, []).append(is_elementwise(value, parameter))
+        enough = all if of_every_shape else any
+        return frozenset(name for name, large in found.items() if enough(large))
+
+
+@dataclass(frozen=True)
+class TrialPiece:
+    """A piece of a throw-away parameter, in a bucket that is stepped as on a rank."""
+
+    parameter: int
+    place: slice  # of the parameter's elements
+    values: Tensor  # in the bucket, as is the gradient
+    gradient: Tensor
+    bucket: int
+    slot: int
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return this piece of a tensor that is as large as the parameter, 1-D."""
+        return whole.detach().reshape(-1)[self.place]
+
+
+class OnRank:
+    """The parameters of ``whole`` as one rank steps them."""
+
+    def __init__(
+        self,
+        inner: InnerOptimizer,
+        options: Sequence[Options],
+        whole: Whole,
+        names: frozenset[str],
+        half: int | None = None,
+    ) -> None:
+        """Lay out buckets with the present values.
+
+        ``names``: the states that are as large as the parameter. ``half``: 0 or 1, which half of each parameter the
+        rank has in its buckets; None: it owns each parameter, which has a bucket of its own.
+        """
+        self._inner = inner.another()
+        self._inner.elementwise = names
+        self._whole, self._half = whole, half
+        self.groups = [copy.deepcopy(group) for group in options]
+        self.pieces: list[TrialPiece] = []
+        self._states: list[BucketStates] = []
+        self._gradients: list[FlatBuffer] = []
+        members: dict[Any, list[int]] = {}
+        for number, setting in enumerate(whole.settings):
+            members.setdefault(number if half is None else (setting.dtypes, setting.device), []).append(number)
+        for numbers in members.values():
+            first = whole.settings[numbers[0]]
+            self._add(numbers, first.dtypes, first.device)
+
+    def _add(self, numbers: Sequence[int], dtypes: Dtypes, device: torch.device) -> None:
+        """Lay out a bucket of these parameters."""
+        parameters, slots, begins, size = self._whole.parameters, list[Slot](), list[int](), 0
+        for number in numbers:
+            begin, end = _bounds(parameters[number].numel(), dtypes.alignment, self._half)
+            if begin < end or self._half is None:
+                slots.append(Slot(number, size, end - begin))
+                begins.append(begin)
+                size += dtypes.padded(max(end - begin, 1), str(device))
+        flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
+        index = len(self._states)
+        for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
+            values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
+            place = slice(begin, begin + slot.numel)
+            self.pieces.append(TrialPiece(slot.parameter, place, values, gradients, index, number))
+            values.copy_(self.pieces[-1].of(parameters[slot.parameter]))
+        self._states.append(self._states_of(slots, dtypes, flat))
+        self._inner.begin(self._states[-1], dict(enumerate(self.groups)))
+        self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
+
+    def _states_of(self, slots: Sequence[Slot], dtypes: Dtypes, flat: Tensor) -> BucketStates:
+        cuts = EvenCuts(flat.numel(), 1, dtypes.alignment)
+        bucket = BucketSpec(len(self._states), dtypes, str(flat.device), tuple(slots), flat.numel(), cuts)
+        groups = [self._whole.settings[slot.parameter].options for slot in slots]
+        shapes = [(tuple(p.shape), p.stride()) for p in (self._whole.parameters[slot.parameter] for slot in slots)]
+        weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
+        return BucketStates(instance, bucket, weights, groups, shapes, whole=self._half is None)
+
+    def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
+        """Step all pieces once.
+
+        ``gradients``: those of the whole parameters. ``names``: the states that are as large as the parameter.
+        """
+        for piece in self.pieces:
+            piece.gradient.copy_(piece.of(gradients[piece.parameter]))
+        self._inner.elementwise = names
+        pairs = zip(self._states, self._gradients, strict=True)
+        updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
+        for number, options in self._inner.step(updates, dict(enumerate(self.groups))).items():
+            self.groups[number].update(options)
+
+    def step_nothing(self) -> None:
+        """Take a step without parameters, as on a rank that owns none of a bucket."""
+        setting = self._whole.settings[0]
+        size = setting.dtypes.slot_alignment(str(setting.device))
+        flat = torch.zeros(size, dtype=setting.dtypes.master_dtype, device=setting.device)
+        nothing = self._states_of([], setting.dtypes, flat)
+        self._inner.step([BucketUpdate(nothing, None, b"")], {n: dict(group) for n, group in enumerate(self.groups)})
+
+    def state(self, piece: TrialPiece) -> Mapping[str, Any]:
+        """Return the class's state of a piece. Of a half, without the tensors that are as large as the piece."""
+        states = self._states[piece.bucket]
+        found = states.state_of(piece.slot)
+        if found is None:
+            return {}
+        shape = self._whole.parameters[piece.parameter].shape
+        names = found.elementwise if self._half is None else ()
+        return {**found.scalars, **{name: states.flat[name].data[: shape.numel()].view(shape) for name in names}}
+
+
+def _bounds(size: int, align: int, half: int | None) -> tuple[int, int]:
+    """Return the interval of a half; None: of all. The cut is an odd multiple of ``align``; ranks cut at multiples."""
+    if half is None:
+        return 0, size
+    cut = (size // 2 // align | 1) * align if size > align else 0
+    return (0, cut) if half == 0 else (cut, size)
+
+
+def _orthogonal(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Return the part of a gradient that is orthogonal to the parameter, row by row."""
+    if not parameter.numel():
+        return gradient
+    rows = parameter.view(len(parameter) if parameter.dim() > 1 else 1, -1).float()
+    along = gradient.view_as(rows)
+    share = (along * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
+    return (along - rows * share).nan_to_num().view(parameter.shape)
