@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -133,15 +132,12 @@ class ModuleHooks:
 
     def __init__(self, owner: HookListener, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
-        self.refused: set[threading.Thread] = set()  # their calls of this module were refused before it was entered
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
         self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
         self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
-        # per run of the first of the inner hooks: thread, forwards, pushed
-        self.pushed: list[tuple[threading.Thread, int, bool]] = []
         self._compiled: Any = None  # the module's compiled call
         self._surrounded: Any = None  # its replacement, with the hooks around it
         self._methods: dict[str, ForwardMethod] = {}

@@ -13,13 +13,17 @@ buffer is of one policy from `put` on; a unit has buffers of both only if memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from collectives import Choice, Collective, Transport
 from collectives.torch_internals import current_autograd_node
@@ -33,9 +37,9 @@ from .gathered.buffers import GatheredBuffer, GatheredUnit, State
 from .gathered.units import GatheredUnits
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
-from .thread_frames import in_recomputation
 
 Buffer = ResidentBuffer | GatheredBuffer
+_CHECKPOINTS = CheckpointFunction.forward.__code__.co_filename
 
 
 @dataclass(eq=False)
@@ -88,10 +92,14 @@ class UnitManager:
         self.resident = ResidentUnits(shards, self.edits, on_idle)
         self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing)
         self.some_travel = False  # some unit must be gathered
-        self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
+        self._needed: Callable[[], Callable[[int], None] | None] = _no_method
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
+
+    def call_when_needed(self, needed: Callable[[int], None]) -> None:
+        """Call a method, held weakly, with a unit whenever a backward uses a released parameter of it."""
+        self._needed = weakref.WeakMethod(needed)
 
     def put(self, number: int, buffer: Buffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
@@ -141,17 +149,27 @@ class UnitManager:
         anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
         backward in Python, which has saved the parameter.
         """
-        node = current_autograd_node()
-        if node is None or not (in_recomputation() or _has_saved(node, parameter)):
+        node, needed = current_autograd_node(), self._needed()
+        if node is None or needed is None or not (_in_recomputation() or _has_saved(node, parameter)):
             return False
         for number, unit in enumerate(self.units):
             members = (known for buffer in unit.buffers for known in buffer.parameters)
             if not unit.installed and any(known is parameter for known in members):
-                self.needed_in_backward(number)
+                needed(number)
                 return unit.installed
         return False
 
     # -- unshard, install, uninstall, reshard ---------------------------------------------------------------------
+
+    def enter(self, numbers: Iterable[int]) -> None:
+        """Hold units for a forward that begins, until `leave`."""
+        for number in numbers:
+            self.units[number].forward_refs += 1
+
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Undo `enter`."""
+        for number in numbers:
+            self.units[number].forward_refs -= 1
 
     def release_all(self) -> None:
         """Drop all forwards' references to units, also those that an interrupt left."""
@@ -308,6 +326,20 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
     """Return whether a node of a graph, whose backward is in Python, has saved a parameter."""
     in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     return in_python and any(saved is parameter for saved in node.saved_tensors)
+
+
+def _in_recomputation() -> bool:
+    """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _no_method() -> None:
+    return None
 
 
 def _nothing(_: object) -> None:
