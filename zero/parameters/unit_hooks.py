@@ -51,7 +51,7 @@ class _Forward:
 
     hooks: ModuleHooks
     thread: threading.Thread
-    pushed: bool  # it pushed the saved-tensor hooks
+    pushed: bool = False  # it pushed the saved-tensor hooks
     pushed_again: int = 0  # times that it pushed them on top of the user's
 
 
@@ -67,7 +67,6 @@ class UnitHooks:
         self._order = PrefetchOrder(self._units)
         self.unit_order = UnitOrder()
         self._running: list[_Forward] = []  # forwards under way, the outermost first
-        self._refused: set[tuple[ModuleHooks, threading.Thread]] = set()  # calls that raised before they were entered
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was prefetched
         self._backwards = backwards
@@ -159,21 +158,18 @@ class UnitHooks:
 
     def entered(self, hooks: ModuleHooks) -> None:
         """A module's forward begins."""
-        thread = threading.current_thread()
-        self._refused.add((hooks, thread))
-        self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
-        refuse_transforms(hooks.name or "the root's rest")
-        pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
-        self._refused.discard((hooks, thread))
-        forward = _Forward(hooks, thread, pushed)
+        forward = _Forward(hooks, threading.current_thread())
         last = self._running[-1:]  # read once: another thread may leave its forward at any moment
-        if last and last[0].thread is thread:
-            self._running.append(forward)
+        inner = bool(last) and last[0].thread is forward.thread
+        if inner:
+            self._enter(forward)  # before what may raise: `left` will find it
             if not last[0].hooks.is_root:
                 self._note_enclosing(hooks)
-        else:
+        self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
+        refuse_transforms(hooks.name or "the root's rest")
+        forward.pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
+        if not inner:
             self._begin_outermost(forward)
-        self.manager.enter(hooks.needs)
         self._begin()
         if hooks.is_root and all(hooks is not other.hooks for other in self._running[:-1]) and not in_backward():
             self._order.begin_forward()
@@ -195,11 +191,15 @@ class UnitHooks:
                 self.check_alone()
                 for each in self._hooks:
                     each.arrange()
-                self._running.append(forward)
+                self._enter(forward)
         except RuntimeError:
             if forward.pushed:
                 self._saver.pop()
             raise
+
+    def _enter(self, forward: _Forward) -> None:
+        self._running.append(forward)
+        self.manager.enter(forward.hooks.needs)
 
     def _note_enclosing(self, hooks: ModuleHooks) -> None:
         """Remember the units whose forwards run this one."""
@@ -213,7 +213,6 @@ class UnitHooks:
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
         forward = self._innermost(hooks)
-        self._refused.discard((hooks, threading.current_thread()))
         if forward is None:
             return
         self._streams.end_on_current()
@@ -229,10 +228,9 @@ class UnitHooks:
     def _innermost(self, hooks: ModuleHooks) -> _Forward | None:
         """Return the forward that this thread runs now, if it is one of this module; None if the module's call was
         refused, or a hook before ours raised."""
-        thread, last = threading.current_thread(), self._running[-1:]
-        if (hooks, thread) in self._refused or not last or last[0].hooks is not hooks or last[0].thread is not thread:
-            return None
-        return last[0]
+        last = self._running[-1:]
+        mine = last and last[0].hooks is hooks and last[0].thread is threading.current_thread()
+        return last[0] if mine else None
 
     def _watch(self, hooks: ModuleHooks, output: Any) -> bool:
         """Prepare for a backward through a forward's output. Return False if there can be none."""

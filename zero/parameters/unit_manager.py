@@ -13,12 +13,10 @@ buffer is of one policy from `put` on; a unit has buffers of both only if memory
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,6 +28,7 @@ from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
+from ..runtime.backward_tracker import callers
 from ..runtime.events import Event
 from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
@@ -200,13 +199,9 @@ class UnitManager:
     def uninstall(self, number: int) -> None:
         """Release a unit's parameters, unless the unit is held. Gathered buffers stay."""
         unit = self.units[number]
-        if not unit.installed or unit.forward_refs or unit.gather_refs:
-            return
-        if unit.gathered.buffers:
-            with unit.uninstalling():
+        if unit.installed and not unit.held:
+            with unit.uninstalling() if unit.gathered.buffers else nullcontext():
                 self._uninstall(unit)
-        else:
-            self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
         self.resident.uninstall(unit.resident)
@@ -218,13 +213,17 @@ class UnitManager:
         """Release a unit's parameters and free its gathered buffers, unless the unit is held. Waits for gathers under
         way. ``for_now``: a backward will need it."""
         unit = self.units[number]
-        if unit.gathered.state is State.SHARDED:
-            self.uninstall(number)
-        elif not unit.held:
-            with unit.gathered.resharding():
+        if not unit.held:
+            self._reshard(unit, for_now)
+
+    def _reshard(self, unit: Unit, for_now: bool = False) -> None:
+        gathered = unit.gathered.state is not State.SHARDED
+        with unit.gathered.resharding() if gathered else nullcontext():
+            if gathered:
                 self.gathered.wait(unit.gathered)
-                if unit.installed:
-                    self._uninstall(unit)
+            if unit.installed:
+                self._uninstall(unit)
+            if gathered:
                 self.gathered.reshard(unit.gathered, for_now)
 
     def reshard_all(self) -> None:
@@ -245,12 +244,9 @@ class UnitManager:
 
     def abandon(self) -> None:
         """Abandon the gathers under way and release everything, after a failure of the ranks' communication."""
-        for number, unit in enumerate(self.units):
-            forward_refs, gather_refs = unit.forward_refs, unit.gather_refs
-            unit.forward_refs, unit.gather_refs = 0, 0
+        for unit in self.units:
             self.gathered.abandon(unit.gathered)
-            self.reshard(number)
-            unit.forward_refs, unit.gather_refs = forward_refs, gather_refs
+            self._reshard(unit)
 
     # -- edits and changes ----------------------------------------------------------------------------------------
 
@@ -330,12 +326,7 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
 
 def _in_recomputation() -> bool:
     """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == _CHECKPOINTS:
-            return True
-        frame = frame.f_back
-    return False
+    return any(code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINTS for code in callers())
 
 
 def _no_method() -> None:

@@ -21,7 +21,7 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, FrameType
 from typing import Protocol
@@ -118,6 +118,14 @@ def _no_listener() -> None:
     return None
 
 
+def callers() -> Iterator[CodeType]:
+    """Yield the code of each function that is being called in this thread."""
+    frame: FrameType | None = sys._getframe().f_back
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
 def in_backward() -> bool:
     """Return whether this thread is inside a backward."""
     return current_graph_task_id() != NO_TASK
@@ -141,12 +149,8 @@ def reentrant(device: torch.device) -> bool:
     its own threads, where only a nested backward has such a frame.
     """
     in_caller = device.type == "cpu" or not torch.autograd.is_multithreading_enabled()
-    depth, run_backward = 0, engine_run_backward.__code__
-    current: FrameType | None = sys._getframe()
-    while current is not None:
-        depth += current.f_code is run_backward
-        current = current.f_back  # None at the end: a frame that stays referenced keeps all locals of its callers
-    return depth > in_caller
+    run_backward = engine_run_backward.__code__
+    return sum(code is run_backward for code in callers()) > in_caller
 
 
 def runs(thread: threading.Thread, *codes: CodeType) -> bool:
