@@ -118,11 +118,12 @@ class BackwardSchedule:
         return bucket.grad.launch(self._collective, label, self.number, bucket.trainable)
 
     def complete(self) -> bool:
-        """Finish the backward under way. Under `no_sync`: flush. In a round: launch the rest, wait, and return True;
-        the round is over when `end_round` is called. After an interrupt, call this again."""
+        """Finish the backward under way, if there is one. Under `no_sync`: flush. In a round: launch the rest, wait and
+        return True; the round is over when `end_round` is called. After an interrupt, call this again."""
         if not self._in_round:
             for bucket in self._active:
                 bucket.grad.flush(travels=False)
+            self._active = []
             return False
         if not self._entered:
             self._enter()
@@ -132,7 +133,7 @@ class BackwardSchedule:
 
     def end_round(self) -> None:
         """End the round under way, when all that follows from its sums is done."""
-        self._in_round = False
+        self._in_round, self._active = False, []
 
     def frozen_here(self) -> str:
         """Return, for an error's text, which parameters are frozen on this rank."""
@@ -144,6 +145,7 @@ class BackwardSchedule:
     def abandon(self) -> None:
         """Abandon the reductions under way: the transport is broken."""
         self._queue.abandon()
+        self.end_round()
 
     def clear(self) -> None:
         """Reset all parameters to "no gradient"."""

@@ -35,13 +35,11 @@ class Listener(PlaceholderListener, Protocol):
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None: ...
 
-    def backward_ended(self) -> None: ...
+    def backward_ended(self) -> None:
+        """A graph task ended that was near, also if it accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
     def backward_is_near(self) -> None:
         """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
-
-    def outside_backward(self) -> None:
-        """A graph task ended that accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
 
 class _Arrival:
@@ -99,7 +97,7 @@ class GradientHooks:
         self.listener = weakref.ref(listener)
         self.lock = threading.RLock()
         self._backwards = backwards
-        backwards.watch_gradients(self)
+        backwards.watch_gradients(self._ended)
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}  # parameter -> hook that runs before its gradient is accumulated
         self._leaders: set[int] = set()  # parameters that ever came first in a backward
@@ -201,19 +199,17 @@ class GradientHooks:
         self._backwards.reach()
         listener.backward_is_near()
 
-    def backward_ended(self, task: int) -> None:
-        """Report the end of a graph task that was near, or that accumulated gradients."""
+    def _ended(self, task: int) -> None:
+        """Report the end of a graph task that accumulated gradients, or was near."""
         listener = self.listener()
-        if listener is None:
+        accumulated_nothing = task == self._near and self.task == NO_TASK
+        if listener is None or not (accumulated_nothing or task == self.task):
             return
-        if task == self.task:
-            listener.backward_ended()
-            self.task = NO_TASK  # last: an exception above leaves the backward marked as interrupted
-            if not self._ahead:
-                for index in self._before.keys() - self._leaders:
-                    self._before.pop(index).remove()
-        elif task == self._near and self.task == NO_TASK:
-            listener.outside_backward()
+        listener.backward_ended()
+        self.task = NO_TASK  # last: an exception above leaves the backward marked as interrupted
+        if self._leaders and not self._ahead:
+            for index in self._before.keys() - self._leaders:
+                self._before.pop(index).remove()
 
 
 def owners_of(parameter: Tensor) -> list[GradientHooks]:

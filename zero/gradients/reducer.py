@@ -140,9 +140,6 @@ class Reducer:
         self._shards.pool.drop_cheap()
         self._slots.publish()
 
-    def outside_backward(self) -> None:
-        self._slots.publish()
-
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
         self._slots.zeroed(bucket, slot)
 

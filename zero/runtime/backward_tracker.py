@@ -37,11 +37,6 @@ _GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENE
 _MAX_WALKS = 1000
 
 
-class GradientListener(Protocol):
-    def backward_ended(self, task: int) -> None:
-        """The graph task ``task`` ends."""
-
-
 class UnitListener(Protocol):
     def check_alone(self) -> None:
         """Raise `RuntimeError` if another thread is inside a forward or a backward."""
@@ -57,17 +52,19 @@ class BackwardTracker:
     """The backward under way of one optimizer on one rank. It holds its listeners weakly."""
 
     def __init__(self) -> None:
-        self._gradients: Callable[[], GradientListener | None] = _no_listener
-        self._units: Callable[[], UnitListener | None] = _no_listener
+        self._gradients: Callable[[], Callable[[int], None] | None] = _nothing
+        self._units: Callable[[], UnitListener | None] = _nothing
         self.task = NO_TASK  # of the backward that began last and has not ended
         self._thread: threading.Thread | None = None  # in which it began
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
         self.beginning = threading.RLock()
 
-    def watch_gradients(self, listener: GradientListener) -> None:
-        self._gradients = weakref.ref(listener)
+    def watch_gradients(self, ended: Callable[[int], None]) -> None:
+        """Call a method with the graph task of each backward that ends."""
+        self._gradients = weakref.WeakMethod(ended)
 
     def watch_units(self, listener: UnitListener) -> None:
+        """Report each backward to the listener of the units."""
         self._units = weakref.ref(listener)
 
     def reach(self) -> None:
@@ -91,10 +88,10 @@ class BackwardTracker:
 
     @untraced
     def _end(self, task: int) -> None:
-        gradients = self._gradients()
+        gradients_ended = self._gradients()
         try:
-            if gradients is not None:
-                gradients.backward_ended(task)
+            if gradients_ended is not None:
+                gradients_ended(task)
         finally:
             self.over()
 
@@ -114,7 +111,7 @@ class BackwardTracker:
         return thread if calls_backward(thread) else None
 
 
-def _no_listener() -> None:
+def _nothing() -> None:
     return None
 
 
