@@ -338,6 +338,7 @@ class UnitHooks:
     def _needed_again(self, *units: int) -> None:
         """A backward needs units: it reaches the output of their forward, a tensor that this saved, or a use of a
         released parameter. If the ranks' communication fails, release everything: nothing stays installed."""
+        self.manager.shards.check_process()
         self._begin()
         try:
             for unit in units:
@@ -351,7 +352,6 @@ class UnitHooks:
     def _begin(self) -> None:
         """A forward begins, or a backward needs a unit."""
         self._streams.wait_for_previous()
-        self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
         self._backwards.reach()
 
     def backward_began(self) -> None:
