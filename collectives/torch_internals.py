@@ -41,7 +41,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.placeholder`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and
-a checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.thread_frames`).
+a checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.unit_manager`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 from zero.core.bits import all_zero, first_unequal, read_scalars
-from zero.gradients.hooks import _reentrant
+from zero.runtime.backward_tracker import reentrant
 
 from .gradients import test_gradients as gradients
 from .models import odd_batches, odd_loss
@@ -287,9 +287,9 @@ def test_a_backward_inside_a_backward_is_told_apart_in_either_kind_of_thread() -
     cpu, device = torch.device("cpu"), torch.device("cuda:0")
     seen: list[tuple[bool, bool]] = []
     leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(lambda _: seen.append((_reentrant(cpu), _reentrant(device))))
+    leaf.register_hook(lambda _: seen.append((reentrant(cpu), reentrant(device))))
     leaf.sum().backward()
     with torch.autograd.set_multithreading_enabled(False):
         leaf.sum().backward()
     assert seen == [(False, True), (False, False)]
-    assert not _reentrant(device)
+    assert not reentrant(device)

@@ -24,13 +24,14 @@ from .core.layout import MIB, BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
-from .gradients.free_parameters import check_free, check_no_gradients
+from .gradients.hooks import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
 from .parameters.materialize import Materializer
 from .parameters.module_hooks import check_not_in_units
 from .parameters.sharded import ShardedStorage
 from .parameters.storage import ParameterStorage
+from .runtime.backward_tracker import BackwardTracker
 from .runtime.bucket import Bucket
 from .runtime.events import LOG, Event
 from .runtime.flat_states import BucketStates, Options
@@ -78,7 +79,7 @@ class Builder:
         self.precision, self.offload, self._partition = config.precision, config.offload, config.partition
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
-        self.streams = Streams()
+        self.streams, self._backwards = Streams(), BackwardTracker()
         self.choice = build_collective(group, config.collective, device, config.sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
@@ -103,6 +104,7 @@ class Builder:
             self.shards,
             self.collective,
             self.streams,
+            self._backwards,
             means_may_be_shown=config.precision is None,
         )
         self.update = Update(
@@ -129,6 +131,7 @@ class Builder:
             self.reshard_group_size == 1 < self.shards.world_size,
             self._materializer,
             self.streams,
+            self._backwards,
         )
 
     def _post_forward_group(self, device: torch.device) -> Choice | None:

@@ -19,6 +19,7 @@ from zero import ZeroOptimizer
 from zero.gradients import hooks
 from zero.gradients.owned_means import FoundInf
 from zero.gradients.placeholder import ShardedGradient
+from zero.runtime import backward_tracker
 
 from ..plain import assert_same_bits
 
@@ -50,9 +51,9 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         backward = getattr(_HERE, "backward", None)
         return -1 if backward is None else int(backward.number)
 
-    for module in (hooks, __import__("zero.engine", fromlist=["engine"])):
+    for module in (hooks, backward_tracker, __import__("zero.engine", fromlist=["engine"])):
         monkeypatch.setattr(module, "current_graph_task_id", current)
-    monkeypatch.setattr(hooks, "queue_callback", lambda callback: _HERE.backward.callbacks.append(callback))
+    monkeypatch.setattr(backward_tracker, "queue_callback", lambda callback: _HERE.backward.callbacks.append(callback))
     yield
     _HERE.backward = None
 
@@ -152,7 +153,7 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
             return event
 
     listener = Listening()
-    watching = hooks.GradientHooks(listener)  # type: ignore[arg-type]
+    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
     optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
     buckets = optimizer._builder.storage.buckets
     for bucket in buckets:
@@ -160,8 +161,9 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
             watching.watch(bucket, slot)
     parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
     backward = Backward(1)
-    monkeypatch.setattr(hooks, "current_graph_task_id", lambda: 1)
-    monkeypatch.setattr(hooks, "queue_callback", backward.callbacks.append)
+    for module in (hooks, backward_tracker):
+        monkeypatch.setattr(module, "current_graph_task_id", lambda: 1)
+    monkeypatch.setattr(backward_tracker, "queue_callback", backward.callbacks.append)
 
     def side(first: int) -> None:
         together.wait(10)

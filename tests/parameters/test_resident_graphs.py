@@ -213,6 +213,15 @@ class OuterCheckpoint(Outer):
         return product(self.inner[0](again), self.weight)
 
 
+class OuterHook(Outer):
+    """A unit whose gradient hook uses its weight, in a backward that has gone through another unit since."""
+
+    def forward(self, inputs: Tensor) -> Any:
+        first = product(inputs, self.weight) * 1.0  # whose node has not saved the weight
+        first.register_hook(lambda gradient: gradient * self.weight.detach().mean())
+        return product(self.inner[0](first), self.weight)
+
+
 class Nested(Chain):
     def __init__(self, outer: type[Outer] = Outer) -> None:
         inner = Custom()
@@ -254,6 +263,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "the model's output hides tensors": lambda: OpaqueChain(Opaque(), Opaque()),
     "a unit that runs another": Nested,
     "a unit that runs another after a checkpoint": lambda: Nested(OuterCheckpoint),
+    "a unit that runs another before its hook": lambda: Nested(OuterHook),
     "views that are edited in place": lambda: EditsInPlace(Viewed(), Viewed(), Viewed()),
     "losses beside the outputs": lambda: Losses(Aside(), Aside(), Aside()),
     "checkpoints": lambda: Checkpointed(Custom(), Plain()),

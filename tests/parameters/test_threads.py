@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
-from zero.parameters.thread_frames import in_forward
+from zero.parameters.unit_hooks import in_forward
 from zero.parameters.unit_manager import UnitManager
 
 from ..models import build, odd_batches, odd_loss

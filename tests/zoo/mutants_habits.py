@@ -55,7 +55,18 @@ MUTANTS = (
         "what-was-refused-ends-the-forward-around-it",
         ("L3",),
         "A forward that was refused before it began ends another one of the same module, inside which it was called.",
-        (Edit("zero.parameters.unit_hooks.UnitHooks.entered", "        hooks.refused.add(thread)\n", ""),),
+        (
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks.entered",
+                "            self._enter(forward)  # before what may raise: `left` will find it\n",
+                "            pass\n",
+            ),
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks.entered",
+                "        if not inner:\n            self._begin",
+                "        if inner:\n            self._enter(forward)\n        else:\n            self._begin",
+            ),
+        ),
         (f"{HABITS}::test_a_transform_that_was_refused_inside_a_forward_ends_no_other",),
     ),
     Mutant(
@@ -88,7 +99,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.entered",
-                "if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and",
+                "if hooks.is_root and all(hooks is not other.hooks for other in self._running[:-1]) and",
                 "if hooks.is_root and",
             ),
         ),

@@ -24,7 +24,7 @@ MUTANTS = (
         "a-further-parameter-brings-its-gradient",
         ("L13", "L8"),
         "`add_param_group` takes a parameter with a gradient, which the next backward finds, perhaps on one rank.",
-        (Wrap("zero.gradients.free_parameters.check_no_gradients", nothing),),
+        (Wrap("zero.gradients.hooks.check_no_gradients", nothing),),
         ("test_errors.py::test_a_further_parameter_with_a_gradient_is_refused_on_every_rank_until_that_is_none[2]",),
     ),
     Mutant(

@@ -373,9 +373,9 @@ SUMS = (
         "At stage 0, where means are not shown and so gathered once, those of the first step count as those of now.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._round_is_over",
-                "        self._schedule.means_divisor = None\n        if not self.means",
-                "        if not self.means",
+                "zero.gradients.backward_schedule.BackwardSchedule.complete",
+                "        self.means_divisor = None  # the sums have changed\n",
+                "",
             ),
         ),
         (f"{TRAINING}[0-bf16-W2]",),

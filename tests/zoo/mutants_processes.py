@@ -94,8 +94,8 @@ MUTANTS = (
         "A forward begins while another thread is inside one: each drops units that the other is about to use.",
         (
             Edit(
-                "zero.parameters.unit_hooks.UnitHooks._check_no_other_forward",
-                '                self._refuse(thread, "a forward")\n',
+                "zero.parameters.unit_hooks.UnitHooks.check_alone",
+                '                self._refuse(forward.thread, "a forward")\n',
                 "                continue\n",
             ),
         ),
@@ -107,9 +107,9 @@ MUTANTS = (
         "What a thread that was refused leaves behind it releases the unit that the other thread is computing with.",
         (
             Edit(
-                "zero.parameters.unit_hooks.UnitHooks.left",
-                "        if not last or last[0][:2] != (hooks, thread):",
-                "        if not last or last[0][0] is not hooks:",
+                "zero.parameters.unit_hooks.UnitHooks._innermost",
+                " and last[0].thread is threading.current_thread()",
+                "",
             ),
         ),
         (f"{BESIDE}[one-rank]",),
@@ -120,9 +120,9 @@ MUTANTS = (
         "A forward that is refused beside a backward of another thread releases the units that this computes with.",
         (
             Edit(
-                "zero.parameters.unit_hooks.UnitHooks._begin_outermost",
-                "if self._task not in (NO_TASK, current_graph_task_id()):",
-                "if False:",
+                "zero.parameters.unit_hooks.UnitHooks.check_alone",
+                "        if thread is not None:",
+                "        if False:",
             ),
         ),
         ("parameters/test_threads.py::test_a_forward_that_is_refused_inside_a_backward_releases_nothing[travel]",),
@@ -148,7 +148,7 @@ MUTANTS = (
         "A forward in which generators run looks interrupted to another thread, which ends it and releases its units.",
         (
             Edit(
-                "zero.parameters.thread_frames._runs",
+                "zero.runtime.backward_tracker.runs",
                 "if own or last is None or not last.f_code.co_flags & _GENERATOR:",
                 "if True:",
             ),
@@ -161,7 +161,7 @@ MUTANTS = (
         "A forward whose thread an interrupt has ended goes on for ever, if a later thread with its number is in one.",
         (
             Edit(
-                "zero.parameters.thread_frames._runs",
+                "zero.runtime.backward_tracker.runs",
                 "if not own and thread not in threading.enumerate():",
                 "if False:",
             ),
@@ -175,7 +175,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_hooks.UnitHooks.left",
-                "with self._beginning if len(self._running) == 1 else nullcontext():",
+                "with self._backwards.beginning if len(self._running) == 1 else nullcontext():",
                 "with nullcontext():",
             ),
         ),

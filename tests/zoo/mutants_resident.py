@@ -182,8 +182,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.unit_manager.UnitManager._recall",
-                "        node = current_autograd_node()\n",
-                "        node = None\n",
+                "node, needed = current_autograd_node(), ",
+                "node, needed = None, ",
             ),
         ),
         (f"{TRAIN}[losses beside the outputs-on_sockets-2]",),
@@ -206,8 +206,8 @@ MUTANTS = (
             Edit("zero.parameters.module_hooks.ModuleHooks.watch", "(*tensors, *bases)", "tensors"),
             Edit(
                 "zero.parameters.unit_manager.UnitManager._recall",
-                "        node = current_autograd_node()\n",
-                "        node = None\n",
+                "node, needed = current_autograd_node(), ",
+                "node, needed = None, ",
             ),
         ),
         (f"{TRAIN}[views that are edited in place-on_sockets-2]",),

@@ -211,7 +211,11 @@ BACKWARD = (
                 "        buffer.post_forward_shard = None\n        for slot in slots:\n",
                 "        for slot in slots:\n",
             ),
-            Edit("zero.parameters.unit_hooks.UnitHooks._over", "        self.manager.free_post_forward_shards()\n", ""),
+            Edit(
+                "zero.parameters.unit_hooks.UnitHooks.backward_over",
+                "        self.manager.free_post_forward_shards()\n",
+                "",
+            ),
         ),
         (f"{TESTS}::test_after_an_evaluation_or_a_step_nothing_is_kept[2]",),
     ),

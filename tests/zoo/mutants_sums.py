@@ -348,7 +348,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer.finish_interrupted",
-                "        self._schedule.complete(self._round_is_over)\n        self._slots.forget(cleared)\n",
+                "        self._complete()\n        self._slots.forget(cleared)\n",
                 "        self._schedule.abandon()\n        self._slots.forget(cleared)\n",
             ),
         ),

@@ -64,7 +64,7 @@ MUTANTS = (
         "a-backward-inside-a-backward-is-let-through",
         ("S26",),
         "Re-entrant checkpointing is not refused: what the inner backward brings is taken for the whole.",
-        (Edit("zero.gradients.hooks._reentrant", "    return depth > in_caller\n", "    return depth > 9\n"),),
+        (Edit("zero.runtime.backward_tracker.reentrant", ") > in_caller\n", ") > 9\n"),),
         ("test_errors.py::test_reentrant_checkpointing_is_refused_with_the_reason[2]",),
     ),
     Mutant(
@@ -142,9 +142,9 @@ MUTANTS = (
         "What a backward had gathered is kept after it: a rank holds more than the bound says.",
         (
             Edit(
-                "zero.parameters.unit_hooks.UnitHooks._over",
-                "        self._task = NO_TASK\n        self._reshard_all()\n        self.manager.free_post",
-                "        self._task = NO_TASK\n        self.manager.free_post",
+                "zero.parameters.unit_hooks.UnitHooks.backward_over",
+                "        self._reshard_all()\n",
+                "",
             ),
         ),
         (f"{MEMORY}::test_after_a_forward_the_graph_holds_no_weights[2]",),

@@ -25,13 +25,13 @@ class Record:
 
     Attributes:
         divisor: of the sums.
-        scale: the loss scale, if gradients are being unscaled.
-        options: a digest of each option of the param groups, if a step will use them.
         phase: the phase of the gradients, see `Phase`.
         pending: indices of the buckets for which this rank has a contribution that was not reduced.
-        error: an error that this rank found; every rank raises it.
         used: one byte, 0 or 1, per parameter in the layout's order: whether it was used.
         trainable: likewise, whether it is trainable.
+        error: an error that this rank found; every rank raises it.
+        scale: the loss scale, if gradients are being unscaled.
+        options: a digest of each option of the param groups, if a step will use them.
         attachment: this rank's part of the gradient norm, if a clip needs it and the gradients are means already; or
             the message of a save.
         reports: of `Agreement.report`.
@@ -39,13 +39,13 @@ class Record:
     """
 
     divisor: float
-    scale: float | None
-    options: dict[str, int]
     phase: str
     pending: tuple[int, ...]
-    error: str | None
     used: bytes
     trainable: bytes
+    error: str | None = None
+    scale: float | None = None
+    options: dict[str, int] = field(default_factory=dict)
     attachment: bytes = b""
     reports: dict[str, str] = field(default_factory=dict)
     order: int = 0
@@ -69,19 +69,14 @@ class Record:
     def unpack(cls, data: bytes) -> Record:
         head, _, rest = data.partition(b"\0")
         fields = json.loads(head)
-        count = fields["parameters"]
+        count, divisor, pending = fields.pop("parameters"), fields.pop("divisor"), fields.pop("pending")
         return cls(
-            float.fromhex(fields["divisor"]),
-            fields["scale"],
-            fields["options"],
-            fields["phase"],
-            tuple(fields["pending"]),
-            fields["error"],
-            rest[:count],
-            rest[count : 2 * count],
-            rest[2 * count :],
-            fields["reports"],
-            fields.get("order", 0),
+            divisor=float.fromhex(divisor),
+            pending=tuple(pending),
+            used=rest[:count],
+            trainable=rest[count : 2 * count],
+            attachment=rest[2 * count :],
+            **fields,
         )
 
 

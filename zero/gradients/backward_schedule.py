@@ -14,10 +14,10 @@ under `no_sync` adds to this rank's contribution.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 
-from collectives import BucketQueue, Collective, MismatchError, Transport, Work
+from collectives import BucketQueue, Collective, Transport, Work
 
 from ..core.flags import either
 from ..core.stage import Stage, sums_under_way
@@ -116,32 +116,35 @@ class BackwardSchedule:
         label = f"backward {self._rounds_since_clear} since zero_grad(), {bucket.grad.label}"
         return bucket.grad.launch(self._collective, label, self.number, bucket.trainable)
 
-    def complete(self, then: Callable[[], None]) -> None:
-        """Finish the backward under way. Under `no_sync`: flush. In a round: launch the rest, wait, then call ``then``.
-
-        A round is not over before ``then`` returns. After an interrupt, call this again. A `MismatchError` names the
-        parameters that are frozen on this rank.
-        """
+    def complete(self) -> bool:
+        """Finish the backward under way, if there is one. Under `no_sync`: flush. In a round: launch the rest, wait and
+        return True; the round is over when `end_round` is called. After an interrupt, call this again."""
         if not self._in_round:
             for bucket in self._active:
                 bucket.grad.flush(travels=False)
-            return
-        try:
-            if not self._entered:
-                self._enter()
-            self._queue.finish()
-            then()
-        except MismatchError as error:
-            named = [pair for b in self.buckets for pair in zip(b.specs, b.parameters, strict=True)]
-            # a layout is about the reverse of the order of registration
-            frozen = [spec.name for spec, parameter in named[::-1] if not parameter.requires_grad]
-            text = f"{error} (frozen on rank {self._transport.rank}: {', '.join(map(repr, frozen)) or 'none'})"
-            raise MismatchError(text) from error
-        self._in_round = False
+            self._active = []
+            return False
+        if not self._entered:
+            self._enter()
+        self._queue.finish()
+        self.means_divisor = None  # the sums have changed
+        return True
+
+    def end_round(self) -> None:
+        """End the round under way, when all that follows from its sums is done."""
+        self._in_round, self._active = False, []
+
+    def frozen_here(self) -> str:
+        """Return, for an error's text, which parameters are frozen on this rank."""
+        named = [pair for b in self.buckets for pair in zip(b.specs, b.parameters, strict=True)]
+        # a layout is about the reverse of the order of registration
+        frozen = [spec.name for spec, parameter in named[::-1] if not parameter.requires_grad]
+        return f"frozen on rank {self._transport.rank}: {', '.join(map(repr, frozen)) or 'none'}"
 
     def abandon(self) -> None:
         """Abandon the reductions under way: the transport is broken."""
         self._queue.abandon()
+        self.end_round()
 
     def clear(self) -> None:
         """Reset all parameters to "no gradient"."""

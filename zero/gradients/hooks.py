@@ -1,30 +1,31 @@
 """Translate autograd's hooks into events: a backward begins, a gradient is ready, a backward ends.
 
-Knows: autograd's hooks and graph tasks (one per backward call). Does not know: buckets, ranks, stages.
+Knows: the hooks of parameters, who owns a parameter, which graph task accumulates gradients. Does not know: buckets,
+ranks, stages, or when a graph task ends (`runtime/backward_tracker`).
 
     backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
                                             p.grad is a placeholder: its add_ captures the new gradient
                   post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad
-                  callback of the task      ends the backward; an exception skips it, so a later event must check
+                  end of the task           ends the backward; an exception skips it, so a later event must check
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from collectives.torch_internals import current_graph_task_id, engine_run_backward, queue_callback
+from collectives.torch_internals import current_graph_task_id
 
+from ..core.parameter_specs import HELD_ELSEWHERE
+from ..runtime.backward_tracker import NO_TASK, BackwardTracker, reentrant
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced, untraced_methods
-from .placeholder import NO_TASK, PlaceholderListener, ShardedGradient
+from .placeholder import PlaceholderListener, ShardedGradient
 
 
 class Listener(PlaceholderListener, Protocol):
@@ -34,13 +35,11 @@ class Listener(PlaceholderListener, Protocol):
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None: ...
 
-    def backward_ended(self) -> None: ...
+    def backward_ended(self) -> None:
+        """A graph task ended that was near, also if it accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
     def backward_is_near(self) -> None:
         """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
-
-    def outside_backward(self) -> None:
-        """A graph task ended that accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
 
 class _Arrival:
@@ -80,11 +79,14 @@ class GradientHooks:
     and loses all its hooks. Thus a notebook cell that builds an optimizer can be run again.
     """
 
-    def __init__(self, listener: Listener, *, exclusive: bool = False, ahead: bool = False) -> None:
+    def __init__(
+        self, listener: Listener, backwards: BackwardTracker, *, exclusive: bool = False, ahead: bool = False
+    ) -> None:
         """Create an object that watches no parameter yet.
 
         Args:
             listener: receives the events; held weakly.
+            backwards: reports when a graph task ends.
             exclusive: the parameters cannot be taken over: `check_free` raises for them.
             ahead: keep a pre-accumulation hook on every parameter, so that ``backward_is_near`` always comes before
                 the first accumulation. It costs about a microsecond per parameter in every backward. Without it, only
@@ -94,11 +96,13 @@ class GradientHooks:
         self.superseded, self.exclusive, self._ahead = False, exclusive, ahead
         self.listener = weakref.ref(listener)
         self.lock = threading.RLock()
+        self._backwards = backwards
+        backwards.watch_gradients(self._ended)
         self._handles: list[Any] = []
         self._before: dict[int, Any] = {}  # parameter -> hook that runs before its gradient is accumulated
         self._leaders: set[int] = set()  # parameters that ever came first in a backward
-        self.task = NO_TASK  # the graph task of the backward that began and has not ended
-        self._seen = NO_TASK  # the last graph task in which a pre-accumulation hook ran
+        self.task = NO_TASK  # the graph task that accumulated gradients and whose reductions are not over
+        self._near = NO_TASK  # the last graph task of which `backward_is_near` was reported
 
     @property
     def inside_backward(self) -> bool:
@@ -173,44 +177,39 @@ class GradientHooks:
         if not captured:
             # Autograd has added its gradient to the one that the user had assigned, as in a plain loop.
             parameter.grad = None
-        if _reentrant(parameter.device):
+        if reentrant(parameter.device):
             raise RuntimeError(
                 "a backward inside a backward reached a parameter of this optimizer, as with "
                 "torch.utils.checkpoint.checkpoint(..., use_reentrant=True): use use_reentrant=False"
             )
-        task = current_graph_task_id()
-        if task != self._seen:
-            listener.backward_is_near()
+        self._about(parameter.device)
         listener.backward_began()
-        self.task = task
-        _at_end(self._ended)
+        self.task = current_graph_task_id()
         self._leaders.add(index)
         if index not in self._before:
             self._watch_ahead(parameter, index)
 
     def _about(self, device: torch.device) -> None:
-        task = current_graph_task_id()
-        listener = self.listener()
-        if task != self._seen and listener is not None:
-            self._seen = task
-            if _reentrant(device):  # only `autograd.grad` may do this; `begin` raises for a backward
-                return
-            listener.backward_is_near()
-            _at_end(self._left)
+        """Report, once in a graph task, that it is near."""
+        task, listener = current_graph_task_id(), self.listener()
+        # inside another backward only `autograd.grad` comes here; `begin` raises for a backward
+        if task == self._near or listener is None or reentrant(device):
+            return
+        self._near = task
+        self._backwards.reach()
+        listener.backward_is_near()
 
-    def _ended(self) -> None:
+    def _ended(self, task: int) -> None:
+        """Report the end of a graph task that accumulated gradients, or was near."""
         listener = self.listener()
-        if listener is not None:
-            listener.backward_ended()
+        accumulated_nothing = task == self._near and self.task == NO_TASK
+        if listener is None or not (accumulated_nothing or task == self.task):
+            return
+        listener.backward_ended()
         self.task = NO_TASK  # last: an exception above leaves the backward marked as interrupted
-        if not self._ahead:
+        if self._leaders and not self._ahead:
             for index in self._before.keys() - self._leaders:
                 self._before.pop(index).remove()
-
-    def _left(self) -> None:
-        listener = self.listener()
-        if listener is not None and self.task == NO_TASK:
-            listener.outside_backward()
 
 
 def owners_of(parameter: Tensor) -> list[GradientHooks]:
@@ -225,22 +224,18 @@ def _untyped(parameter: Tensor) -> Any:
     return parameter
 
 
-def _at_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the current graph task is over."""
-    queue_callback(callback)
+def check_free(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise `ValueError` if a parameter has an exclusive owner; the error names the parameter."""
+    for name, parameter in parameters:
+        if any(owner.exclusive for owner in owners_of(parameter)):
+            raise ValueError(HELD_ELSEWHERE.format(what=repr(name)))
 
 
-def _reentrant(device: torch.device) -> bool:
-    """Return True in a backward that runs inside another one. It ends first, and torch reports no end of the outer one.
-
-    ``device`` is that of the parameter whose hook runs. Autograd runs hooks of CPU parameters in the thread that called
-    the backward, which has one frame of the engine's `run_backward`. It runs hooks of an accelerator's parameters in
-    its own threads, where only a nested backward has such a frame.
-    """
-    in_caller = device.type == "cpu" or not torch.autograd.is_multithreading_enabled()
-    depth, run_backward = 0, engine_run_backward.__code__
-    current: FrameType | None = sys._getframe()
-    while current is not None:
-        depth += current.f_code is run_backward
-        current = current.f_back  # None at the end: a frame that stays referenced keeps all locals of its callers
-    return depth > in_caller
+def check_no_gradients(parameters: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise `ValueError` if a parameter of a further group has a gradient; the error names the parameter."""
+    for name, parameter in parameters:
+        if parameter.grad is not None and not isinstance(parameter.grad, ShardedGradient):
+            raise ValueError(
+                f"add_param_group: {name!r} has a gradient already, of a backward that the optimizer has not seen: set "
+                "p.grad = None, or add the group before that backward"
+            )

@@ -23,11 +23,11 @@ from collectives.torch_internals import (
     make_wrapper_subclass,
 )
 
+from ..runtime.backward_tracker import NO_TASK
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_methods
 
 _READ = "optimizer.full_grad(p) to read"
-NO_TASK = -1  # what torch returns as the graph task outside of a backward
 
 
 class PlaceholderListener(Protocol):

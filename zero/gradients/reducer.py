@@ -13,17 +13,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from collectives import Chain, Collective, Kind, Tag, Transport
+from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport
 
 from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..runtime.accumulator import GradAccumulator
+from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
 from ..runtime.events import Event
@@ -48,6 +49,7 @@ class Reducer:
         shards: Transport,
         collective: Collective,
         streams: Streams,
+        backwards: BackwardTracker,
         *,
         means_may_be_shown: bool,
     ) -> None:
@@ -65,7 +67,8 @@ class Reducer:
         self._sync, self._found = True, FoundInf()
         self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
-        self.hooks = GradientHooks(self, exclusive=stage.parameters is Placement.SHARD, ahead=self.means_are_shown)
+        exclusive = stage.parameters is Placement.SHARD
+        self.hooks = GradientHooks(self, backwards, exclusive=exclusive, ahead=self.means_are_shown)
 
     @property
     def means_are_shown(self) -> bool:
@@ -133,11 +136,8 @@ class Reducer:
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
-        self._schedule.complete(self._round_is_over)
+        self._complete()
         self._shards.pool.drop_cheap()
-        self._slots.publish()
-
-    def outside_backward(self) -> None:
         self._slots.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
@@ -145,11 +145,19 @@ class Reducer:
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
-    def _round_is_over(self) -> None:
-        """Note that the sums have changed. At stage 0 agree which gradients exist, and gather the new means."""
-        self._schedule.means_divisor = None
-        if not self.means_are_shown:
-            return
+    def _complete(self) -> None:
+        """Complete the reductions of the backward under way, and, at stage 0, the means. After an interrupt, call this
+        again."""
+        try:
+            if self._schedule.complete():
+                if self.means_are_shown:
+                    self._agree_on_means()
+                self._schedule.end_round()
+        except MismatchError as error:
+            raise MismatchError(f"{error} ({self._schedule.frozen_here()})") from error
+
+    def _agree_on_means(self) -> None:
+        """Agree which gradients exist, and gather the new means."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
@@ -167,7 +175,7 @@ class Reducer:
         """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
         with self._catching_up():
             self._schedule.begin(is_round=True, also=also)
-            self._schedule.complete(self._round_is_over)
+            self._complete()
             self._slots.publish()
 
     def finish_interrupted(self) -> None:
@@ -179,7 +187,7 @@ class Reducer:
         if self._transport.broken:
             self._schedule.abandon()
             return
-        self._schedule.complete(self._round_is_over)
+        self._complete()
         self._slots.forget(cleared)
         self._slots.publish()
 
@@ -245,30 +253,18 @@ class Reducer:
         if self._schedule.is_open and self._schedule.means_divisor != self.divisor:  # the means will be gathered anew
             problem = problem or self._slots.edited()
         problem = problem or assigned
+
+        def record() -> Record:
+            attachment = message if norm is None or self._schedule.is_open else norm()
+            told = dict(options or {})
+            return replace(self._record(), error=problem, scale=scale, options=told, attachment=attachment)
+
         with self._agreeing():
-            record = partial(self._record, problem, scale, options, norm, message)
             return self.agreement.agree(purpose, self._schedule.number, self._empty_round, record, self._name)
 
-    def _record(
-        self,
-        problem: str | None = None,
-        scale: float | None = None,
-        options: Mapping[str, int] | None = None,
-        norm: Callable[[], bytes] | None = None,
-        message: bytes = b"",
-    ) -> Record:
+    def _record(self) -> Record:
         known = self._schedule
-        return Record(
-            known.divisor,
-            scale,
-            dict(options or {}),
-            known.phase.name.lower(),
-            known.pending,
-            problem,
-            known.used(),
-            known.trainable(),
-            message if norm is None or known.is_open else norm(),
-        )
+        return Record(known.divisor, known.phase.name.lower(), known.pending, known.used(), known.trainable())
 
     def _name(self, number: int) -> str:
         """Return the name of a parameter by its number among the flags of a record."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
@@ -128,20 +127,20 @@ class HookListener(Protocol):
         """The module's hook broke the graph of a compiled call."""
 
 
+Action = Callable[..., None]  # called with the owner of the hooks, and the arguments of the hook
+
+
 class ModuleHooks:
     """The hooks on one module, and on the graphs of its outputs. They hold their owner weakly."""
 
     def __init__(self, owner: HookListener, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
-        self.refused: set[threading.Thread] = set()  # their calls of this module were refused before it was entered
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
         self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
         self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
         self._back: Any = None
         self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
-        # per run of the first of the inner hooks: thread, forwards, pushed
-        self.pushed: list[tuple[threading.Thread, int, bool]] = []
         self._compiled: Any = None  # the module's compiled call
         self._surrounded: Any = None  # its replacement, with the hooks around it
         self._methods: dict[str, ForwardMethod] = {}
@@ -181,7 +180,8 @@ class ModuleHooks:
                 self._arrange_inner(module)
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # without the user's, ours would add a node to every graph
-            self._back = module.register_full_backward_pre_hook(_Hook(self, self._reached), prepend=True)
+            reached = _Hook(self, lambda owner, *_: owner.reached(self))
+            self._back = module.register_full_backward_pre_hook(reached, prepend=True)
         elif others:
             _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
         elif self._back is not None:
@@ -199,31 +199,19 @@ class ModuleHooks:
         top of these, so that they pack a parameter first, as they do when the checkpoint calls the module again.
         """
         if self._inner is None:
-            before = module.register_forward_pre_hook(_Hook(self, self._push))
-            self._inner = before, module.register_forward_hook(_Hook(self, self._pop), always_call=True)
+            push = _Hook(self, lambda owner, *_: owner.push_saver_again(self))
+            pop = _Hook(self, lambda owner, *_: owner.pop_saver_again(self))
+            before = module.register_forward_pre_hook(push)
+            self._inner = before, module.register_forward_hook(pop, always_call=True)
         _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
         _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
 
-    def _push(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.push_saver_again(self)
+    def _before(self, owner: HookListener, *_: Any) -> None:
+        self.arrange()
+        owner.entered(self)
 
-    def _pop(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.pop_saver_again(self)
-
-    def _before(self, *_: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            self.arrange()
-            owner.entered(self)
-
-    def _after(self, _: Any, output: Any) -> None:
-        owner = self._owner()
-        if owner is not None:
-            owner.left(self, output)
+    def _after(self, owner: HookListener, _: Any, output: Any) -> None:
+        owner.left(self, output)
 
     def _surround(self, module: nn.Module) -> None:
         """Put the hooks around the call that `module.compile()` made; inside it they would break its graph."""
@@ -237,28 +225,31 @@ class ModuleHooks:
 
     def _enter_compiled(self) -> bool:
         """Run the pre-forward hook, then remove both hooks for the compiled call. Return True if they were removed."""
-        self._before()
-        module = self._module()
+        module, owner = self._module(), self._owner()
+        if owner is not None:
+            self._before(owner)
         if module is None:
             return False
         module._forward_hooks.pop(self._last.id, None)
         return module._forward_pre_hooks.pop(self._first.id, None) is not None
 
     def _exit_compiled(self, taken_away: bool, output: Any) -> None:
-        module = self._module()
+        module, owner = self._module(), self._owner()
         if module is not None and taken_away:
             module._forward_pre_hooks[self._first.id] = self._entering
             module._forward_hooks[self._last.id] = self._leaving
-        self._after(None, output)
+        if owner is not None:
+            owner.left(self, output)
 
-    def graph_broken(self) -> None:
-        """Report to the owner that the graph of a compiled call was broken at this module."""
-        owner, module = self._owner(), self._module()
-        if owner is None or module is None:
+    def run(self, interrupted: bool, action: Action, arguments: tuple[Any, ...]) -> None:
+        """Run the action of a hook while the owner exists. ``interrupted``: it broke the graph of a compiled call."""
+        module, owner = self._module(), self._owner()
+        if owner is None:
             return
-        if module._compiled_call_impl is not self._surrounded:  # the module's own call, which `arrange` will surround
-            return
-        owner.graph_broken(self)
+        # a call of the module's own that was compiled since its last forward is not: `arrange` will surround it
+        if interrupted and module is not None and module._compiled_call_impl is self._surrounded:
+            owner.graph_broken(self)
+        action(owner, *arguments)
 
     def watch(self, output: Any) -> tuple[bool, bool]:
         """Report to the owner when a backward reaches ``output``. Return whether one can, since a tensor there needs a
@@ -288,7 +279,7 @@ class _Hook:
     A compiler does not trace it. Copies of the module, also pickled ones, get a hook that does nothing.
     """
 
-    def __init__(self, hooks: ModuleHooks, action: Callable[..., None]) -> None:
+    def __init__(self, hooks: ModuleHooks, action: Action) -> None:
         self.hooks, self._action = hooks, action
 
     @interrupting
@@ -297,9 +288,7 @@ class _Hook:
 
     @untraced
     def act(self, interrupted: bool, arguments: tuple[Any, ...]) -> None:
-        if interrupted:
-            self.hooks.graph_broken()
-        self._action(*arguments)
+        self.hooks.run(interrupted, self._action, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_Inert, ())

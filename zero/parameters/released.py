@@ -15,9 +15,8 @@ crash the interpreter, and a graph that was recorded before keeps an old version
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -33,6 +32,7 @@ from collectives.torch_internals import (
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain, is_released
+from ..runtime.backward_tracker import callers
 from ..runtime.compiled_calls import untraced
 
 _Found = TypeVar("_Found")
@@ -113,9 +113,9 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
                 "alone. Call optimizer.zero_grad() there, not model.zero_grad(); use p.grad, optimizer.full_grad(p) "
                 "and optimizer.param_groups outside of it"
             )
-        callers = set(_callers())
+        running = set(callers())
         for code, (call, remedy) in _WHOLE_USES.items():
-            if code in callers:
+            if code in running:
                 raise RuntimeError(
                     f"{call}: {remedy}. {spec.name!r} is released: at stage 3 a parameter has values only inside its "
                     "unit's forward and backward"
@@ -124,7 +124,7 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
             f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
             "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
             "and call the unit itself rather than its forward() or a part of it; zero.register_forward_method makes "
-            f"another method of the unit one that gathers{_further_remedy(func, callers)}"
+            f"another method of the unit one that gathers{_further_remedy(func, running)}"
         )
 
     def represent(self: Tensor, **_: Any) -> str:
@@ -218,19 +218,11 @@ def _without_values() -> dict[Any, Callable[..., Any]]:
 _WITHOUT_VALUES = _without_values()
 
 
-def _callers() -> Iterator[CodeType]:
-    """Yield the code of each function that is being called in this thread."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        yield frame.f_code
-
-
-def _further_remedy(func: Any, callers: Set[CodeType]) -> str:
+def _further_remedy(func: Any, running: Set[CodeType]) -> str:
     """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
-    if nn.parallel.DistributedDataParallel.__init__.__code__ in callers:
+    if nn.parallel.DistributedDataParallel.__init__.__code__ in running:
         return "; do not wrap the model in DistributedDataParallel, which would reduce the gradients a second time"
     return ""
 

@@ -23,6 +23,7 @@ from ..core.layout import BucketSizes, Dtypes, Layout, ParameterSpec
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
+from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.streams import Streams
@@ -60,11 +61,13 @@ class ShardedStorage(ParameterStorage):
         keeps_whole: bool,
         materializer: Materializer | None,
         streams: Streams,
+        backwards: BackwardTracker,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
         None: all of them; ``keeps_whole``: each keeps the whole. ``materializer``: of tensors on the meta device."""
         super().__init__(transport, shards, module, precision)
         self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
+        self._backwards = backwards
         self._materializer = materializer
         self._meta = None if materializer is None else materializer.device  # where meta tensors get memory
         there = (parameter.device for parameter in module.parameters())
@@ -117,7 +120,9 @@ class ShardedStorage(ParameterStorage):
         self.manager.resident.announce()
         self._copy(self.replicas())
         if self.unit_hooks is None:
-            self.unit_hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
+            self.unit_hooks = UnitHooks(
+                self._units, self.manager, self._streams, self._backwards, keeps_whole=self._keeps_whole
+            )
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:

@@ -1,7 +1,7 @@
 """Translate the events of modules and of their graphs into calls of the unit manager: which unit is needed when.
 
-Knows: forwards, saved tensors, backwards, and in which order units were used. Does not know: memory or ranks; to
-unshard, install, uninstall and reshard is `UnitManager`'s work.
+Knows: forwards, saved tensors, and in which order units were used. Does not know: when a backward begins and ends
+(`runtime/backward_tracker`), memory or ranks; to unshard, install, uninstall and reshard is `UnitManager`'s work.
 
     forward    enters u      reshard the unit before, install u, prefetch the unit that the last forward used next
                leaves u      uninstall u; it stays whole until another unit is entered (the last: until the backward)
@@ -25,58 +25,59 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from collectives.torch_internals import current_graph_task_id, queue_callback
+from collectives.torch_internals import call_impl, wrapped_call_impl
 
 from ..core.units import ROOT, Units
-from ..runtime.compiled_calls import untraced
+from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd, in_backward, runs
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .gathered.prefetch_order import PrefetchOrder
 from .gathered.saved_tensor_hooks import SavedTensorHooks
-from .module_hooks import ModuleHooks
+from .module_hooks import ForwardMethod, ModuleHooks
 from .released import refuse_transforms
-from .thread_frames import NO_TASK, calls_backward, in_a_thread_of_autograd, in_backward, in_forward
 from .unit_manager import UnitManager
+
+
+@dataclass(eq=False)
+class _Forward:
+    """A forward under way."""
+
+    hooks: ModuleHooks
+    thread: threading.Thread
+    pushed: bool = False  # it pushed the saved-tensor hooks
+    pushed_again: int = 0  # times that it pushed them on top of the user's
 
 
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
-    def __init__(self, units: Units, manager: UnitManager, streams: Streams, *, keeps_whole: bool) -> None:
+    def __init__(
+        self, units: Units, manager: UnitManager, streams: Streams, backwards: BackwardTracker, *, keeps_whole: bool
+    ) -> None:
         """``keeps_whole``: units that a forward gathered stay whole for its backward."""
         self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
         self._units = len(units.names)
         self._order = PrefetchOrder(self._units)
         self.unit_order = UnitOrder()
-        # forwards under way: their threads, and whether they pushed the saved-tensor hooks
-        self._running: list[tuple[ModuleHooks, threading.Thread, bool]] = []
-        # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
-        self._beginning = threading.RLock()
+        self._running: list[_Forward] = []  # forwards under way, the outermost first
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was prefetched
-        self._task = NO_TASK
-        self._task_thread: threading.Thread | None = None
+        self._backwards = backwards
+        backwards.watch_units(self)
         self._starting = False  # a backward began, and no unit was needed yet
         self._warned = False  # that a graph was broken
         # resident units that stay longer
         self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
         self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
-        needed_again = weakref.WeakMethod(self._needed_again)
-
-        def needed_in_backward(unit: int) -> None:
-            method = needed_again()
-            if method is not None:
-                method(unit)
-
-        manager.needed_in_backward = needed_in_backward
+        manager.call_when_needed(self._needed_again)
         self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
 
     def remove(self) -> None:
@@ -113,7 +114,7 @@ class UnitHooks:
             self.manager.release_all()
         self._order.close()
         self._opaque.clear()
-        self._over()
+        self._backwards.over()
         return self.manager.all_released()
 
     def reset_order(self) -> None:
@@ -128,26 +129,22 @@ class UnitHooks:
 
     def _inside_a_forward(self) -> bool:
         """True while a thread is inside a forward. An interrupt skips the hooks that would end one."""
-        return any(in_forward(thread) for _, thread, _ in self._running[-1:])
+        return any(in_forward(forward.thread) for forward in self._running[-1:])
 
     def _end_interrupted(self) -> None:
         while (last := self._running[-1:]) and not self._inside_a_forward():
             if last == self._running[-1:]:  # else its thread has left it meanwhile
                 self._end(in_backward())
 
-    def _check_no_other_forward(self) -> None:
-        """Raise `RuntimeError` if another thread is inside a forward."""
-        if any(thread is not threading.current_thread() for _, thread, _ in self._running[-1:]):
-            if in_a_thread_of_autograd():
-                return
+    def check_alone(self) -> None:
+        """Raise `RuntimeError` if another thread is inside a forward, or inside the backward that began last."""
+        beside = any(forward.thread is not threading.current_thread() for forward in self._running[-1:])
+        if beside and not in_a_thread_of_autograd():
             self._end_interrupted()
-            for _, thread, _ in self._running[-1:]:
-                self._refuse(thread, "a forward")
-
-    def _check_no_other_backward(self) -> None:
-        """Raise `RuntimeError` if another thread is inside the backward that began last."""
-        thread = self._task_thread
-        if thread not in (None, threading.current_thread()) and calls_backward(thread):
+            for forward in self._running[-1:]:
+                self._refuse(forward.thread, "a forward")
+        thread = self._backwards.other_thread()
+        if thread is not None:
             self._refuse(thread, "a backward")
 
     def _refuse(self, thread: threading.Thread, what: str) -> None:
@@ -161,23 +158,20 @@ class UnitHooks:
 
     def entered(self, hooks: ModuleHooks) -> None:
         """A module's forward begins."""
-        thread = threading.current_thread()
-        hooks.refused.add(thread)
+        forward = _Forward(hooks, threading.current_thread())
+        last = self._running[-1:]  # read once: another thread may leave its forward at any moment
+        inner = bool(last) and last[0].thread is forward.thread
+        if inner:
+            self._enter(forward)  # before what may raise: `left` will find it
+            if not last[0].hooks.is_root:
+                self._note_enclosing(hooks)
         self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
-        pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
-        hooks.refused.discard(thread)
-        last = self._running[-1:]  # read once: another thread may leave its forward at any moment
-        if last and last[0][1] is thread:
-            self._running.append((hooks, thread, pushed))
-            if not last[0][0].is_root:
-                self._note_enclosing(hooks)
-        else:
-            self._begin_outermost(hooks, thread, pushed)
-        for unit in hooks.needs:
-            self.manager.units[unit].forward_refs += 1
+        forward.pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
+        if not inner:
+            self._begin_outermost(forward)
         self._begin()
-        if hooks.is_root and all(hooks is not other for other, _, _ in self._running[:-1]) and not in_backward():
+        if hooks.is_root and all(hooks is not other.hooks for other in self._running[:-1]) and not in_backward():
             self._order.begin_forward()
         if not (torch.is_grad_enabled() or in_backward()):
             self.note_order(hooks.needs)
@@ -191,40 +185,38 @@ class UnitHooks:
             if not (self.manager.units[unit].installed or self.manager.some_travel):
                 self.unit_order.note(unit)
 
-    def _begin_outermost(self, hooks: ModuleHooks, thread: threading.Thread, pushed: bool) -> None:
+    def _begin_outermost(self, forward: _Forward) -> None:
         try:
-            with self._beginning:
-                self._check_no_other_forward()
-                if self._task not in (NO_TASK, current_graph_task_id()):
-                    self._check_no_other_backward()
+            with self._backwards.beginning:
+                self.check_alone()
                 for each in self._hooks:
                     each.arrange()
-                self._running.append((hooks, thread, pushed))
+                self._enter(forward)
         except RuntimeError:
-            if pushed:
+            if forward.pushed:
                 self._saver.pop()
             raise
 
+    def _enter(self, forward: _Forward) -> None:
+        self._running.append(forward)
+        self.manager.enter(forward.hooks.needs)
+
     def _note_enclosing(self, hooks: ModuleHooks) -> None:
         """Remember the units whose forwards run this one."""
-        for outer, _, _ in self._running[:-1]:
-            if hooks.needs and outer.needs != hooks.needs:
-                self._enclosing.update(self._resident(outer))
+        for outer in self._running[:-1]:
+            if hooks.needs and outer.hooks.needs != hooks.needs:
+                self._enclosing.update(self._resident(outer.hooks))
 
     def _resident(self, hooks: ModuleHooks) -> list[int]:
         return [unit for unit in hooks.needs if not self.manager.units[unit].travels]
 
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
-        thread = threading.current_thread()
-        if thread in hooks.refused:
-            hooks.refused.discard(thread)
-            return
-        last = self._running[-1:]
-        if not last or last[0][:2] != (hooks, thread):  # it was refused, or a hook before ours raised
+        forward = self._innermost(hooks)
+        if forward is None:
             return
         self._streams.end_on_current()
-        with self._beginning if len(self._running) == 1 else nullcontext():  # others begin after this
+        with self._backwards.beginning if len(self._running) == 1 else nullcontext():  # others begin after this
             backward = in_backward()
             try:
                 graphs = backward or self._watch(hooks, output)
@@ -232,6 +224,13 @@ class UnitHooks:
                 self._end(backward)
             if not graphs and not self._running:
                 self._reshard_all()
+
+    def _innermost(self, hooks: ModuleHooks) -> _Forward | None:
+        """Return the forward that this thread runs now, if it is one of this module; None if the module's call was
+        refused, or a hook before ours raised."""
+        last = self._running[-1:]
+        mine = last and last[0].hooks is hooks and last[0].thread is threading.current_thread()
+        return last[0] if mine else None
 
     def _watch(self, hooks: ModuleHooks, output: Any) -> bool:
         """Prepare for a backward through a forward's output. Return False if there can be none."""
@@ -242,20 +241,18 @@ class UnitHooks:
         return watched
 
     def _end(self, backward: bool) -> None:
-        hooks, thread, pushed = self._running[-1]
+        forward = self._running[-1]
         try:
-            if hooks.pushed:
-                self._pop_saver_again(hooks, thread)
+            self._pop_again(forward)
             self._running.pop()
-            for unit in hooks.needs:
-                self.manager.units[unit].forward_refs -= 1
+            self.manager.leave(forward.hooks.needs)
         finally:
-            if pushed and thread is threading.current_thread():
+            if forward.pushed and forward.thread is threading.current_thread():
                 self._saver.pop()
         if self.manager.shards.broken:
             self.manager.abandon()
         elif not backward:
-            for unit in hooks.needs:
+            for unit in forward.hooks.needs:
                 if unit not in (ROOT, self._current):
                     self._has_run(unit, backward)
                 elif unit not in self._opaque:
@@ -263,19 +260,20 @@ class UnitHooks:
 
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
-        pushed = self.manager.some_travel and self._saver.push()
-        hooks.pushed.append((threading.current_thread(), len(self._running), pushed))
+        forward = self._innermost(hooks)
+        if forward is not None and self.manager.some_travel:
+            forward.pushed_again += self._saver.push()
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
         """Undo `push_saver_again` in the forward that runs, if it was called: a hook before it may have raised."""
-        thread = threading.current_thread()
-        if thread not in hooks.refused:
-            self._pop_saver_again(hooks, thread)
+        forward = self._innermost(hooks)
+        if forward is not None:
+            self._pop_again(forward)
 
-    def _pop_saver_again(self, hooks: ModuleHooks, thread: threading.Thread) -> None:
-        while hooks.pushed and hooks.pushed[-1][0] is thread and hooks.pushed[-1][1] >= len(self._running):
-            _, _, pushed = hooks.pushed.pop()
-            if pushed and thread is threading.current_thread():
+    def _pop_again(self, forward: _Forward) -> None:
+        while forward.pushed_again:
+            forward.pushed_again -= 1
+            if forward.thread is threading.current_thread():
                 self._saver.pop()
 
     def _has_run(self, unit: int, backward: bool) -> None:
@@ -335,19 +333,38 @@ class UnitHooks:
 
     def reached(self, hooks: ModuleHooks) -> None:
         """A backward reaches the output of a module's forward."""
-        self._begin()
-        for unit in hooks.needs:
-            self._demand_in_backward(unit)
+        self._needed_again(*hooks.needs)
 
-    def _demand_in_backward(self, unit: int) -> None:
-        """Install a unit. If the ranks' communication fails, release everything: nothing stays installed."""
+    def _needed_again(self, *units: int) -> None:
+        """A backward needs units: it reaches the output of their forward, a tensor that this saved, or a use of a
+        released parameter. If the ranks' communication fails, release everything: nothing stays installed."""
         self.manager.shards.check_process()
+        self._begin()
         try:
-            self._demand(unit)
+            for unit in units:
+                if unit != self._current or self._starting or not self.manager.units[unit].installed:
+                    self._demand(unit)
         except BaseException:
             if self.manager.shards.broken:
                 self.manager.abandon()
             raise
+
+    def _begin(self) -> None:
+        """A forward begins, or a backward needs a unit."""
+        self._streams.wait_for_previous()
+        self._backwards.reach()
+
+    def backward_began(self) -> None:
+        self._starting = True
+        self._order.begin_backward()
+        for unit in self._opaque:
+            self.manager.install(unit)  # another backward may have ended since its forward
+
+    def backward_over(self) -> None:
+        if self.manager.shards.broken:
+            self.manager.abandon()
+        self._reshard_all()
+        self.manager.free_post_forward_shards()
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -359,35 +376,7 @@ class UnitHooks:
             if pushed:
                 self._saver.pop()
 
-    def _needed_again(self, unit: int) -> None:
-        """A backward needs a tensor that a unit's forward saved."""
-        self._begin()
-        if unit != self._current or self._starting or not self.manager.units[unit].installed:
-            self._demand_in_backward(unit)
 
-    def _begin(self) -> None:
-        """Note the beginning of a backward, or the end of one that raised."""
-        self._streams.wait_for_previous()
-        task = current_graph_task_id()
-        if task == self._task:
-            return
-        self.manager.shards.check_process()
-        with self._beginning:
-            self._check_no_other_forward()
-            if self._task != NO_TASK:
-                self._check_no_other_backward()
-                self._over()
-            if task != NO_TASK:
-                self._task, self._task_thread, self._starting = task, threading.current_thread(), True
-        if task != NO_TASK:
-            self._order.begin_backward()
-            queue_callback(self._over)
-            for unit in self._opaque:
-                self.manager.install(unit)  # another backward may have ended since its forward
-
-    @untraced
-    def _over(self) -> None:
-        self._task_thread = None
-        self._task = NO_TASK
-        self._reshard_all()
-        self.manager.free_post_forward_shards()
+def in_forward(thread: threading.Thread) -> bool:
+    """Return whether a thread is inside a module's forward. A compiled call of the second function hides the first."""
+    return runs(thread, call_impl.__code__, wrapped_call_impl.__code__, ForwardMethod.__call__.__code__)

@@ -13,19 +13,22 @@ buffer is of one policy from `put` on; a unit has buffers of both only if memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointFunction
 
 from collectives import Choice, Collective, Transport
 from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
+from ..runtime.backward_tracker import callers
 from ..runtime.events import Event
 from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
@@ -33,9 +36,9 @@ from .gathered.buffers import GatheredBuffer, GatheredUnit, State
 from .gathered.units import GatheredUnits
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
-from .thread_frames import in_recomputation
 
 Buffer = ResidentBuffer | GatheredBuffer
+_CHECKPOINTS = CheckpointFunction.forward.__code__.co_filename
 
 
 @dataclass(eq=False)
@@ -86,10 +89,14 @@ class UnitManager:
         self.resident = ResidentUnits(shards, self.edits)
         self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits)
         self.some_travel = False  # some unit must be gathered
-        self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
+        self._needed: Callable[[], Callable[[int], None] | None] = _no_method
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
+
+    def call_when_needed(self, needed: Callable[[int], None]) -> None:
+        """Call a method, held weakly, with a unit whenever a backward uses a released parameter of it."""
+        self._needed = weakref.WeakMethod(needed)
 
     def put(self, number: int, buffer: Buffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
@@ -139,17 +146,27 @@ class UnitManager:
         anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
         backward in Python, which has saved the parameter.
         """
-        node = current_autograd_node()
-        if node is None or not (in_recomputation() or _has_saved(node, parameter)):
+        node, needed = current_autograd_node(), self._needed()
+        if node is None or needed is None or not (_in_recomputation() or _has_saved(node, parameter)):
             return False
         for number, unit in enumerate(self.units):
             members = (known for buffer in unit.buffers for known in buffer.parameters)
             if not unit.installed and any(known is parameter for known in members):
-                self.needed_in_backward(number)
+                needed(number)
                 return unit.installed
         return False
 
     # -- unshard, install, uninstall, reshard ---------------------------------------------------------------------
+
+    def enter(self, numbers: Iterable[int]) -> None:
+        """Hold units for a forward that begins, until `leave`."""
+        for number in numbers:
+            self.units[number].forward_refs += 1
+
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Undo `enter`."""
+        for number in numbers:
+            self.units[number].forward_refs -= 1
 
     def release_all(self) -> None:
         """Drop all forwards' references to units, also those that an interrupt left."""
@@ -180,13 +197,9 @@ class UnitManager:
     def uninstall(self, number: int) -> None:
         """Release a unit's parameters, unless the unit is held. Gathered buffers stay."""
         unit = self.units[number]
-        if not unit.installed or unit.forward_refs or unit.gather_refs:
-            return
-        if unit.gathered.buffers:
-            with unit.uninstalling():
+        if unit.installed and not unit.held:
+            with unit.uninstalling() if unit.gathered.buffers else nullcontext():
                 self._uninstall(unit)
-        else:
-            self._uninstall(unit)
 
     def _uninstall(self, unit: Unit) -> None:
         self.resident.uninstall(unit.resident)
@@ -198,13 +211,17 @@ class UnitManager:
         """Release a unit's parameters and free its gathered buffers, unless the unit is held. Waits for gathers under
         way. ``for_now``: a backward will need it."""
         unit = self.units[number]
-        if unit.gathered.state is State.SHARDED:
-            self.uninstall(number)
-        elif not unit.held:
-            with unit.gathered.resharding():
+        if not unit.held:
+            self._reshard(unit, for_now)
+
+    def _reshard(self, unit: Unit, for_now: bool = False) -> None:
+        gathered = unit.gathered.state is not State.SHARDED
+        with unit.gathered.resharding() if gathered else nullcontext():
+            if gathered:
                 self.gathered.wait(unit.gathered)
-                if unit.installed:
-                    self._uninstall(unit)
+            if unit.installed:
+                self._uninstall(unit)
+            if gathered:
                 self.gathered.reshard(unit.gathered, for_now)
 
     def reshard_all(self) -> None:
@@ -225,12 +242,9 @@ class UnitManager:
 
     def abandon(self) -> None:
         """Abandon the gathers under way and release everything, after a failure of the ranks' communication."""
-        for number, unit in enumerate(self.units):
-            forward_refs, gather_refs = unit.forward_refs, unit.gather_refs
-            unit.forward_refs, unit.gather_refs = 0, 0
+        for unit in self.units:
             self.gathered.abandon(unit.gathered)
-            self.reshard(number)
-            unit.forward_refs, unit.gather_refs = forward_refs, gather_refs
+            self._reshard(unit)
 
     # -- edits and changes ----------------------------------------------------------------------------------------
 
@@ -306,6 +320,15 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
     """Return whether a node of a graph, whose backward is in Python, has saved a parameter."""
     in_python = isinstance(node, torch.autograd.function.BackwardCFunction)
     return in_python and any(saved is parameter for saved in node.saved_tensors)
+
+
+def _in_recomputation() -> bool:
+    """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
+    return any(code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINTS for code in callers())
+
+
+def _no_method() -> None:
+    return None
 
 
 def _nothing(_: object) -> None:
