@@ -34,9 +34,11 @@ from .parameters.storage import ParameterStorage
 from .runtime.bucket import Bucket
 from .runtime.events import LOG, Event
 from .runtime.flat_states import BucketStates, Options
+from .runtime.joining import Joining
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadBackend, OffloadedStates, backend_for
 from .runtime.streams import Streams
+from .runtime.unit_order import UnitOrder
 from .step.classes import InnerOptimizers
 from .step.partition import check_partitions, choose_partitions
 from .step.update import Update
@@ -79,7 +81,8 @@ class Builder:
         self.precision, self.offload, self._partition = config.precision, config.offload, config.partition
         group = config.transport().fork()
         self.reshard_group_size = agree_on_sharing(group, config)
-        self.streams = Streams()
+        self.streams, self.joining = Streams(), Joining()
+        unit_order = UnitOrder(self.joining)
         self.choice = build_collective(group, config.collective, device, config.sharding_factor)
         self.collective: Collective = self.choice.collective
         self.transport, self.shards = self.collective.transport, self.choice.shards
@@ -95,7 +98,7 @@ class Builder:
                 if self.offload.parameters:
                     check_offloaded_parameters(self.stage, device)
                 self._offload_backend = backend_for(self.offload, device)
-            self.storage = self._make_storage(config, post_forward_group)
+            self.storage = self._make_storage(config, post_forward_group, unit_order)
         except Exception as error:
             agree_on_construction(self.transport, [], error)
             raise  # pragma: no cover - the line before raises it, which a type checker cannot see
@@ -106,13 +109,17 @@ class Builder:
             self.shards,
             self.collective,
             self.streams,
+            self.joining,
+            unit_order,
             means_may_be_shown=config.precision is None,
         )
         self.update = Update(
             self.stage, self.transport, self.shards, self.collective, self.storage, self.reducer.means, inners
         )
 
-    def _make_storage(self, config: Config, post_forward_group: Choice | None) -> ParameterStorage:
+    def _make_storage(
+        self, config: Config, post_forward_group: Choice | None, unit_order: UnitOrder
+    ) -> ParameterStorage:
         if self.stage.parameters is Placement.WHOLE:
             return ParameterStorage(self.transport, self.shards, config.module, config.precision)
         if config.module is None:
@@ -133,6 +140,8 @@ class Builder:
             self._offload_backend if config.offload is not None and config.offload.parameters else None,
             self._materializer,
             self.streams,
+            self.joining,
+            unit_order,
         )
 
     def _post_forward_group(self, device: torch.device) -> Choice | None:
@@ -159,8 +168,6 @@ class Builder:
             if self.storage.layout.buckets and not self.transport.broken:
                 with self._failing_for_all():
                     self.storage.end()
-                if self.storage.unit_hooks is not None:
-                    self.reducer.agreement.unit_order = self.storage.unit_hooks.unit_order
                 self._materializer = None
                 self._cast_inputs()
         self.inners.lists.keep(all_groups, self.storage.listed())

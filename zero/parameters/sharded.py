@@ -26,9 +26,12 @@ from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.joining import Joining
 from ..runtime.streams import Streams
+from ..runtime.unit_order import UnitOrder
 from .gathered.buffers import GatheredBuffer
 from .materialize import Materializer, is_meta
+from .released import weakly
 from .resident_units import ResidentBuffer, SharedBucketMemory
 from .storage import Keep, ParameterStorage
 from .unit_hooks import UnitHooks
@@ -61,6 +64,8 @@ class SliceMemory(Protocol):
 class ShardedStorage(ParameterStorage):
     """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
 
+    manager: UnitManager
+
     def __init__(
         self,
         transport: Transport,
@@ -75,10 +80,13 @@ class ShardedStorage(ParameterStorage):
         offload_backend: SliceMemory | None,
         materializer: Materializer | None,
         streams: Streams,
+        joining: Joining,
+        unit_order: UnitOrder,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
         None: all of them; ``keeps_whole``: each keeps the whole. ``offload_backend``: the memory of this rank's slices,
-        if not beside the model; ``materializer``: of tensors on the meta device."""
+        if not beside the model; ``materializer``: of tensors on the meta device; ``unit_order``: of the units that this
+        rank uses beside its training."""
         super().__init__(transport, shards, module, precision)
         self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
         self._materializer = materializer
@@ -89,8 +97,16 @@ class ShardedStorage(ParameterStorage):
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self._offload_backend = offload_backend
         on_idle = None if offload_backend is None else lambda shard: offload_backend.evict([shard])
-        self.manager = UnitManager(shards, collective, self._units.names, post_forward_group, on_idle)
-        self._keeps_whole = keeps_whole
+        self.manager = UnitManager(
+            shards,
+            collective,
+            self._units.names,
+            post_forward_group,
+            on_idle,
+            weakly(self._needed_in_backward),
+            joining,
+        )
+        self._unit_hooks = UnitHooks(self._units, self.manager, streams, unit_order, keeps_whole=keeps_whole)
         self._unlisted: _ParamSet | None = None
         self._updated: list[tuple[Bucket, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
@@ -152,8 +168,8 @@ class ShardedStorage(ParameterStorage):
         self._cast_rest()
         self.manager.resident.announce()
         self._copy(self.replicas())
-        if self.unit_hooks is None:
-            self.unit_hooks = UnitHooks(self._units, self.manager, self._streams, keeps_whole=self._keeps_whole)
+        if not self._unit_hooks.watching:
+            self._unit_hooks.watch()
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
@@ -207,11 +223,12 @@ class ShardedStorage(ParameterStorage):
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
             shard = flat[here:there] if there > here else flat[:0]
             members = bucket.parameters[first:last]
+            known = part, params.layout, members, shard, params.keep is not None, self.manager.released_classes(members)
             buffer: Buffer
             if common is not None or self._shards.world_size == 1:
-                buffer = ResidentBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
+                buffer = ResidentBuffer(*known, common, begin)
             else:
-                buffer = GatheredBuffer(part, params.layout, members, shard, params.keep is not None)
+                buffer = GatheredBuffer(*known)
             self.manager.put(unit, buffer)
             params.buffers.append(buffer)
             if buffer.updated:
@@ -283,6 +300,28 @@ class ShardedStorage(ParameterStorage):
             return "no (the ranks that share a copy do not all share a host's memory)"
         return "no (there is not enough of it)"
 
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_gather(self) -> bool:
+        return self._unit_hooks.needs_gather
+
+    def busy(self) -> bool:
+        return self._unit_hooks.busy()
+
+    def end_iteration(self) -> bool:
+        return self._unit_hooks.end_iteration()
+
+    def reset_order(self) -> None:
+        self._unit_hooks.reset_order()
+
+    def gather(self, unit: int) -> None:
+        self.manager.unshard(unit)
+        self.manager.reshard(unit)
+
+    def _needed_in_backward(self, unit: int) -> None:
+        self._unit_hooks.needed_again(unit)
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def _numbers(self, parameters: Sequence[Tensor] | None) -> list[int]:
@@ -301,9 +340,8 @@ class ShardedStorage(ParameterStorage):
 
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        assert self.unit_hooks is not None
-        self.unit_hooks.note_order(numbers)
-        with self.unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
+        self._unit_hooks.note_order(numbers)
+        with self._unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
@@ -355,9 +393,8 @@ class ShardedStorage(ParameterStorage):
         return [bucket.weights.data for bucket in buckets]
 
     def release(self) -> None:
-        if self.unit_hooks is not None:
-            self.unit_hooks.end_iteration()
-            self.unit_hooks.remove()
+        self._unit_hooks.end_iteration()
+        self._unit_hooks.remove()
         self._take_out(list(self.manager.buffers()))
         self.buckets.clear()
         self._places.clear()

@@ -34,13 +34,15 @@ from ..core.stage import Placement
 from ..runtime.bucket import Bucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
-from .unit_hooks import UnitHooks
+from .unit_manager import UnitManager
 
 Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
 
 
 class ParameterStorage:
     """Parameters, by index in the layout, and their memory. Identity, name, shape and strides of a parameter stay."""
+
+    manager: UnitManager | None = None  # of units; None at stages without units
 
     def __init__(
         self,
@@ -61,7 +63,6 @@ class ParameterStorage:
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
-        self.unit_hooks: UnitHooks | None = None  # when units are needed; None at stages without units
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -241,6 +242,27 @@ class ParameterStorage:
     def common_memory(self) -> str:
         """Return whether units lie in shared memory, and the reason, as a text."""
         return "no (every rank holds whole parameters)"
+
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_gather(self) -> bool:
+        """True if a forward needs values that other ranks must send."""
+        return False
+
+    def busy(self) -> bool:
+        """True inside a forward, or a backward, that uses units."""
+        return False
+
+    def end_iteration(self) -> bool:
+        """Begin a step: free the memory that was kept for a backward. Return False if whole parameters are in use."""
+        return True
+
+    def reset_order(self) -> None:
+        """Reshard everything and forget the order of units. For ranks whose forwards differ."""
+
+    def gather(self, unit: int) -> None:
+        """Take part in the other ranks' gather of a unit. Collective."""
 
     # -- from outside ---------------------------------------------------------------------------------------------
 

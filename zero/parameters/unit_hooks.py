@@ -25,9 +25,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -49,12 +48,17 @@ from .unit_manager import UnitManager
 class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
-    def __init__(self, units: Units, manager: UnitManager, streams: Streams, *, keeps_whole: bool) -> None:
-        """``keeps_whole``: units that a forward gathered stay whole for its backward."""
+    def __init__(
+        self, units: Units, manager: UnitManager, streams: Streams, unit_order: UnitOrder, *, keeps_whole: bool
+    ) -> None:
+        """Create hooks, of which no module has any before `watch`.
+
+        ``unit_order``: of the units that are used beside training; ``keeps_whole``: units that a forward gathered stay
+        whole for its backward.
+        """
         self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
-        self._units = len(units.names)
+        self._unit_order, self._entries, self._units = unit_order, units.entries, len(units.names)
         self._order = PrefetchOrder(self._units)
-        self.unit_order = UnitOrder()
         # forwards under way: their threads, and whether they pushed the saved-tensor hooks
         self._running: list[tuple[ModuleHooks, threading.Thread, bool]] = []
         # held while an outermost forward or a backward checks whether it may begin, and while an outermost forward ends
@@ -68,16 +72,17 @@ class UnitHooks:
         # resident units that stay longer
         self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
-        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
-        needed_again = weakref.WeakMethod(self._needed_again)
+        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self.needed_again)
+        self._hooks: list[ModuleHooks] = []
 
-        def needed_in_backward(unit: int) -> None:
-            method = needed_again()
-            if method is not None:
-                method(unit)
+    @property
+    def watching(self) -> bool:
+        """Whether the modules have hooks."""
+        return bool(self._hooks)
 
-        manager.needed_in_backward = needed_in_backward
-        self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
+    def watch(self) -> None:
+        """Register the hooks."""
+        self._hooks = [ModuleHooks(self, entry) for entry in self._entries]
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -93,17 +98,6 @@ class UnitHooks:
     def needs_gather(self) -> bool:
         """True if a forward needs values that other ranks must send."""
         return self.manager.some_travel
-
-    def set_join_announcer(self, announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
-        self.manager.gathered.join_announcer = announcer if self.needs_gather else None
-        self.unit_order.paused = announcer is not None
-        self.reset_order()
-
-    def gather(self, unit: int) -> None:
-        """Take part in the other ranks' gather of a unit. Collective."""
-        self.manager.unshard(unit)
-        self.manager.reshard(unit)
 
     def end_iteration(self) -> bool:
         """Begin a step: free the memory that was kept for a backward. Waits for gathers under way. Return False if
@@ -189,7 +183,7 @@ class UnitHooks:
         `gathered`. Where units travel, their gathers find that out."""
         for unit in units:
             if not (self.manager.units[unit].installed or self.manager.some_travel):
-                self.unit_order.note(unit)
+                self._unit_order.note(unit)
 
     def _begin_outermost(self, hooks: ModuleHooks, thread: threading.Thread, pushed: bool) -> None:
         try:
@@ -359,7 +353,7 @@ class UnitHooks:
             if pushed:
                 self._saver.pop()
 
-    def _needed_again(self, unit: int) -> None:
+    def needed_again(self, unit: int) -> None:
         """A backward needs a tensor that a unit's forward saved."""
         self._begin()
         if unit != self._current or self._starting or not self.manager.units[unit].installed:

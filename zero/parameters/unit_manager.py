@@ -27,6 +27,7 @@ from collectives.torch_internals import current_autograd_node
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
 from ..runtime.events import Event
+from ..runtime.joining import Joining
 from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
 from .gathered.buffers import GatheredBuffer, GatheredUnit, State
@@ -77,29 +78,35 @@ class UnitManager:
         shards: Transport,
         collective: Collective,
         names: Sequence[str],
-        post_forward_group: Choice | None = None,
-        on_idle: Callable[[Tensor], None] | None = None,
+        post_forward_group: Choice | None,
+        on_idle: Callable[[Tensor], None] | None,
+        needed_in_backward: Callable[[int], object],
+        joining: Joining,
     ) -> None:
         """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
-        is called with a shard that will not be needed for a while."""
+        is called with a shard that will not be needed for a while; ``needed_in_backward``: with a unit that a backward
+        needs."""
         self.shards = shards
         self.units = [Unit(number, name, shards.rank_label) for number, name in enumerate(names)]
         self.edits = EditDetector(shards.rank)
         self.resident = ResidentUnits(shards, self.edits, on_idle)
-        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing)
+        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing, joining)
         self.some_travel = False  # some unit must be gathered
-        self.needed_in_backward: Callable[[int], None] = _nothing  # called with a unit that a backward needs
+        self._needed_in_backward = needed_in_backward
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
 
+    def released_classes(self, parameters: Sequence[Tensor]) -> list[type[Tensor]]:
+        """Return the class of each parameter while it is released."""
+        for base in map(type, parameters):
+            if base not in self._classes:
+                self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
+        return [self._classes[type(parameter)] for parameter in parameters]
+
     def put(self, number: int, buffer: Buffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
         unit = self.units[number]
-        for base in buffer.bases:
-            if base not in self._classes:
-                self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
-        buffer.released = [self._classes[base] for base in buffer.bases]
         if isinstance(buffer, ResidentBuffer):
             unit.resident.append(buffer)
             self.resident.put(buffer)
@@ -147,7 +154,7 @@ class UnitManager:
         for number, unit in enumerate(self.units):
             members = (known for buffer in unit.buffers for known in buffer.parameters)
             if not unit.installed and any(known is parameter for known in members):
-                self.needed_in_backward(number)
+                self._needed_in_backward(number)
                 return unit.installed
         return False
 
