@@ -80,7 +80,6 @@ def setting_of(job: RunSpec, ranks: int) -> PlanSetting:
         sharding_factor=job.sharding_factor,
         reshard=job.reshard,
         offload="disk" if job.offload else "",
-        offload_parameters=job.offload_parameters,
         bucket_bytes=int(job.bucket_cap_mb * MIB),
         fused=True,
     )

@@ -155,7 +155,7 @@ def all_shared(stages: list[int]) -> list[Run]:
 
 
 def all_sharings(stages: list[int]) -> list[Run]:
-    """Return runs of every sharding factor, every ``reshard_after_forward``, and every kind of offload to disk."""
+    """Return runs of every sharding factor, every ``reshard_after_forward``, and states on disk."""
     folder = f"--offload={tempfile.gettempdir()}"
     runs = []
     for variant, stage, ranks in itertools.product((VARIANTS[0], VARIANTS[3]), stages, (1, 2, 4, 6)):
@@ -164,9 +164,7 @@ def all_sharings(stages: list[int]) -> list[Run]:
             for reshard in ("true", *(["false"] if stage == 3 else []), *map(str, kept)):
                 sharing = (f"--sharding-factor={factor}", f"--reshard-after-forward={reshard}")
                 runs.append(Run(variant, stage, ranks, sharing=sharing))
-            for more in ((), ("--offload-parameters",))[: 2 if stage == 3 else 1]:
-                sharing = (f"--sharding-factor={factor}", folder, *more)
-                runs.append(Run(variant, stage, ranks, sharing=sharing))
+            runs.append(Run(variant, stage, ranks, sharing=(f"--sharding-factor={factor}", folder)))
     return runs
 
 

@@ -94,25 +94,18 @@ class Offload:
         states: a folder or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
             parameters on the CPU) in an unnamed file; one or two buckets of it are in memory at a time. With "cpu" the
             states of parameters on a GPU are kept in the host's pinned memory.
-        parameters: at stage 3, keep a rank's shards of the parameters in that file, too.
     """
 
     states: str | os.PathLike[str]
-    parameters: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, (str, os.PathLike)) or not os.fspath(self.states):
             raise TypeError(f"offload: states must be 'cpu' or the path of a folder, not {self.states!r}")
-        if not isinstance(self.parameters, bool):
-            raise TypeError(f"offload: parameters must be True or False, not {self.parameters!r}")
-        if self.on_host and self.parameters:
-            raise ValueError('offload: parameters=True needs a folder, as states="/scratch"; "cpu" is for states')
 
     @property
     def kind(self) -> str:
         """The kind of offload, on which all ranks must agree. Their folders may have different names."""
-        where = "states in the host's memory" if self.on_host else "states on disk"
-        return f"{where} and parameters" if self.parameters else where
+        return "states in the host's memory" if self.on_host else "states on disk"
 
     @property
     def on_host(self) -> bool:

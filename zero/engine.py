@@ -204,9 +204,7 @@ class Engine:
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
         bucket, number = self._storage.place(index)
-        whole = gather_master(bucket, number, self.parts.shards.rank, self.parts.collective)
-        self._storage.evict(bucket)
-        return whole
+        return gather_master(bucket, number, self.parts.shards.rank, self.parts.collective)
 
     @_followed
     def update_average(self, average: str) -> None:

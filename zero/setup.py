@@ -23,7 +23,7 @@ from .core.buckets import build, extended
 from .core.layout import MIB, BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, changed, check_buffers, check_modules, check_one_device, is_laid_out, specs
-from .core.stage import Placement, check_offloaded_parameters, why_one_device
+from .core.stage import Placement, why_one_device
 from .gradients.free_parameters import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
@@ -95,8 +95,6 @@ class Builder:
             self.bucket_sizes = config.bucket_sizes(listed, device, self.shards.world_size, self.choice.hosts)
             self._materializer = find_meta()
             if self.offload is not None:
-                if self.offload.parameters:
-                    check_offloaded_parameters(self.stage, device)
                 self._offload_backend = backend_for(self.offload, device)
             self.storage = self._make_storage(config, post_forward_group, unit_order)
         except Exception as error:
@@ -137,7 +135,6 @@ class Builder:
             config.precision,
             post_forward_group,
             self.reshard_group_size == 1 < self.shards.world_size,
-            self._offload_backend if config.offload is not None and config.offload.parameters else None,
             self._materializer,
             self.streams,
             self.joining,
@@ -287,7 +284,7 @@ class Builder:
             layout = extended(self.storage.layout, described, most, across_units=across)
         else:
             layout = build(described, self.shards.world_size, most, first_bytes=first, across_units=across)
-        stores = self._reserve(layout, buckets, found)
+        stores = self._reserve(layout, buckets)
         wide: dict[Bucket, Tensor] = {}  # this rank's interval of the values before the cast
 
         def keep(bucket: Bucket, whole: Tensor) -> None:
@@ -325,11 +322,10 @@ class Builder:
         store, whole = stores.get(spec.index), bucket.specs[0].whole
         return BucketStates(instance, spec, weights, groups, shapes, master, store, whole=whole)
 
-    def _reserve(self, layout: Layout, first: int, found: Sequence[Tensor]) -> dict[int, OffloadedStates]:
+    def _reserve(self, layout: Layout, first: int) -> dict[int, OffloadedStates]:
         """Return the place of the states of each bucket from ``first`` on, if they are offloaded; else an empty dict.
 
-        ``found`` are the new parameters. With offload this is collective: it is an error on every rank if one rank has
-        no room.
+        With offload this is collective: it is an error on every rank if one rank has no room.
         """
         if self._offload_backend is None:
             return {}
@@ -339,7 +335,7 @@ class Builder:
         widths = {bucket.index: _length(self.stage.update_interval(bucket, self.shards.rank)) for bucket in buckets}
         wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
         try:
-            offload_backend.reserve([*wanted, *self.storage.slices(buckets, found)])
+            offload_backend.reserve(wanted)
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self.transport, [], problem)

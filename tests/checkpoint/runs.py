@@ -33,7 +33,6 @@ class Topology:
     factor: int | None = None
     asynchronous: bool = True
     offload: Path | None = None
-    offload_parameters: bool = False
     precision: MixedPrecision | None = None
     collective: str = "auto"
 
@@ -60,7 +59,7 @@ class Class:
 
 
 def optimizer_of(model: Odd, transport: Transport, topology: Topology, of: Class) -> ZeroOptimizer:
-    offload = None if topology.offload is None else Offload(topology.offload, topology.offload_parameters)
+    offload = None if topology.offload is None else Offload(topology.offload)
     return ZeroOptimizer(
         model,
         of.optimizer_class,

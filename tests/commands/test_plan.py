@@ -201,15 +201,13 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
 
     given: list[Any] = []
     monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
-    disk = {"offload": "disk"}
     for changes in (
         {},
         {"sharding_factor": 1},
         {"reshard": False},
         {"bucket_bytes": 3 * MIB},
         {"stage": 0},
-        disk,
-        {**disk, "offload_parameters": True},
+        {"offload": "disk"},
     ):
         flags = shlex.split(start(**changes))
         assert flags[:2] == ["zero", "train"]
@@ -221,7 +219,6 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         assert found.sharding_factor == changes.get("sharding_factor")
         assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
         assert (found.offload is not None) is ("offload" in changes)
-        assert found.offload_parameters is changes.get("offload_parameters", False)
         assert found.fused
 
     flags = shlex.split(start(optimizer="muon"))
@@ -288,10 +285,8 @@ def test_states_on_a_disk_are_among_the_choices_of_processors_alone(config: Path
     for cluster in ("cpu:2", "h100:2"):
         assert plan(f"--config={config}", f"--cluster={cluster}", "--precision=bf16", f"--out={tmp_path}") == 0
         settings = [choice["setting"] for choice in written(tmp_path)["choices"]]
-        kinds |= {(cluster, each["offload"], each["offload_parameters"]) for each in settings}
-        assert all(each["stage"] == 3 for each in settings if each["offload_parameters"])
-    on_the_cpu = {("cpu:2", "", False), ("cpu:2", "disk", False), ("cpu:2", "disk", True)}
-    assert kinds == on_the_cpu | {("h100:2", "", False), ("h100:2", "host", False)}
+        kinds |= {(cluster, each["offload"]) for each in settings}
+    assert kinds == {("cpu:2", ""), ("cpu:2", "disk"), ("h100:2", ""), ("h100:2", "host")}
 
 
 def run_of(folder: Path, **changes: Any) -> Path:

@@ -347,7 +347,6 @@ def test_a_command_without_the_extra_says_what_to_install(
         (["--no-async"], "error: --no-async needs --checkpoint DIR\n"),
         (["--resume=auto"], "error: --resume auto needs --checkpoint DIR\n"),
         (["--elastic=1:2"], "error: --elastic needs --checkpoint DIR\n"),
-        (["--offload-parameters"], "error: --offload-parameters needs --offload DIR\n"),
         (["--checkpoint=/proc/folder"], "error: --checkpoint /proc/folder: cannot write there ("),
         (["--resume=/no/such"], "--resume /no/such: /no/such is not a checkpoint: it has no checkpoint.json"),
     ],

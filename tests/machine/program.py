@@ -32,7 +32,7 @@ class Setting(Source):
     collective: str = "auto"
     sharding_factor: int | None = None
     reshard: bool | int = True
-    offload: str = ""  # "states", or "all" with parameters
+    offload: bool = False  # states are on disk
 
 
 @dataclass(frozen=True, repr=False)

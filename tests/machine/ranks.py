@@ -48,7 +48,7 @@ class Rank:
             collective=self.algorithms.get(setting.collective, setting.collective),
             sharding_factor=setting.sharding_factor,
             reshard_after_forward=setting.reshard,
-            offload=Offload(tempfile.gettempdir(), setting.offload == "all") if setting.offload else None,
+            offload=Offload(tempfile.gettempdir()) if setting.offload else None,
             mixed_precision=config.mixed,
             **arguments,
         )

@@ -88,7 +88,6 @@ def settings(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collective
     factor = draw(st.sampled_from(factors))
     shared = ranks if factor is None else factor
     reshard = [True, *([False, *(n for n in range(2, shared) if shared % n == 0)] if stage == 3 else [])]
-    offload = ["", "", "states", *(["all"] if stage == 3 else [])]
     return Setting(
         stage,
         ranks,
@@ -96,7 +95,7 @@ def settings(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collective
         draw(st.sampled_from(collectives)),
         factor,
         draw(st.sampled_from(reshard)),
-        draw(st.sampled_from(offload)),
+        draw(st.booleans()),
     )
 
 

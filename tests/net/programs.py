@@ -138,12 +138,12 @@ SETTINGS: Sequence[Config] = (
     _config(Setting(2, 4), precision="bf16"),
     _config(Setting(3, 4)),
     _config(Setting(3, 1, 25.0)),
-    _config(Setting(2, 2, 25.0, offload="states")),
+    _config(Setting(2, 2, 25.0, offload=True)),
     _config(Setting(1, 4, 1e-6, sharding_factor=2)),
     _config(Setting(3, 4, sharding_factor=2), precision="fp32, sent in bf16"),
     _config(Setting(3, 4, 0.0001, reshard=2)),
     _config(Setting(3, 2, reshard=False), precision="fp16"),
-    _config(Setting(3, 3, offload="all"), optimizer="sgd momentum"),
+    _config(Setting(3, 3, offload=True), optimizer="sgd momentum"),
     _config(Setting(2, 4, collective="two hosts", sharding_factor=4), optimizer="adam amsgrad"),
 )
 

@@ -24,7 +24,7 @@ RUNS = (  # starting processes takes most of the time: one rank unless several m
     "zero train --ranks=1 --stage=2 --precision=fp16",
     "zero train --ranks=1 --stage=2 --optimizer=sgd --clip=0.5",
     "zero train --ranks=1 --stage=3 --precision=bf16",
-    "zero train --ranks=1 --stage=3 --offload=disk --offload-parameters",
+    "zero train --ranks=1 --stage=3 --offload=disk",
     "zero train --ranks=1 --stage=3 --clip=0.5 --bucket-cap-mb=0.01",
     "zero train --ranks=2 --stage=0 --collective=pairwise",
     "zero train --ranks=2 --stage=1 --sharding-factor=1",

@@ -43,9 +43,8 @@ class Case:
 
     def __str__(self) -> str:
         s = self.setting
-        offload = "all" if s.offload_parameters else s.offload or "none"
         return (
-            f"{self.model} stage{s.stage} W{s.world_size} F{s.factor} reshard{s.reshard} offload-{offload} "
+            f"{self.model} stage{s.stage} W{s.world_size} F{s.factor} reshard{s.reshard} offload-{s.offload or 'none'} "
             f"{s.precision} {s.optimizer}"
         )
 
@@ -53,8 +52,7 @@ class Case:
     def features(self) -> tuple[object, ...]:
         """The values of which a covering sample has every pair."""
         s = self.setting
-        offload = (s.offload, s.offload_parameters)
-        return self.model, s.stage, s.world_size, s.factor, s.near, offload, s.precision, s.optimizer
+        return self.model, s.stage, s.world_size, s.factor, s.near, s.offload, s.precision, s.optimizer
 
 
 def settings(world_size: int, planned: Planned, precision: str, optimizer: str) -> Iterator[PlanSetting]:
@@ -66,7 +64,6 @@ def settings(world_size: int, planned: Planned, precision: str, optimizer: str) 
             job.sharding_factor,
             job.reshard,
             "disk" if job.offload else "",
-            job.offload_parameters,
             int(planned.bucket_cap_mb * 1024 * 1024),
             precision,
             optimizer,
@@ -127,7 +124,7 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
             bucket_cap_mb=setting.bucket_bytes / (1024 * 1024),
             sharding_factor=setting.sharding_factor,
             reshard_after_forward=setting.reshard,
-            offload=Offload(folder, setting.offload_parameters) if setting.offload else None,
+            offload=Offload(folder) if setting.offload else None,
             mixed_precision=MIXED.get(setting.precision),
             **arguments,
         )

@@ -224,13 +224,3 @@ def test_a_recompute_stops_before_the_last_product_of_a_block() -> None:
     again = sum(compute.forward(training.repeated(each), width) for each in training.works[1:])
     found = recomputing.step(recomputing.setting(here, 2), here, micro_batches=1)
     assert found.parts["recompute"] == pytest.approx(again)
-
-
-def test_parameters_on_a_disk_are_read_for_each_gather() -> None:
-    here = presets().cluster("cpu:2")
-    on_disk = replace(planner().setting(here, 3), offload="disk", offload_parameters=True)
-    fast, slow = (
-        planner().step(on_disk, replace(here, gpu=replace(here.gpu, host_link=speed))).parts["fold"]
-        for speed in (1e15, 1e9)
-    )
-    assert slow > fast

@@ -15,7 +15,7 @@ from zero.core.buckets import build
 from zero.core.cuts import EvenCuts
 from zero.core.formulas import formula_traffic
 from zero.core.layout import Dtypes, Layout
-from zero.core.stage import check_reshard, stage_of
+from zero.core.stage import check_reshard, stage_of, units_share_buckets
 from zero.planning.hardware import Cluster, presets
 from zero.planning.model import Model, ParameterShape
 from zero.planning.seconds.compute import Compute, PassSeconds, values
@@ -23,7 +23,7 @@ from zero.planning.seconds.program import AFTER_THE_LAST, StepProgram
 from zero.planning.seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
 from zero.planning.seconds.simulate import simulate
 from zero.planning.seconds.systems import SYSTEMS, program_of_system, system
-from zero.planning.seconds.wires import Wires
+from zero.planning.seconds.wires import RankGroup, Wires
 
 BF16, FP32 = torch.bfloat16, torch.float32
 PLAIN, MIXED = Dtypes.all(FP32), Dtypes(BF16, BF16, FP32, FP32)
@@ -154,24 +154,27 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
             near = factor or ranks
             reshards = [True, False, *(k for k in range(2, near) if near % k == 0)] if stage == 3 else [True]
             layout = layout_of(near, 4096, dtypes, with_units=stage == 3)
+            in_common = Wires(cluster).algorithm(RankGroup.neighbours(cluster, near)) == "shared"
             for reshard in reshards:
-                setting = StepSetting(
-                    stage, factor, reshard, count, reduced, offload=1e9, offload_parameters=True
-                )  # units are gathered everywhere
+                setting = StepSetting(stage, factor, reshard, count, reduced, offload=1e9)
                 found = simulate(program(cluster, setting, dtypes=dtypes))
                 group = check_reshard(reshard, near, stage_of(stage))
                 sent = formula_traffic(
-                    layout, stage_of(stage), count, reduced, replicas=ranks // near, reshard_group_size=group
+                    layout,
+                    stage_of(stage),
+                    count,
+                    reduced,
+                    units_need_gather=not units_share_buckets(near, in_common=in_common),
+                    replicas=ranks // near,
+                    reshard_group_size=group,
                 )
                 assert found.sent == pytest.approx(sent), (cluster, setting)
 
 
 def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
-    cluster = presets().cluster("cpu:2x1")
-    assert all(not unit.gather.sent for unit in program(cluster, StepSetting(3)).units)
-    assert any(
-        unit.gather.sent for unit in program(cluster, StepSetting(3, offload=1e9, offload_parameters=True)).units
-    )
+    for name, are_gathered in (("cpu:2x1", False), ("cpu:2x2", True)):
+        units = program(presets().cluster(name, nic=10), StepSetting(3)).units
+        assert any(unit.gather.sent for unit in units) is are_gathered
 
 
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
@@ -204,10 +207,10 @@ def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
 
 def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
     for cluster in clusters():
-        kept = program(cluster, StepSetting(3, reshard=False, offload=1e9, offload_parameters=True))
+        kept = program(cluster, StepSetting(3, reshard=False))
         assert kept.kept
         assert all(unit.again is None for unit in kept.units)
-        again = program(cluster, StepSetting(3, offload=1e9, offload_parameters=True)).units
+        again = program(cluster, StepSetting(3)).units
         assert [unit.again is None for unit in again] == [True, False, False, True], "the rest and the last unit stay"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import zero
@@ -93,17 +93,10 @@ def _master_bytes(bucket: BucketSpec) -> int:
 def test_memory_falls_with_the_ranks_that_share_a_copy(
     model: Model, arguments: dict[str, Any], stage: int, factors: tuple[int, int]
 ) -> None:
-    """Units do not share buckets in either setting, or do in both, since that changes padding."""
+    """Units do not share buckets in either setting, since that changes padding."""
+    assume(stage < 3 or factors[0] > 1)
     plan = MemoryPlan(model)
-    on_disk = stage == 3
-    few, many = (
-        plan.of_largest(
-            PlanSetting(stage, 12, factor, **arguments | {"offload": "disk"}, offload_parameters=on_disk)
-            if on_disk
-            else PlanSetting(stage, 12, factor, **arguments)
-        )
-        for factor in factors
-    )
+    few, many = (plan.of_largest(PlanSetting(stage, 12, factor, **arguments | {"threads": True})) for factor in factors)
     for kind in ("parameters", "gradients", "states", "masters", "resident"):
         assert getattr(many, kind) <= getattr(few, kind), kind
 
@@ -158,8 +151,6 @@ def test_precisions_are_those_of_the_library() -> None:
         ({"stage": 0, "world_size": 8, "sharding_factor": 2}, "stage 0, which shards nothing: leave it away"),
         ({"stage": 2, "world_size": 8, "reshard": False}, "reshard_after_forward=False with stage 2"),
         ({"stage": 3, "world_size": 8, "reshard": 3}, "a number that divides the 8 ranks"),
-        ({"stage": 2, "offload": "disk", "offload_parameters": True}, "offload: parameters=True with stage 2"),
-        ({"stage": 3, "offload_parameters": True}, 'offload_parameters=True needs offload="disk"'),
         ({"stage": 3, "offload": "host"}, "with parameters on the CPU"),
         ({"stage": 3, "offload": "tape"}, "offload must be one of '', 'disk', 'host', not 'tape'"),
         ({"precision": "fp8"}, "precision must be one of 'fp32', .*, not 'fp8'"),

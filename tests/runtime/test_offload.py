@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import gc
-import mmap
 import os
 import re
 import resource
@@ -28,12 +27,10 @@ from zero.runtime.flat_states import BucketStates
 from zero.runtime.offload import DiskOffload, OffloadedStates
 
 from ..contract.test_sharding_factor import STEPS, check
-from ..descriptors import opened
 from ..models import odd_batches, odd_loss
 from ..narrowed import PRECISIONS
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
-from ..programs import _BUILDING, CLASSES, Program, locked_build
-from ..sockets import on_sockets
+from ..plain import assert_same_model, assert_same_states
+from ..programs import CLASSES, Program, locked_build
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MIB = 1 << 20
@@ -64,16 +61,6 @@ def test_whatever_a_class_keeps(tmp_path: Path, optimizer: str) -> None:
 def test_states_that_are_made_at_construction_counted_or_not_there(tmp_path: Path, optimizer: str) -> None:
     for mixed in (None, PRECISIONS["bf16"]):
         check(Program(2, 2, optimizer, steps=STEPS, precision=mixed, offload=Offload(tmp_path)))
-
-
-@pytest.mark.parametrize("precision", ["", "bf16"])
-@pytest.mark.parametrize(("world_size", "factor"), [(1, None), (2, None), (4, 2), (2, 1)])
-@pytest.mark.by_default("2-1-", "1-None-bf16")
-def test_so_do_parameters_on_disk(tmp_path: Path, world_size: int, factor: int | None, precision: str) -> None:
-    mixed = PRECISIONS[precision] if precision else None
-    kept = Offload(tmp_path, parameters=True)
-    program = Program(world_size, 3, steps=STEPS[:3], sharding_factor=factor, precision=mixed, offload=kept)
-    check(program, on_threads if precision else on_sockets)
 
 
 @ALL
@@ -177,9 +164,7 @@ def private() -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:"))
 
 
-def held(
-    folder: str, stage: int, precision: str, parameters: bool, meeting: str = "", rank: int = 0, factor: int = 1
-) -> dict[str, int]:
+def held(folder: str, stage: int, precision: str, meeting: str = "", rank: int = 0, factor: int = 1) -> dict[str, int]:
     """Train in this process. Return the most that was mapped at any time, and the private bytes after.
 
     ``meeting``: the file of the rendezvous of two ranks.
@@ -195,7 +180,7 @@ def held(
         fused=True,
         bucket_cap_mb=1.0,
         mixed_precision=PRECISIONS[precision] if precision else None,
-        offload=Offload(folder, parameters) if folder else None,
+        offload=Offload(folder) if folder else None,
         sharding_factor=factor if stage else None,
     )
     most, evict = 0, DiskOffload.evict
@@ -245,19 +230,16 @@ def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("stage", "precision", "parameters"),
-    [(1, "", False), pytest.param(1, "bf16", False, marks=pytest.mark.slow), (3, "", True)],
-)
+@pytest.mark.parametrize(("stage", "precision"), [(1, ""), pytest.param(1, "bf16", marks=pytest.mark.slow), (3, "")])
 @pytest.mark.full
 def test_two_buckets_at_most_are_resident_and_private_memory_falls_by_the_states(
-    tmp_path: Path, stage: int, precision: str, parameters: bool
+    tmp_path: Path, stage: int, precision: str
 ) -> None:
     """One rank, which owns everything of Psi elements."""
     psi = BUCKETS * WIDTH * WIDTH
-    kept = in_a_process(str(tmp_path), stage, precision, parameters)
-    beside = in_a_process("", stage, precision, False)
-    an_element = (12 if precision else 8) + (4 if parameters else 0)
+    kept = in_a_process(str(tmp_path), stage, precision)
+    beside = in_a_process("", stage, precision)
+    an_element = 12 if precision else 8
     assert kept["offloaded"] == an_element * psi
     assert kept["buckets"] >= 4
     assert 0 < kept["most"] <= 2 * an_element * psi // kept["buckets"]
@@ -281,7 +263,7 @@ def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
 
     def found(folder: str) -> list[dict[str, int]]:
         meeting = str(tmp_path / f"meeting{bool(folder)}")
-        return in_processes([(folder, stage, precision, False, meeting, rank, factor) for rank in range(2)])
+        return in_processes([(folder, stage, precision, meeting, rank, factor) for rank in range(2)])
 
     share = (12 if precision else 8) * psi // factor
     for kept, beside in zip(found(str(tmp_path)), found(""), strict=True):
@@ -289,33 +271,6 @@ def test_of_two_ranks_each_holds_less_by_the_states_of_its_share(
         assert 0 < kept["most"] <= 2 * share // kept["buckets"]
         fallen = beside["private"] - kept["private"]
         assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.by_default("2")
-def test_scratch_memory_stays_within_its_bound_where_slices_are_shown_to_peers(tmp_path: Path, world_size: int) -> None:
-    """On one host nothing would be sent if slices were in memory; here each is copied to memory that peers can read."""
-
-    def program(transport: Transport) -> tuple[int, int]:
-        with _BUILDING:
-            model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-        optimizer = ZeroOptimizer(
-            model,
-            stage=3,
-            process_group=transport,
-            offload=Offload(tmp_path, parameters=True),
-            bucket_cap_mb=0.001,
-        )
-        for _ in range(3):
-            model(torch.ones(2, 64)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found = optimizer.describe()
-        assert found.collective == "shared"
-        return found.bytes["scratch_peak"], found.formula_bytes["scratch_peak"]
-
-    for peak, bound in on_sockets(world_size, program):
-        assert 0 < peak <= bound
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -422,18 +377,11 @@ def test_ranks_ask_for_the_same_and_may_have_folders_of_their_own(tmp_path: Path
         on_threads(2, lambda transport: program(transport, None if transport.rank else Offload(tmp_path)))
 
 
-def test_parameters_on_disk_are_for_stage_3(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="parameters=True with stage 2, where every rank needs all of them"):
-        ZeroOptimizer(nn.Linear(2, 2), stage=2, offload=Offload(tmp_path, parameters=True))
-
-
 @pytest.mark.parametrize(
     ("make", "error"),
     [
         (lambda: Offload(""), TypeError),
         (lambda: Offload(3), TypeError),  # type: ignore[arg-type]
-        (lambda: Offload("cpu", parameters=True), ValueError),
-        (lambda: Offload("/tmp", parameters=1), TypeError),  # type: ignore[arg-type]
         (lambda: ZeroOptimizer(nn.Linear(2, 2), offload="/tmp"), TypeError),  # type: ignore[arg-type]
     ],
 )
@@ -455,44 +403,15 @@ def test_describe_says_what_is_elsewhere(tmp_path: Path) -> None:
     assert f"elsewhere      {found.offloaded_bytes:>14,}" in str(found)
 
 
-def test_a_further_group_has_room_of_its_own(tmp_path: Path) -> None:
+def test_a_further_group_has_room_of_its_own_and_one_that_is_refused_has_none(tmp_path: Path) -> None:
     model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
-    optimizer = ZeroOptimizer(model[0].parameters(), module=model, offload=Offload(tmp_path))
+    optimizer = ZeroOptimizer(model[0].parameters(), module=model, stage=3, offload=Offload(tmp_path))
     before = optimizer.describe().offloaded_bytes
+    with pytest.raises(ValueError, match="is not a parameter of the module"):
+        optimizer.add_param_group({"params": [*model[1].parameters(), nn.Parameter(torch.ones(2))]})
+    assert optimizer.describe().offloaded_bytes == before
     optimizer.add_param_group({"params": list(model[1].parameters())})
-    assert optimizer.describe().offloaded_bytes > before
-
-
-@pytest.mark.full
-def test_what_further_groups_leave_is_used_again(tmp_path: Path) -> None:
-    """Each added group, accepted or refused, moves the slices of unlisted parameters."""
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
-    offload = Offload(tmp_path, parameters=True)
-    listed = [*model[0].parameters()]
-    optimizer = ZeroOptimizer(listed, module=model, stage=3, lr=0.1, offload=offload, bucket_cap_mb=1e-4)
-
-    def size() -> int:
-        spool = optimizer._builder._offload_backend
-        assert isinstance(spool, DiskOffload)
-        return os.fstat(spool._file.fileno()).st_size
-
-    values = [parameter.clone() for parameter in gathered(optimizer, model)]
-    before, descriptors = size(), opened()
-    for _ in range(3):
-        with pytest.raises(ValueError, match="is not a parameter of the module"):
-            optimizer.add_param_group({"params": [*model[1].parameters(), nn.Parameter(torch.ones(2))]})
-    assert size() == before
-    assert opened() <= descriptors
-    for part in model[1:]:
-        optimizer.add_param_group({"params": list(part.parameters())})
-    assert size() == 12 * 3 * mmap.PAGESIZE, "a slice and two states of each parameter, each on a page of its own"
-    for ours, theirs in zip(gathered(optimizer, model), values, strict=True):
-        assert_same_bits(ours, theirs)
-
-
-def gathered(optimizer: ZeroOptimizer, model: nn.Module) -> list[Tensor]:
-    with optimizer.gathered():
-        return [parameter.detach().clone() for parameter in model.parameters()]
+    assert optimizer.describe().offloaded_bytes == 2 * before
 
 
 def test_a_folder_that_is_gone_is_no_matter_until_there_is_no_room(

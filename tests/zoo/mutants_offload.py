@@ -1,4 +1,4 @@
-"""Mutants of states, and parameters, on disk or on another device."""
+"""Mutants of states on disk or on another device."""
 
 from __future__ import annotations
 
@@ -110,21 +110,7 @@ MUTANTS = (
                 "",
             ),
         ),
-        (f"{RESIDENT}[1--False]",),
-    ),
-    Mutant(
-        "slices-on-disk-stay-in-memory",
-        ("P27", "L18"),
-        "Slices of parameters that a step has written stay until the next forward.",
-        (
-            Edit(
-                "zero.parameters.sharded.ShardedStorage.evict",
-                "        if self._offload_backend is not None:\n"
-                "            self._offload_backend.evict([bucket.weights.data])\n",
-                "        return\n",
-            ),
-        ),
-        (f"{RESIDENT}[3--True]",),
+        (f"{RESIDENT}[1-]",),
     ),
     Mutant(
         "states-lie-on-top-of-each-other",

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
-
 from .layout import BucketSpec, Dtypes
 
 
@@ -122,16 +120,13 @@ def why_one_device(stage: Stage, offloads: bool) -> str:
     return "with offload=" if offloads else ""
 
 
-def units_share_buckets(ranks: int, *, in_common: bool, on_disk: bool) -> bool:
+def units_share_buckets(ranks: int, *, in_common: bool) -> bool:
     """Return whether buckets hold parameters of any unit, since no unit is gathered. Shards of a unit then differ in
     length.
 
-    Args:
-        ranks: how many ranks share a copy.
-        in_common: whether these have common memory for the parameters.
-        on_disk: whether shards of parameters are on disk. A step has a bucket in memory, so it is no more than a unit.
+    ``ranks``: how many share a copy; ``in_common``: whether these have common memory for the parameters.
     """
-    return not on_disk and (ranks == 1 or in_common)
+    return ranks == 1 or in_common
 
 
 def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> None:
@@ -167,11 +162,3 @@ def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> in
             f"share a copy, so one of {divisors}, not {reshard!r}"
         )
     return reshard
-
-
-def check_offloaded_parameters(stage: Stage, device: torch.device) -> None:
-    """Raise `ValueError` if a rank has no shards of parameters that it could keep on disk."""
-    if stage.parameters is Placement.WHOLE:
-        raise ValueError(f"offload: parameters=True with stage {stage.number}, where every rank needs all of them")
-    if device.type != "cpu":
-        raise ValueError(f"offload: parameters=True is for parameters on the CPU, and these are on {device}")

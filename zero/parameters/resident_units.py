@@ -14,7 +14,7 @@ memory every rank writes its slices for all, and what it writes into the whole s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,9 +125,8 @@ class SharedBucketMemory:
 class ResidentUnits:
     """The policy of units that are resident."""
 
-    def __init__(self, shards: Transport, edits: EditDetector, on_idle: Callable[[Tensor], None] | None) -> None:
-        """``on_idle``: is called with a shard that will not be needed for a while."""
-        self._shards, self._edits, self._on_idle = shards, edits, on_idle
+    def __init__(self, shards: Transport, edits: EditDetector) -> None:
+        self._shards, self._edits = shards, edits
         self._common: list[SharedBucketMemory] = []
         self._writing: Work | None = None  # done when every rank has written its slices
 
@@ -177,8 +176,6 @@ class ResidentUnits:
                 self._put_back(buffer)
             buffer.in_use = False
             buffer.set_classes(buffer.released)
-            if self._on_idle is not None:
-                self._on_idle(buffer.shard)
 
     def undo_edits(self, buffers: Iterable[ResidentBuffer]) -> None:
         """Undo the edits of a unit that is installed, and note none; with one rank they are kept."""
@@ -223,8 +220,6 @@ class ResidentUnits:
             for piece in buffer.bucket.pieces(low, high):
                 if piece.slot in slots:
                     buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
-        if self._on_idle is not None:
-            self._on_idle(buffer.shard)
 
     def announce(self) -> None:
         """Announce that this rank has written its slices, and wait until every rank has. Collective."""

@@ -6,10 +6,9 @@ can lie in buckets is sharded: the listed ones in the layout's buckets, the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec
+from ..core.layout import BucketSizes, Dtypes, Layout, ParameterSpec
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
@@ -48,19 +47,6 @@ class _ParamSet:
     buffers: list[Buffer] = field(default_factory=list)  # of these buckets' slices
 
 
-class SliceMemory(Protocol):
-    """Memory for a rank's slices that is not beside the model, as an offload's file."""
-
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return a 1-D tensor."""
-
-    def evict(self, tensors: Iterable[Tensor]) -> None:
-        """Evict tensors that will not be needed for a while."""
-
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Release tensors."""
-
-
 class ShardedStorage(ParameterStorage):
     """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
 
@@ -77,16 +63,14 @@ class ShardedStorage(ParameterStorage):
         precision: MixedPrecision | None,
         post_forward_group: Choice | None,
         keeps_whole: bool,
-        offload_backend: SliceMemory | None,
         materializer: Materializer | None,
         streams: Streams,
         joining: Joining,
         unit_order: UnitOrder,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
-        None: all of them; ``keeps_whole``: each keeps the whole. ``offload_backend``: the memory of this rank's slices,
-        if not beside the model; ``materializer``: of tensors on the meta device; ``unit_order``: of the units that this
-        rank uses beside its training."""
+        None: all of them; ``keeps_whole``: each keeps the whole. ``materializer``: of tensors on the meta device;
+        ``unit_order``: of the units that this rank uses beside its training."""
         super().__init__(transport, shards, module, precision)
         self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
         self._materializer = materializer
@@ -95,14 +79,11 @@ class ShardedStorage(ParameterStorage):
         self._on_host = all((self._meta or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-        self._offload_backend = offload_backend
-        on_idle = None if offload_backend is None else lambda shard: offload_backend.evict([shard])
         self.manager = UnitManager(
             shards,
             collective,
             self._units.names,
             post_forward_group,
-            on_idle,
             weakly(self._needed_in_backward),
             joining,
         )
@@ -117,11 +98,7 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return units_share_buckets(
-            self._shards.world_size,
-            in_common=self._on_host and self._shards.has_common,
-            on_disk=self._offload_backend is not None,
-        )
+        return units_share_buckets(self._shards.world_size, in_common=self._on_host and self._shards.has_common)
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -133,24 +110,10 @@ class ShardedStorage(ParameterStorage):
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
-    def slices(self, buckets: Sequence[BucketSpec], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-        if self._offload_backend is None:
-            return []
-        registered = [*self.parameters, *parameters]
-        rest, described = self._describe_rest(registered)
-        kept = [(bucket, registered) for bucket in buckets]
-        kept += [(bucket, rest) for bucket in self._layout_of(described).buckets]
-        # in the order in which they are filled
-        kept.sort(key=lambda entry: self._last_of([entry[1][slot.parameter] for slot in entry[0].slots]))
-        owned = [(bucket.dtypes.param_dtype, *bucket.owned(self._shards.rank)) for bucket, _ in kept]
-        return [(high - low, dtype) for dtype, low, high in owned]
-
     def begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `end`."""
         if self._unlisted is not None:
             self._take_out(self._unlisted.buffers)
-            if self._offload_backend is not None:
-                self._offload_backend.give_back([bucket.weights.data for bucket in self.rest_buckets()])
             self._unlisted = None
 
     def _fill(self, new: Sequence[Bucket], keep: Keep) -> None:
@@ -176,10 +139,6 @@ class ShardedStorage(ParameterStorage):
         numbers = self.units()  # a parameter that was laid out stays so when it is frozen
         return [entry for entry in self._others() if id(entry[1]) not in numbers]
 
-    def _layout_of(self, described: Sequence[ParameterSpec]) -> Layout:
-        most, across = self._bucket_sizes.most, self.buckets_cross_units
-        return build(described, self._shards.world_size, most, across_units=across)
-
     def _describe_rest(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
@@ -188,7 +147,8 @@ class ShardedStorage(ParameterStorage):
 
     def _lay_out_rest(self) -> _ParamSet:
         parameters, described = self._describe_rest(self.parameters)
-        self.rest = self._layout_of(described)
+        most, across = self._bucket_sizes.most, self.buckets_cross_units
+        self.rest = build(described, self._shards.world_size, most, across_units=across)
         return _ParamSet([Bucket(spec, self.rest, parameters) for spec in self.rest.buckets], self.rest, None)
 
     def _fill_all(self, param_sets: Sequence[_ParamSet]) -> None:
@@ -197,7 +157,7 @@ class ShardedStorage(ParameterStorage):
         specs = [bucket.spec for _, bucket in entries]
         on_host = all(spec.device == "cpu" for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
-        shared = on_host and self._offload_backend is None and self._shards.world_size > 1
+        shared = on_host and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
         for number in self._in_registration_order(entries):
             params, bucket = entries[number]
@@ -212,9 +172,6 @@ class ShardedStorage(ParameterStorage):
         flat = whole
         if common is not None:
             flat = common.own(low, high).copy_(whole[low:high])
-        elif self._offload_backend is not None:
-            flat = self._offload_backend.empty(high - low, whole.dtype).copy_(whole[low:high])
-            self._offload_backend.evict([flat])
         elif self._shards.world_size > 1:
             flat = self._shards.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
         bucket.weights = FlatBuffer(flat, Placement.SHARD, low)
@@ -292,8 +249,6 @@ class ShardedStorage(ParameterStorage):
             return "no (one rank holds the whole copy)"
         if not self.manager.some_travel:
             return "yes (the ranks that share a copy are on one host)"
-        if self._offload_backend is not None:
-            return "no (the slices are on disk)"
         if not self._on_host:
             return "no (the parameters are on a device)"
         if not self._shards.has_common:
@@ -363,10 +318,6 @@ class ShardedStorage(ParameterStorage):
         self._copy(replicas)
         self._compare(replicas)
 
-    def evict(self, bucket: Bucket) -> None:
-        if self._offload_backend is not None:
-            self._offload_backend.evict([bucket.weights.data])
-
     def stepping(self) -> None:
         for bucket, first, buffer in self._updated:
             used = bucket.used[first : first + len(buffer.parameters)]
@@ -387,10 +338,6 @@ class ShardedStorage(ParameterStorage):
 
     def rest_buckets(self) -> Sequence[Bucket]:
         return () if self._unlisted is None else self._unlisted.buckets
-
-    def kept(self) -> list[Tensor]:
-        buckets = [] if self._offload_backend is None else [*self.buckets, *self.rest_buckets()]
-        return [bucket.weights.data for bucket in buckets]
 
     def release(self) -> None:
         self._unit_hooks.end_iteration()

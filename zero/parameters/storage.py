@@ -17,7 +17,7 @@ from collectives import Transport
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
-from ..core.layout import BucketSpec, Layout, ParameterSpec
+from ..core.layout import Layout, ParameterSpec
 from ..core.names import named_buffers
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
@@ -90,10 +90,6 @@ class ParameterStorage:
                 raise ValueError(HELD_ELSEWHERE.format(what=repr(binding.name)))
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
-
-    def slices(self, buckets: Sequence[BucketSpec], parameters: Sequence[Tensor]) -> list[tuple[int, torch.dtype]]:
-        """Return elements and dtype of each tensor that `register` and then `end` will keep on disk."""
-        return []
 
     def begin(self) -> None:
         """Prepare the registration of further parameters. Collective."""
@@ -293,9 +289,6 @@ class ParameterStorage:
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
 
-    def evict(self, bucket: Bucket) -> None:
-        """Note that this rank has updated its slice of a bucket, and does not need it for a while."""
-
     def stepping(self) -> None:
         """Note that a step changes the parameters that some rank used. Every rank calls it before its first write."""
 
@@ -356,10 +349,6 @@ class ParameterStorage:
     def rest_buckets(self) -> Sequence[Bucket]:
         """The buckets of `rest`, which have weights and nothing else."""
         return ()
-
-    def kept(self) -> list[Tensor]:
-        """This rank's memory of parameters that is on disk."""
-        return []
 
     def release(self) -> None:
         """Give every parameter memory of its own. Collective."""

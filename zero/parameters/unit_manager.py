@@ -79,18 +79,16 @@ class UnitManager:
         collective: Collective,
         names: Sequence[str],
         post_forward_group: Choice | None,
-        on_idle: Callable[[Tensor], None] | None,
         needed_in_backward: Callable[[int], object],
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
-        is called with a shard that will not be needed for a while; ``needed_in_backward``: with a unit that a backward
-        needs."""
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward;
+        ``needed_in_backward``: is called with a unit that a backward needs."""
         self.shards = shards
         self.units = [Unit(number, name, shards.rank_label) for number, name in enumerate(names)]
         self.edits = EditDetector(shards.rank)
-        self.resident = ResidentUnits(shards, self.edits, on_idle)
-        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, on_idle or _nothing, joining)
+        self.resident = ResidentUnits(shards, self.edits)
+        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, joining)
         self.some_travel = False  # some unit must be gathered
         self._needed_in_backward = needed_in_backward
         self._classes: dict[type[Tensor], type[Tensor]] = {}

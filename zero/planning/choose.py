@@ -38,8 +38,6 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
                     kept = replace(shared, reshard=reshard)
                     yield kept
                     yield replace(kept, offload="host" if on_gpus else "disk")
-                    if sharded and not on_gpus:
-                        yield replace(kept, offload="disk", offload_parameters=True)
 
 
 def sharding_factors(cluster: Cluster) -> list[int]:
@@ -94,8 +92,7 @@ def name_of(setting: PlanSetting) -> str:
     if setting.reshard is not True:
         parts.append("kept" if setting.reshard is False else f"kept by {setting.reshard}")
     if setting.offload:
-        on_disk = "all on disk" if setting.offload_parameters else "states on disk"
-        parts.append("states on host" if setting.offload == "host" else on_disk)
+        parts.append(f"states on {setting.offload}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         parts.append(f"{setting.bucket_bytes // MIB} MiB buckets")
     return ", ".join(parts)
@@ -138,13 +135,10 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
 
 
 def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
-    """Return the first setting that fits: a stage, or stage 3 with its states on the host, or all of it on a disk."""
+    """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
     usable = usable_bytes(cluster)
     tried = [planner.setting(cluster, stage) for stage in range(4)]
-    if cluster.gpu.family != "cpu":
-        tried.append(replace(tried[-1], offload="host"))
-    else:
-        tried.append(replace(tried[-1], offload="disk", offload_parameters=True))
+    tried.append(replace(tried[-1], offload="disk" if cluster.gpu.family == "cpu" else "host"))
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable:  # no other has fewer
         return None
@@ -204,7 +198,7 @@ def scale_curves(
             if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
-            setting = replace(setting, offload=chosen.offload, offload_parameters=chosen.offload_parameters)
+            setting = replace(setting, offload=chosen.offload)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
             rates = {}

@@ -187,7 +187,7 @@ def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[Param
     master_bytes = dtypes.itemsize("master_dtype") * _in_file(high - low, on_disk)
     masters_move = on_disk and setting.device == "cpu"
 
-    held = bucket.numel if stage.parameters is Placement.WHOLE else _in_file(own, setting.offload_parameters)
+    held = bucket.numel if stage.parameters is Placement.WHOLE else own
     parameters = held * dtypes.itemsize("param_dtype")
     pieces = bucket.pieces(low, high)
     present = [members[piece.slot].used and trainable for piece in pieces]
@@ -200,9 +200,8 @@ def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[Param
 
     offloaded = states.tensors * master_bytes if setting.offload else 0
     offloaded += master_bytes if masters_move and dtypes.has_master else 0
-    offloaded += parameters if setting.offload_parameters else 0
     gradients = _gradients(setting, bucket, own) if trainable else 0
-    beside = gradients + counts + (0 if setting.offload_parameters else parameters)
+    beside = gradients + counts + parameters
     beside += (0 if setting.offload else tensors) + (0 if masters_move else masters)
     return RankBytes(parameters, gradients, tensors, counts, masters, offloaded, beside)
 

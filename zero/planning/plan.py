@@ -280,7 +280,6 @@ class Planner:
                 micro_batches,
                 state_tensors=setting.classes[0].tensors,
                 offload=cluster.gpu.host_link if setting.offload else None,
-                offload_parameters=setting.offload_parameters,
                 means_are_shown=setting.shows_means,
             ),
             compute,

@@ -17,7 +17,6 @@ from ..core.layout import BucketSizes, Dtypes
 from ..core.stage import (
     Placement,
     Stage,
-    check_offloaded_parameters,
     check_reshard,
     check_sharding_factor,
     stage_of,
@@ -79,7 +78,6 @@ class PlanSetting:
         sharding_factor: ranks that share one copy; None: all.
         reshard: ``reshard_after_forward``.
         offload: the place of states (and, on the CPU, of master weights) between steps; "" is beside the parameters.
-        offload_parameters: whether a rank's shards of the parameters are in its file, too.
         bucket_bytes: of a bucket, in the dtype of the parameters.
         precision: one of `PRECISIONS`.
         optimizer: one of `OPTIMIZERS`.
@@ -98,7 +96,6 @@ class PlanSetting:
     sharding_factor: int | None = None
     reshard: bool | int = True
     offload: Literal["", "disk", "host"] = ""
-    offload_parameters: bool = False
     bucket_bytes: int = 25 << 20
     precision: str = "fp32"
     optimizer: str = "adamw"
@@ -119,10 +116,6 @@ class PlanSetting:
         _check_known("offload", self.offload, ("", "disk", "host"))
         check_sharding_factor(self.sharding_factor, self.world_size, row)
         check_reshard(self.reshard, self.factor, row)
-        if self.offload_parameters:
-            check_offloaded_parameters(row, torch.device(self.device))
-            if self.offload != "disk":
-                raise ValueError(f'offload_parameters=True needs offload="disk", not {self.offload!r}')
         if self.offload == "host" and self.device == "cpu":
             raise ValueError('offload="host" with parameters on the CPU, where states are there already: leave it away')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
@@ -184,7 +177,7 @@ class PlanSetting:
     def shares_buckets(self) -> bool:
         """Whether units share buckets."""
         in_common = self.device == "cpu" and not self.threads and self.per_host % self.factor == 0
-        return units_share_buckets(self.factor, in_common=in_common, on_disk=self.offload_parameters)
+        return units_share_buckets(self.factor, in_common=in_common)
 
     @property
     def gathers_units(self) -> bool:

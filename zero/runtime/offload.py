@@ -68,9 +68,6 @@ class OffloadBackend:
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """Reserve memory for tensors, given as (elements, dtype). Raises `ValueError` if there is not enough."""
 
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        """Release tensors: `empty` may use their memory again."""
-
     def prefetch(self, tensors: Iterable[Tensor]) -> None:
         """Begin to read tensors that will be needed soon."""
 
@@ -135,17 +132,12 @@ def _unpin(runtime: Any, device: torch.device, block: Tensor) -> None:
 
 @dataclass(eq=False)
 class _Region:
-    """A mapped part of the file. Its free bytes are ``taken`` to ``end``, relative to the mapping's beginning."""
+    """A mapped part of the file, of which the first bytes are ``taken``."""
 
     mapping: mmap.mmap
     place: int  # the mapping's offset in the file, in bytes
     address: int  # the mapping's address in memory
-    taken: int
-    end: int
-
-    def __len__(self) -> int:
-        """The number of free bytes."""
-        return self.end - self.taken
+    taken: int = 0
 
 
 class DiskOffload(OffloadBackend):
@@ -166,18 +158,10 @@ class DiskOffload(OffloadBackend):
         self._regions: list[_Region] = []
         self._reader = ThreadPoolExecutor(1, "zero-offload")
         self._coming: dict[int, Future[None]] = {}  # reads under way, by the address of the pages
-        self._spare: list[_Region] = []  # memory that was given back
 
     def reserve(self, wanted: Iterable[tuple[int, torch.dtype]]) -> None:
         """Reserve blocks on the disk, which hold zeros. Raises `ValueError` if the disk is full."""
-        spare = [len(region) for region in self._spare]
-        nbytes = 0
-        for size in (_pages(numel, dtype) for numel, dtype in wanted):
-            place = next((number for number, left in enumerate(spare) if left >= size), None)
-            if place is None:
-                nbytes += size
-            else:
-                spare[place] -= size
+        nbytes = sum(_pages(numel, dtype) for numel, dtype in wanted)
         if not nbytes:
             return
         number = self._file.fileno()
@@ -193,28 +177,16 @@ class DiskOffload(OffloadBackend):
                 f"{self._folder}, which has {free.f_bavail * free.f_frsize:,} free ({error.strerror})"
             ) from error
         address = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
-        self._regions.append(_Region(mapping, self._end, address, 0, nbytes))
+        self._regions.append(_Region(mapping, self._end, address))
         self._end += nbytes
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         nbytes = _pages(numel, dtype)
-        region = next((region for region in (*self._spare, *self._regions[-1:]) if len(region) >= nbytes), None)
-        if region is None:
+        if not self._regions or len(self._regions[-1].mapping) - self._regions[-1].taken < nbytes:
             self.reserve([(numel, dtype)])  # for a state that was not known at construction
-            region = self._regions[-1]
+        region = self._regions[-1]
         offset, region.taken = region.taken, region.taken + nbytes
-        made = torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
-        return made.zero_() if region in self._spare else made
-
-    def give_back(self, tensors: Iterable[Tensor]) -> None:
-        for region, begin, nbytes in self._spans(tensors):
-            end = begin + nbytes
-            before = next((s for s in self._spare if s.mapping is region.mapping and s.end == begin), None)
-            if before is None:
-                self._spare.append(_Region(region.mapping, region.place, region.address, begin, end))
-            else:
-                before.end = end
-        self._spare = [spare for spare in self._spare if len(spare)]
+        return torch.frombuffer(region.mapping, dtype=dtype, count=max(1, numel), offset=offset)[:numel]
 
     def prefetch(self, tensors: Iterable[Tensor]) -> None:
         for region, begin, nbytes in self._spans(tensors):
@@ -230,7 +202,7 @@ class DiskOffload(OffloadBackend):
 
     def close(self) -> None:
         self._reader.shutdown(cancel_futures=True)
-        self._regions, self._spare, self._coming = [], [], {}
+        self._regions, self._coming = [], {}
         self._file.close()
 
     def _spans(self, tensors: Iterable[Tensor]) -> Iterator[tuple[_Region, int, int]]:

@@ -141,7 +141,7 @@ class ShardedAverage:
                 self.room(bucket).data.copy_(weights.data)
             else:
                 self._update(_pieces(bucket, self._flat[index]), _pieces(bucket, weights), self.n_averaged)
-            self._evict(bucket)
+            bucket.states.evict()
         self.n_averaged += 1
 
     def values(self, bucket: Bucket) -> FlatBuffer:
@@ -152,7 +152,7 @@ class ShardedAverage:
         if bucket.spec.index not in self._flat:
             bucket.states.wait_for_copies()
             self.room(bucket).data.copy_(self._weights(bucket).data)
-            self._evict(bucket)
+            bucket.states.evict()
         return self._flat[bucket.spec.index]
 
     def room(self, bucket: Bucket) -> FlatBuffer:
@@ -192,10 +192,6 @@ class ShardedAverage:
         """Return them as the next step would begin with them: the master weights if there are any."""
         of = self._updated(bucket)
         return FlatBuffer(bucket.states.synced_weights().detach(), of.placement, of.begin)
-
-    def _evict(self, bucket: Bucket) -> None:
-        bucket.states.evict()
-        self._all.storage.evict(bucket)
 
     def _update(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
         seen = torch.tensor(count)
@@ -342,7 +338,6 @@ class Averages:
                 if own.placement is not bucket.weights.placement and self.shards.world_size > 1:
                     tag = Tag(Kind.ALL_GATHER, f"{purpose}, bucket {index}"[:70], index=index)
                     redistribute(own, bucket.weights, bucket.spec.cuts, self.collective, tag).wait()
-                self.storage.evict(bucket)
         except CollectiveError:
             raise
         except Exception as error:

@@ -143,7 +143,7 @@ def describe(
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        _bytes([*storage.kept(), *(tensor for bucket in buckets for tensor in bucket.states.kept())]),
+        _bytes([tensor for bucket in buckets for tensor in bucket.states.kept()]),
         spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,

@@ -10,6 +10,7 @@ Knows: the order of these. Does not know: the user's calls, and what the ranks a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -44,9 +45,6 @@ class _Parameters(Protocol):
 
     @property
     def buckets(self) -> Sequence[Bucket]: ...
-
-    def evict(self, bucket: Bucket) -> None:
-        """Note that a bucket was updated."""
 
     def stepping(self) -> None:
         """Note that buckets will be updated."""
@@ -133,10 +131,6 @@ class Update:
             queue.begin([bucket.spec.index for bucket in buckets if 1 in bucket.used])
 
         def update(bucket: Bucket) -> BucketUpdate:
-            def done() -> None:
-                self._storage.evict(bucket)
-                queue.ready(bucket.spec.index)
-
             def begin() -> None:
                 for watcher in self.watchers:
                     watcher.before_update(bucket.spec.index)
@@ -149,7 +143,7 @@ class Update:
                 gradient,
                 present,
                 event,
-                done,
+                partial(queue.ready, bucket.spec.index),
                 begin if self.watchers else None,
                 bucket.specs[0].optimizer_class,
             )

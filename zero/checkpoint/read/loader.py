@@ -220,7 +220,6 @@ class Loader:
                 redistribute(whole.shard(cuts, parts.shards.rank), whole, cuts, parts.collective, tag).wait()
         if number in self._contents.updated:
             bucket.states.evict()
-            self._contents.storage.evict(bucket)
 
     def _set_states(self, number: int, bucket: Bucket, stored: Sequence[StoredTensor]) -> None:
         """Note which states the pieces of a bucket have. Neighbours with equal ones share the note."""

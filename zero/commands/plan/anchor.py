@@ -120,7 +120,6 @@ def _setting(config: TrainConfig, ranks: int, training: Training) -> PlanSetting
         sharding_factor=config.sharding_factor,
         reshard=config.reshard,
         offload="" if config.offload is None else "disk",
-        offload_parameters=config.offload_parameters,
         precision=config.precision,
         optimizer=config.optimizer,
         fused=config.fused,

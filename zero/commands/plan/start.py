@@ -47,7 +47,6 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
         flags.append("--offload .")
-    flags += ["--offload-parameters"] * setting.offload_parameters
     flags += [
         f"--batch {config.micro} --sequence {config.sequence}",
         f"--micro-batches {micro_batches * cluster.ranks}",
@@ -70,7 +69,7 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
         arguments.append(f"reshard_after_forward={setting.reshard}")
     if setting.offload:
         folder = '"cpu"' if setting.offload == "host" else '"."'
-        arguments.append(f"offload=Offload({folder}{', parameters=True' * setting.offload_parameters})")
+        arguments.append(f"offload=Offload({folder})")
     if cap:
         arguments.append(f"bucket_cap_mb={cap}")
     if config.precision != "fp32":

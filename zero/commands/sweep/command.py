@@ -79,8 +79,6 @@ def jobs(config: SweepConfig) -> Iterator[RunSpec]:
                 reshard = kept == factor or (kept > 1 and kept)
                 shared = replace(base, stage=number, sharding_factor=factor, reshard=reshard)
                 yield from (shared, replace(shared, offload=True))
-                if sharded:
-                    yield replace(shared, offload=True, offload_parameters=True)
 
 
 def _divisors(number: int) -> list[int]:
@@ -97,7 +95,7 @@ def name_of(job: RunSpec) -> str:
     if job.reshard is not True:
         parts.append("kept" if job.reshard is False else f"kept by {job.reshard}")
     if job.offload:
-        parts.append("all on disk" if job.offload_parameters else "states on disk")
+        parts.append("states on disk")
     return ", ".join(parts)
 
 

@@ -52,7 +52,6 @@ class RunSpec:
     sharding_factor: int | None = None
     reshard: bool | int = True
     offload: bool = False
-    offload_parameters: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def _zero_optimizer(job: RunSpec, folder: Path, model: nn.Module, arguments: dic
         bucket_cap_mb=job.bucket_cap_mb,
         sharding_factor=job.sharding_factor,
         reshard_after_forward=job.reshard,
-        offload=Offload(folder, job.offload_parameters) if job.offload else None,
+        offload=Offload(folder) if job.offload else None,
         **arguments,
     )
 

@@ -123,7 +123,7 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False
         collective=config.collective,
         sharding_factor=None if alone else config.sharding_factor,
         reshard_after_forward=True if alone else config.reshard,
-        offload=None if config.offload is None else Offload(config.offload, config.offload_parameters),
+        offload=None if config.offload is None else Offload(config.offload),
         mixed_precision=_PRECISIONS[config.precision],
         **optimizer_arguments(config),
     )

@@ -30,7 +30,6 @@ class TrainConfig:
         str, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
     ] = "true"
     offload: Annotated[Path | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
-    offload_parameters: Annotated[bool, "with --offload at stage 3: keep slices of the parameters there, too"] = False
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
     elastic: Annotated[
         str | None,
@@ -81,7 +80,6 @@ class TrainConfig:
         of_checkpoints |= {"--resume auto": self.resume == "auto", "--elastic": self.elastic}
         for flag, given in of_checkpoints.items():
             _need(flag, "--checkpoint DIR", self.checkpoint is not None or not given)
-        _need("--offload-parameters", "--offload DIR", self.offload is not None or not self.offload_parameters)
         known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
         _require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         _require(self.ranks is None or self.ranks >= 1, "ranks", self.ranks, "at least 1")

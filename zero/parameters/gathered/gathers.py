@@ -6,7 +6,6 @@ Knows: a bucket's slices and the buffers into which they are gathered. Does not 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ class UnitGathers:
         collective: Collective,
         post_forward_group: Choice | None,
         pool: Pool,
-        on_idle: Callable[[Tensor], None],
     ) -> None:
-        """``rank``: among those that share a copy; ``on_idle``: is called with a shard after it was read."""
+        """``rank``: among those that share a copy."""
         self.post_forward_group = post_forward_group
-        self._rank, self._collective, self._pool, self._on_idle = rank, collective, pool, on_idle
+        self._rank, self._collective, self._pool = rank, collective, pool
 
     def room(self, buffer: GatheredBuffer) -> Tensor:
         """A buffer for the whole of a bucket."""
@@ -48,7 +46,6 @@ class UnitGathers:
             return self.post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
         target[low:high].copy_(buffer.shard)
-        self._on_idle(buffer.shard)
         return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
 
     def keep(self, buffer: GatheredBuffer) -> Tensor:

@@ -14,10 +14,9 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from collectives import Choice, Collective, Transport, Work
 from collectives.pool import Pool, holders
@@ -40,14 +39,12 @@ class GatheredUnits:
         collective: Collective,
         post_forward_group: Choice | None,
         edits: EditDetector,
-        on_idle: Callable[[Tensor], None],
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward; ``on_idle``:
-        is called with a shard that will not be needed for a while."""
-        self._rank, self._edits, self._on_idle, self._joining = shards.rank, edits, on_idle, joining
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
+        self._rank, self._edits, self._joining = shards.rank, edits, joining
         self.pool = Pool(exact=True)
-        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool, on_idle)
+        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
 
@@ -152,7 +149,6 @@ class GatheredUnits:
             buffer.set_classes(buffer.released)
             if buffer.whole is not None:
                 self._edits.compare(buffer, buffer.whole)
-            self._on_idle(buffer.shard)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -174,7 +170,6 @@ class GatheredUnits:
         for piece in buffer.bucket.pieces(low, high):
             if piece.slot in slots:
                 buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
-        self._on_idle(buffer.shard)
 
     def undo_edits(self, unit: GatheredUnit) -> None:
         """Undo the edits of an installed unit."""
@@ -183,4 +178,3 @@ class GatheredUnits:
             if buffer.whole is not None:
                 low, high = buffer.bucket.owned(self._rank)
                 buffer.whole.data[low:high].copy_(buffer.shard)
-                self._on_idle(buffer.shard)

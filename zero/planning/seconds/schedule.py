@@ -93,7 +93,6 @@ class StepSetting:
         state_tensors: as large as a parameter, that the optimizer keeps (Adam: 2).
         clip: whether the norm of the gradients is taken.
         offload: bytes a second at which states are read, and written, during the update; None: they stay in memory.
-        offload_parameters: whether a rank's shards of the parameters are on that disk, too, so that units are gathered.
         means_are_shown: whether means are gathered after each backward at stage 0; so without mixed precision.
     """
 
@@ -105,7 +104,6 @@ class StepSetting:
     state_tensors: int = 2
     clip: bool = False
     offload: float | None = None
-    offload_parameters: bool = False
     means_are_shown: bool = True
 
 
@@ -168,7 +166,7 @@ def program_of(
     reduced = setting.reduced
     if reduced is None:
         reduced = 1 if stage.keeps_full_grads else setting.micro_batches
-    resident = units_share_buckets(factor, in_common=algorithm == "shared", on_disk=setting.offload_parameters)
+    resident = units_share_buckets(factor, in_common=algorithm == "shared")
     gathers = stage.parameters is Placement.SHARD and not resident
     trainable = [bucket for bucket in buckets if bucket.trainable]
     costs: dict[tuple[int, Dtypes, WholeParameters | None], tuple[WireCost, WireCost, UpdateStep]] = {}
@@ -189,7 +187,6 @@ def program_of(
             algorithm,
             group,
             near if gathers else 0,
-            setting.offload if setting.offload_parameters else None,
         ),
         reductions=tuple(reductions),
         updates=tuple(updates),
@@ -220,12 +217,10 @@ def _gathered_units(
     algorithm: str,
     group: RankGroup,
     near: int,
-    disk: float | None,
 ) -> tuple[UnitStep, ...]:
     """Return the units of this library.
 
-    ``near``: ranks that gather for a backward; 1: none; 0: nothing is gathered. ``disk``: bytes a second at which a
-    rank reads its shards for a gather; None: they are in memory.
+    ``near``: ranks that gather for a backward; 1: none; 0: nothing is gathered.
     """
     crowd = 1.0 if wires.on_gpu else max(wires.cluster.per_host / wires.cluster.gpu.per_host, 1.0)
     slowed = [_with_hooks(unit, compute.constants["hook"], crowd) for unit in units]
@@ -243,9 +238,6 @@ def _gathered_units(
             part = whole = in_groups(_as_long(wires.all_gather, algorithm, nbytes, even, group), ranks // group.ranks)
             if near < group.ranks:
                 part = in_groups(_as_long(wires.all_gather, nearby, nbytes, even, around), ranks // near)
-            if disk is not None:  # the processor maps the pages
-                read = nbytes / group.ranks / disk
-                whole, part = (replace(cost, fold=cost.fold + read) for cost in (whole, part))
             costs[nbytes, even] = whole, part
         whole, part = costs[nbytes, even]
         gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
@@ -304,8 +296,7 @@ def _bucket_costs(
     moved = 0.0
     if setting.offload:
         kept = state_tensors + (dtypes.has_master and not wires.on_gpu)
-        parameters = dtypes.itemsize("param_dtype") if setting.offload_parameters else 0
-        moved = owned * (kept * dtypes.itemsize("master_dtype") + parameters) / setting.offload
+        moved = owned * kept * dtypes.itemsize("master_dtype") / setting.offload
     seconds = compute.update(owned, dtypes, state_tensors) + compute.orthogonalization(work)
     return cost, means, UpdateStep(seconds, gather, moved, moved)
 
