@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from collectives import CollectiveError, Kind, Tag
+from collectives import CollectiveError, Kind, Tag, as_a_whole
 from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.events import LOG, Event
 from .runtime.flat_states import Options
-from .setup import Builder
 from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States
@@ -52,7 +52,7 @@ def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
 class Engine:
     """One optimizer on one rank. Every method is collective unless it is marked as local."""
 
-    def __init__(self, parts: Builder) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._inners, self._update, self._joining = parts.inners, parts.update, parts.joining
@@ -173,13 +173,8 @@ class Engine:
         self._reducer.finalize_grads("step()", problem, options=told)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
-        try:
+        with as_a_whole(self._transport, "in step()", Exception):
             changed = self._update.step(groups)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self._transport.abort(f"rank {self._transport.rank}, in step(): {type(error).__name__}: {error}")
-            raise
         for number, options in changed.items():
             groups[number].update(options)
             self._counted.update(options)
@@ -325,13 +320,8 @@ class Engine:
         """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
         self.before_load()
         self._storage.loading()
-        try:
+        with as_a_whole(self._transport, "in restore()", Exception):
             read()
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self._transport.abort(f"{self._transport.rank_label}, in restore(): {type(error).__name__}: {error}")
-            raise
         self._storage.stepped()
         self.dicts.forget()
 

@@ -20,6 +20,7 @@ from zero.checkpoint.user_state import generators, set_generators
 from zero.commands.cli import main
 from zero.runtime.flat_states import BucketStates, PieceState
 
+from ..parts import engine_of
 from ..plain import assert_same_bits, assert_same_states
 from .format_1.toys import HalfMomentum, OtherShapes, Small, gradients, groups, train
 from .format_1.write import STEPS, trained_other_shapes, write_other_shapes, write_sharded, zero_optimizer
@@ -301,7 +302,7 @@ def test_a_training_by_another_class_is_refused_and_its_model_is_loaded() -> Non
 
 def pieces_of(optimizer: ZeroOptimizer) -> list[tuple[str, BucketStates, int]]:
     """Return each piece of a parameter that this rank holds: the name, the states of its bucket, its number there."""
-    contents = Contents(optimizer.engine, optimizer.param_groups)
+    contents = Contents(engine_of(optimizer), optimizer.param_groups)
     names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
     found = []
     for number in contents.updated:

@@ -27,6 +27,7 @@ from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.saver import Saver, SaveRequest
 
 from ..models import Odd, odd_batches, odd_loss
+from ..parts import engine_of
 from ..programs import locked_build
 
 MICRO_BATCHES = 6  # every number of ranks here divides it
@@ -253,7 +254,7 @@ def test_a_save_makes_so_many_calls_for_a_parameter_and_a_later_one_none(tmp_pat
 def test_saves_with_other_sizes_of_blocks_and_files_use_no_plan_of_before(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         optimizer = Changing(transport, 2, None).optimizer
-        saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
+        saver = Saver(engine_of(optimizer), lambda: optimizer.param_groups)
         for number, (block_bytes, max_bytes) in enumerate([(4096, 10**9), (512, 10**9), (512, 500), (4096, 500)]):
             later, anew = tmp_path / f"later-{number}", tmp_path / f"anew-{number}"
             for path in (later, anew):

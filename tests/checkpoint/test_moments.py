@@ -26,6 +26,7 @@ from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 from zero.checkpoint.write.whole import WholeContents, write_whole
 
+from ..parts import parts_of
 from ..plain import assert_same_states
 from ..pool import GROUP_TIMEOUT, GlooPool
 from ..small import blocks
@@ -498,7 +499,7 @@ def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytes
         taker.allow(rank, 0 if rank else None)
         checkpoints.save(1)
         if rank:
-            training.optimizer.engine.parts.transport.abort("of the test")
+            parts_of(training.optimizer).transport.abort("of the test")
             assert closed.wait(PATIENCE)
             taker.allow(rank, None)
         else:

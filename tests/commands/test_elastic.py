@@ -24,6 +24,7 @@ from zero import StopOnSignal, ZeroOptimizer
 from zero.commands import cli
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
+from ..parts import parts_of
 from ..plain import bits
 from ..resumes import Cadence, TrainedRun, command_line, kill, processes, undisturbed
 
@@ -255,7 +256,7 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step(caught: list
                 optimizer.step()
                 optimizer.zero_grad()
                 heard.append(stop.why)
-        assert not optimizer.engine.watchers
+        assert not parts_of(optimizer).update.watchers
         return heard
 
     assert on_threads(3, program) == [[None, "rank 2 got SIGTERM", "rank 2 got SIGTERM"]] * 3

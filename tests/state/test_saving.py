@@ -18,6 +18,7 @@ from zero import MixedPrecision, ZeroOptimizer, load
 from zero.commands.checkpoint.importing import import_file
 
 from ..models import odd_batches, odd_loss
+from ..parts import engine_of
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
 from ..pool import GlooPool
 from ..programs import locked_build
@@ -69,7 +70,7 @@ def consolidated(transport: Any, rank: int, stage: int, factor: int | None, narr
     optimizer.consolidate_state_dict(to=None)
     found = [optimizer.state_dict()]
     for to in range(optimizer.world_size):
-        optimizer.engine.dicts.forget()
+        engine_of(optimizer).dicts.forget()
         optimizer.consolidate_state_dict(to)
         found += [optimizer.state_dict()] if to == rank else []
     optimizer.consolidate_state_dict(to=None)
@@ -455,7 +456,7 @@ def test_so_is_a_file_of_one_that_was_imported_as_a_checkpoint(tmp_path: Path) -
         step_small(model, ours, 2, range(transport.rank, transport.rank + 1))
         ours.consolidate_state_dict(None)
         ours.close()
-        return model, ours.engine.dicts.dict_of(ours.param_groups)
+        return model, engine_of(ours).dicts.dict_of(ours.param_groups)
 
     for model, states in on_threads(2, program):
         assert_same_model(model, plain)

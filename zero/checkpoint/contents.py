@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,10 @@ class Contents:
         self.groups = groups
         self.storage, self.transport = engine.parts.storage, engine.parts.transport
         self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
-        self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
+        rest = cast(
+            list[Bucket], self.storage.rest_buckets()
+        )  # without states
+        self.buckets: list[Bucket] = [*self.storage.buckets, *rest]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = engine.averages
         self.not_saved = list(_extra_states(self.parts.module))

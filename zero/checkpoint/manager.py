@@ -68,7 +68,7 @@ class CheckpointManager:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
         self.directory = Path(directory).absolute()
-        self._optimizer, self._engine = optimizer, optimizer.engine
+        self._optimizer, self._engine = optimizer, optimizer._engine
         self._asynchronous, self._on_busy, self._assets = asynchronous, on_busy, assets
         self._saver = Saver(self._engine, lambda: optimizer.param_groups)
         self._saving: Saving | None = None

@@ -84,7 +84,7 @@ def _make_parents(target: Path, rank: int) -> str | None:
 
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
-    saver = Saver(optimizer.engine, lambda: optimizer.param_groups)
+    saver = Saver(optimizer._engine, lambda: optimizer.param_groups)
     destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
     assert saving is not None, "no rank skips it"

@@ -31,7 +31,7 @@ class StopOnSignal:
         wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
         if wrong:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
-        self._engine, self._signals = optimizer.engine, tuple(signals)
+        self._engine, self._signals = optimizer._engine, tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None  # by this process
         self._why: str | None = None

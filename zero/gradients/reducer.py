@@ -21,7 +21,6 @@ from collectives import Chain, Collective, Kind, Tag, Transport
 
 from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
-from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
 from ..runtime.events import Event
@@ -78,10 +77,9 @@ class Reducer:
         """The divisor of the next `finalize_grads`."""
         return self._schedule.divisor
 
-    def extend(self, new: Sequence[Bucket]) -> None:
+    def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
-            bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards, self._streams)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:

@@ -34,7 +34,7 @@ class UnitBuffer:
 
     def __post_init__(self) -> None:
         self.offsets = [slot.offset for slot in self.bucket.slots]
-        specs = [self.layout.parameters[slot.parameter] for slot in self.bucket.slots]
+        specs = self.layout.members(self.bucket)
         self._geometry = [
             (offset, tuple(spec.shape), tuple(spec.stride)) for offset, spec in zip(self.offsets, specs, strict=True)
         ]

@@ -99,7 +99,7 @@ class PlainDicts:
         if "masters" in state_dict:
             scatter_masters(state_dict["masters"], mapping, buckets)
         for number, found in names.items():
-            inners[number].elementwise = found
+            inners[number].note_elementwise(found)
         self._consolidated = None
 
 

@@ -363,7 +363,7 @@ class _Alone:
 
     def step(self, gradients: Iterable[Tensor], names: frozenset[str]) -> None:
         """Step every parameter once. ``names``: the states that are as large as their parameter."""
-        self._inner.elementwise = names
+        self._inner.note_elementwise(names)
         for gradient, buffer in zip(gradients, self._gradients, strict=True):
             buffer.data[: gradient.numel()].view(gradient.shape).copy_(gradient)
         pairs = zip(self._states, self._gradients, strict=True)

@@ -167,7 +167,7 @@ class Half:
 
     def __init__(self, inner: InnerOptimizer, options: Sequence[Options], whole: Whole, half: int) -> None:
         self._inner = inner.another()
-        self._inner.elementwise = whole.names()
+        self._inner.note_elementwise(whole.names())
         self.groups = [copy.deepcopy(group) for group in options]
         self._states: list[BucketStates] = []
         self._gradients: list[FlatBuffer] = []
@@ -208,7 +208,7 @@ class Half:
         """
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
-        self._inner.elementwise = names
+        self._inner.note_elementwise(names)
         pairs = zip(self._states, self._gradients, strict=True)
         updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
         changed = self._inner.step(updates, dict(enumerate(self.groups)))

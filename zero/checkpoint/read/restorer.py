@@ -68,7 +68,7 @@ class Restorer:
         rng: bool,
         reshard: Reshard | None,
     ) -> None:
-        self._optimizer, self._engine = optimizer, optimizer.engine
+        self._optimizer, self._engine = optimizer, optimizer._engine
         self._state, self._rank_state = state, rank_state
         self._with_states, self._rng, self._reshard = optimizer_too, rng, reshard
         self.broken: list[Path] = []  # checkpoints instead of which an older one was tried

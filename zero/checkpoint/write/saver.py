@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from collectives import CollectiveError
+from collectives import as_a_whole
 
 from ...core.statetree import encode
 from ...engine import Engine
@@ -178,14 +178,9 @@ class Saver:
 
     def _capture(self, own: _Own, found: list[dict[str, Any]]) -> Capture:
         """Take what needs the other ranks. Collective, so an error ends the group."""
-        try:
+        with as_a_whole(self._transport, "in save()"):
             permuted = self._cache.permuted([theirs["facts"].encode() for theirs in found])
             return Capture(own.contents, permuted, self._room)
-        except CollectiveError:
-            raise
-        except BaseException as error:
-            self._transport.abort(f"{self._transport.rank_label}, in save(): {type(error).__name__}: {error}")
-            raise
 
     def _plan(self, request: SaveRequest, own: _Own, found: list[dict[str, Any]], capture: Capture) -> SavePlan:
         """Take a copy of what may change at any time, and plan what this rank writes. Local."""
