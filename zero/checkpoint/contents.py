@@ -99,9 +99,7 @@ class Contents:
         self.groups = groups
         self.storage, self.transport = engine.parts.storage, engine.parts.transport
         self.writers = Writers(engine.parts.stage, self.transport.world_size, engine.parts.shards.world_size)
-        rest = cast(
-            list[Bucket], self.storage.rest_buckets()
-        )  # without states
+        rest = cast(list[Bucket], self.storage.rest_buckets())  # without states
         self.buckets: list[Bucket] = [*self.storage.buckets, *rest]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = engine.averages
