@@ -113,9 +113,9 @@ MASTERS = (
         "Parameters that are added to an optimizer get masters that are made of what they were cast to.",
         (
             Edit(
-                "zero.setup.Builder._take_over",
-                "self._states_of(bucket, wide.pop(bucket, None), stores)",
-                "self._states_of(bucket, None if buckets else wide.pop(bucket, None), stores)",
+                "zero.setup._NewStates.of",
+                "wide, room = self._wide.pop(spec.index, None), ",
+                "wide, room = None if before else self._wide.pop(spec.index, None), ",
             ),
         ),
         ("step/test_mixed_cases.py::test_a_group_that_is_added_later_has_masters_of_its_own_wide_values[2]",),
@@ -153,10 +153,11 @@ MASTERS = (
         "checkpoint has 16 bits in 32.",
         (
             Edit(
-                "zero.setup.Builder._cast_inputs",
+                "zero.parts.Parts.cast_inputs",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n",
                 "                InputCast.put(self.module, self.precision.param_dtype, self)\n"
-                "                self.module.register_forward_pre_hook(self._narrowed)\n\n"
+                "                self.module.register_forward_pre_hook(self._narrowed)\n"
+                "\n"
                 "    def _narrowed(self, module, _) -> None:\n"
                 "        for bucket in self.storage.buckets if not module.training else ():\n"
                 "            if bucket.states.master is not None:\n"
@@ -214,7 +215,7 @@ MASTERS = (
         (
             Edit(
                 "zero.state.plain_dicts.PlainDicts.load",
-                'scatter_masters(state_dict["masters"], ',
+                "scatter_masters(state_dict[MASTERS], ",
                 "scatter_masters({}, ",
             ),
         ),
@@ -374,7 +375,7 @@ SUMS = (
         (
             Edit(
                 "zero.gradients.reducer.Reducer._round_is_over",
-                "        self._schedule.means_divisor = None\n        if not self.means",
+                "        self._schedule.sums_changed()\n        if not self.means",
                 "        if not self.means",
             ),
         ),
@@ -429,7 +430,7 @@ CASTS = (
         "After `close()` the model still casts what it is called with.",
         (
             Edit(
-                "zero.setup.Builder.release",
+                "zero.parts.Parts.release",
                 "            InputCast.remove(self.module, self)\n        self.reducer.close()\n",
                 "            self.module.zero_grad()\n        self.reducer.close()\n",
             ),
@@ -576,7 +577,13 @@ JOINING = (
         "units-stay-over-the-end-of-a-turn",
         ("L14",),
         "What a rank's last forward gathered is still there when it has run out of batches: it gathers nothing.",
-        (Edit("zero.engine.Engine.join", "                hooks.reset_order()\n", "                pass\n"),),
+        (
+            Edit(
+                "zero.engine.Engine.join",
+                "            self._storage.reset_order()\n            for call",
+                "            for call",
+            ),
+        ),
         (f"{UNITS}[False-counts1-True]",),
     ),
     Mutant(
@@ -600,7 +607,7 @@ JOINING = (
         (
             Edit(
                 "zero.gradients.grad_slots.GradSlots.means_are_shown",
-                "return self._means_may_be_shown and not self.inside_join",
+                "return self._means_may_be_shown and not self._joining.active",
                 "return self._means_may_be_shown",
             ),
         ),
@@ -639,13 +646,14 @@ JOINING = (
         (
             Edit(
                 "zero.engine.Engine.join",
-                "        finally:\n            while self._blocks:\n"
+                "        finally:\n"
+                "            while self._blocks:\n"
                 "                self._blocks.pop().__exit__(None, None, None)\n"
-                "            try:\n                if hooks is not None:\n"
-                "                    hooks.set_join_announcer(None)\n"
-                "            finally:\n                self._reducer.end_join()\n",
-                "        if hooks is not None:\n            hooks.set_join_announcer(None)\n"
-                "        self._reducer.end_join()\n",
+                "            try:\n"
+                "                self._storage.reset_order()\n"
+                "            finally:\n"
+                "                self._reducer.end_join()\n",
+                "        self._storage.reset_order()\n        self._reducer.end_join()\n",
             ),
         ),
         ("gradients/test_join.py::test_join_ends_with_an_exception",),
