@@ -104,7 +104,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     plain, spooled = Training(None), Training(Offload(folder))
     nbytes = 8 * MODEL.numel
     disk = Disk(folder, nbytes, int(CAP_MB * (1 << 20)))
-    offload_backend = spooled.optimizer._builder._offload_backend
+    offload_backend = spooled.optimizer._engine.parts.offload_backend
     file: int = offload_backend._file.fileno()  # type: ignore[union-attr]
     found: dict[str, list[float]] = {name: [] for name in ("read", "write", "memory", "offload", "written")}
     for number in range(WARM + ROUNDS):

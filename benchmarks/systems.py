@@ -267,8 +267,8 @@ def _ours(stage: int, fused: bool) -> Build:
         training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
         training.buckets = lambda: len(storage.buckets)
         training.received = lambda: optimizer.traffic.payload_received
-        if storage.unit_hooks is not None:
-            training.common = storage.unit_hooks.manager.resident.in_common
+        if storage.manager is not None:
+            training.common = storage.manager.resident.in_common
         return training
 
     return build

@@ -34,7 +34,7 @@ from .messages import (
 )
 from .queue import BucketQueue
 from .topology import CPU, Choice, algorithm_for, choose, hierarchical, replicate, route_by_hosts, shared
-from .transport import Transport
+from .transport import Transport, as_a_whole
 
 LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
@@ -113,6 +113,7 @@ __all__ = [
     "Transport",
     "Work",
     "algorithm_for",
+    "as_a_whole",
     "build",
     "check_name",
     "on_threads",

@@ -36,7 +36,7 @@ from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .control_plane import MESH_RANKS
 from .messages import CollectiveError, Kind, Tag
-from .transport import Transport
+from .transport import Transport, as_a_whole
 
 CPU = torch.device("cpu")
 
@@ -276,13 +276,11 @@ def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
     """Return the backend of the part of the ranks that this rank is in. Collective."""
     tag, made, problem = Tag(Kind.EXCHANGE, "making process groups of replicas"), None, ""
     transport.exchange(b"", tag)  # finds a rank that failed or is elsewhere, which the calls below could not
-    try:
-        made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
-    except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
-        problem = " ".join(str(error).split())
-    except BaseException as error:
-        transport.abort(f"{transport.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
-        raise
+    with as_a_whole(transport, f"in {tag.label}"):
+        try:
+            made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
+        except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
+            problem = " ".join(str(error).split())
     told = transport.exchange(problem.encode(), tag)
     for rank, text in enumerate(told):
         if text:
@@ -298,14 +296,11 @@ def _connect_owners(owners: Backend, transport: Transport, device: torch.device)
     for each other meanwhile. In the middle of a backward, with other communicators busy, they could wait for ever.
     """
     token, rank = torch.zeros(1, device=device), owners.rank
-    try:
+    with as_a_whole(transport, "while replicas are connected"):
         if rank:
             owners.take_from(token, rank - 1).wait(owners.timeout)
         if rank + 1 < owners.world_size:
             owners.pass_to(token, rank + 1).wait(owners.timeout)
-    except BaseException as error:
-        transport.abort(f"{transport.rank_label}, while replicas are connected: {type(error).__name__}: {error}")
-        raise
 
 
 def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:

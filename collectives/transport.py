@@ -10,6 +10,7 @@ import logging
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -340,6 +341,20 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
     if memory is None or device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device).untyped_storage()
     return memory.allocate(nbytes)
+
+
+@contextmanager
+def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> Iterator[None]:
+    """Abort the transport if one of these errors ends the block, since what was sent or changed is unknown then.
+
+    ``doing``: the block in the error of the other ranks, as "in step()". A transport that is broken has told them.
+    """
+    try:
+        yield
+    except errors as error:
+        if not transport.broken:
+            transport.abort(f"{transport.rank_label}, {doing}: {type(error).__name__}: {error}")
+        raise
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:

@@ -18,15 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from collectives import CollectiveError, Kind, Tag
+from collectives import CollectiveError, Kind, Tag, as_a_whole
 from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.events import LOG, Event
 from .runtime.flat_states import Options
-from .setup import Builder
 from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States
@@ -43,7 +43,7 @@ def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
     @functools.wraps(method)
     def call(self: Engine, **arguments: Any) -> _Result:
         self.check()
-        with self.parts.reducer.broadcast_call(method.__name__, **arguments):
+        with self._joining.broadcast(method.__name__, **arguments):
             return method(self, **arguments)
 
     return call
@@ -52,10 +52,10 @@ def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
 class Engine:
     """One optimizer on one rank. Every method is collective unless it is marked as local."""
 
-    def __init__(self, parts: Builder) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
-        self._inners, self._update = parts.inners, parts.update
+        self._inners, self._update, self._joining = parts.inners, parts.update, parts.joining
         self.watchers = self._update.watchers
         self.state = States(self._storage, self.watchers)
         self.dicts = PlainDicts(parts.stage, self._storage, self._inners, parts.transport, parts.shards)
@@ -85,10 +85,9 @@ class Engine:
     def check_may_add(self) -> None:
         """Raise `RuntimeError` if no param group can be added now. Local."""
         self.check()
-        if self._reducer.hooks.inside_backward or self._reducer.joining:
+        if self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        hooks = self._storage.unit_hooks
-        if hooks is not None and not hooks.end_iteration():
+        if not self._storage.end_iteration():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
 
     # -- join ---------------------------------------------------------------------------------------------------------
@@ -97,15 +96,12 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
-        hooks = self._storage.unit_hooks
-        turns = self._reducer.join(groups, gathers_are_broadcast=hooks is not None and hooks.needs_gather)
-        if hooks is not None:
-            hooks.set_join_announcer(self._reducer.broadcast_call)
+        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.needs_gather)
+        self._storage.reset_order()
         try:
             with self.parts.streams.block():
                 yield
-            if hooks is not None:
-                hooks.reset_order()
+            self._storage.reset_order()
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
@@ -115,8 +111,7 @@ class Engine:
             while self._blocks:
                 self._blocks.pop().__exit__(None, None, None)
             try:
-                if hooks is not None:
-                    hooks.set_join_announcer(None)
+                self._storage.reset_order()
             finally:
                 self._reducer.end_join()
 
@@ -130,8 +125,7 @@ class Engine:
             case "exchange":
                 self.exchange(b"")
             case "gather":
-                assert self._storage.unit_hooks is not None, "only units are gathered"
-                self._storage.unit_hooks.gather(call.arguments["unit"])
+                self._storage.gather(call.arguments["unit"])
             case "step":
                 self.step(groups)
             case "unscale":
@@ -168,25 +162,19 @@ class Engine:
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
         self.averages.refuse_applied("step()")
-        with torch.no_grad(), self._reducer.broadcast_call("step"), self._stepping():
+        with torch.no_grad(), self._joining.broadcast("step"), self._stepping():
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
-        hooks = self._storage.unit_hooks
-        free = hooks is None or hooks.end_iteration()
+        free = self._storage.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._inners.changed(groups)
         told = digests_of(groups, self._inners.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
-        try:
+        with as_a_whole(self._transport, "in step()", Exception):
             changed = self._update.step(groups)
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self._transport.abort(f"rank {self._transport.rank}, in step(): {type(error).__name__}: {error}")
-            raise
         for number, options in changed.items():
             groups[number].update(options)
             self._counted.update(options)
@@ -240,16 +228,16 @@ class Engine:
         With ``write`` every rank has rank 0's values after the block.
         """
         self.check()
-        places = self._storage.places(chosen) if self._reducer.joining else None
+        places = self._storage.places(chosen) if self._joining.active else None
         with ExitStack() as block:
-            with self._reducer.broadcast_call("gathered", places=places):
+            with self._joining.broadcast("gathered", places=places):
                 block.enter_context(self._storage.gathered(chosen))
             self._gathered += 1
             try:
                 yield
             finally:
                 self._gathered -= 1
-                with self._reducer.broadcast_call("end of gathered", places=places, write=write):
+                with self._joining.broadcast("end of gathered", places=places, write=write):
                     if write:
                         self._overwrite(chosen)
 
@@ -292,7 +280,7 @@ class Engine:
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
         self.check()
-        with self._reducer.broadcast_call("exchange"):
+        with self._joining.broadcast("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -332,13 +320,8 @@ class Engine:
         """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
         self.before_load()
         self._storage.loading()
-        try:
+        with as_a_whole(self._transport, "in restore()", Exception):
             read()
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self._transport.abort(f"{self._transport.rank_label}, in restore(): {type(error).__name__}: {error}")
-            raise
         self._storage.stepped()
         self.dicts.forget()
 
@@ -349,13 +332,12 @@ class Engine:
                 watcher.before_update(bucket.spec.index)
 
     def _is_free(self) -> bool:
-        hooks = self._storage.unit_hooks
-        return not self._gathered and (hooks is None or hooks.end_iteration())
+        return not self._gathered and self._storage.end_iteration()
 
     def _check_between_steps(self, purpose: str) -> None:
         self.check()
         self.averages.refuse_applied(purpose)
-        if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._reducer.joining:
+        if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
 
     # -- the end ------------------------------------------------------------------------------------------------------
@@ -367,8 +349,7 @@ class Engine:
     def close(self) -> None:
         """Make the model plain again. Warns of values that are lost."""
         self._transport.check_process()
-        hooks = self._storage.unit_hooks
-        if (hooks is not None and hooks.busy()) or self._reducer.joining:
+        if self._storage.busy() or self._joining.active:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
             if (lost := self._lost()) is not None:

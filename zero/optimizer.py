@@ -24,7 +24,7 @@ from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .runtime.compiled_calls import untraced_methods
-from .setup import Builder, error_of
+from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.live_states import WithLiveStates
 from .step.classes import InnerOptimizers
@@ -85,7 +85,7 @@ class ZeroOptimizer(WithLiveStates):
             models, every rank raises the first difference.
     """
 
-    engine: Engine
+    _engine: Engine
 
     def __init__(
         self,
@@ -108,7 +108,6 @@ class ZeroOptimizer(WithLiveStates):
         partition: Literal["element", "parameter"] | None = None,
         **defaults: Any,
     ) -> None:
-        self._built = False
         self._module = module_of(params, module)
         config = Config(
             stage=stage_of(stage),
@@ -123,21 +122,20 @@ class ZeroOptimizer(WithLiveStates):
             units=units,
             partition=partition,
         )
-        inners = InnerOptimizers(optimizer_class, defaults)
+        self._inners = inners = InnerOptimizers(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
         if device.type == "meta":
             device = config.landing()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         find_meta = partial(materializer_of, self._module, listed, param_init_fn, init_state_dict, config.landing)
-        parts = Builder(config, inners, listed, device, find_meta)
-        self._builder, self._transport, self._inners = parts, parts.transport, inners
-        self._storage, self._reducer = parts.storage, parts.reducer
-        self.engine = Engine(parts)
         problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
             lambda: super(ZeroOptimizer, self).__init__(groups, inners.main.defaults)
         )
-        parts.register([] if problem else self.param_groups, 0, problem)
+        self._parts = parts = build(config, inners, listed, device, find_meta)
+        extend(parts, [] if problem else self.param_groups, 0, problem)
+        self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
+        self._engine = Engine(parts)
         self._built = True
         self.divisor = self._transport.world_size if divisor is None else divisor
         parts.log_choices()
@@ -149,9 +147,9 @@ class ZeroOptimizer(WithLiveStates):
         if not self._built:
             self._append(param_group)
             return
-        self.engine.check_may_add()
+        self._engine.check_may_add()
         if edited := self._inners.changed(self.param_groups):
-            self._builder.register(self.param_groups, len(self.param_groups), RuntimeError(edited))
+            extend(self._parts, self.param_groups, len(self.param_groups), RuntimeError(edited))
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
         before = [parameter for g in self.param_groups for parameter in g["params"]]
@@ -162,7 +160,7 @@ class ZeroOptimizer(WithLiveStates):
         count = len(self.param_groups)
         try:
             problem = error_of(lambda: self._append(group))
-            self._builder.register(self.param_groups, count, problem)
+            extend(self._parts, self.param_groups, count, problem)
         except Exception:
             del self.param_groups[count:]
             self._inners.forget(count)
@@ -202,13 +200,13 @@ class ZeroOptimizer(WithLiveStates):
 
     @divisor.setter
     def divisor(self, value: float) -> None:
-        self.engine.check()
+        self._engine.check()
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
         """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
-        self.engine.check_usable()
-        parts = self._builder
+        self._engine.check_usable()
+        parts = self._parts
         return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
 
     def check_replicas(self) -> str:
@@ -216,11 +214,11 @@ class ZeroOptimizer(WithLiveStates):
 
         Raises `RuntimeError` on every rank, naming the first parameter that differs and the ranks.
         """
-        return self.engine.check_replicas()
+        return self._engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order. Lengths may differ. All ranks."""
-        return self.engine.exchange(data)
+        return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
         """Return the sum of every rank's ``value``, with the same bits on all ranks. All ranks.
@@ -228,7 +226,7 @@ class ZeroOptimizer(WithLiveStates):
         It sums the tokens of a step, for instance, to set `divisor`. Integers add up exactly. If a value is a float,
         the exact sum is rounded once.
         """
-        return self.engine.sum_over_ranks(value)
+        return self._engine.sum_over_ranks(value)
 
     def join(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may have different numbers of steps. All ranks.
@@ -244,7 +242,7 @@ class ZeroOptimizer(WithLiveStates):
           and a rank that has left takes part in every gather.
         - Only one optimizer at a time can be inside `join`, because a rank that has left follows the calls of one.
         """
-        return self.engine.join(self.param_groups)
+        return self._engine.join(self.param_groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -254,7 +252,7 @@ class ZeroOptimizer(WithLiveStates):
         The sum is reduced with the next backward outside, or by clip or step. Until then a rank holds whole gradients,
         at every stage. Local, but every rank must make the call.
         """
-        self.engine.check()
+        self._engine.check()
         return self._reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -263,36 +261,35 @@ class ZeroOptimizer(WithLiveStates):
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
         All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
-        self.engine.check()
+        self._engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        return self.engine.clip_grad_norm_(
+        return self._engine.clip_grad_norm_(
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
-        self.engine.check()
+        self._engine.check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step(self.param_groups)
+        self._engine.step(self.param_groups)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to None, or the existing ones to zero. Local, but every rank must make the call."""
-        if self._built:
-            self.engine.zero_grad(set_to_none=set_to_none)
+        self._engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
 
         Returns None if no rank used the parameter. Raises `RuntimeError` while a gradient is not reduced.
         """
-        self.engine.check()
+        self._engine.check()
         if parameter in self._storage.replicated:
             return None
-        return self.engine.full_grad(index=self._storage.index(parameter))
+        return self._engine.full_grad(index=self._storage.index(parameter))
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
@@ -300,10 +297,10 @@ class ZeroOptimizer(WithLiveStates):
         Without master weights the result is the parameter's values, in the master's dtype. For a replicated parameter
         it has the parameter's own dtype.
         """
-        self.engine.check()
+        self._engine.check()
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
-        return self.engine.full_master(index=self._storage.index(parameter))
+        return self._engine.full_master(index=self._storage.index(parameter))
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -316,14 +313,14 @@ class ZeroOptimizer(WithLiveStates):
         holds whole parameters anyway, reading needs no traffic.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        return self.engine.gathered(chosen, write)
+        return self._engine.gathered(chosen, write)
 
     def broadcast_buffers(self) -> None:
         """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
 
         Otherwise the buffers (the running statistics of a batch norm) are each rank's own after construction.
         """
-        self.engine.broadcast_buffers()
+        self._engine.broadcast_buffers()
 
     def close(self) -> None:
         """Make the model plain again: every parameter gets memory of its own, and all hooks are removed. All ranks.
@@ -332,11 +329,11 @@ class ZeroOptimizer(WithLiveStates):
         are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
         another exception propagates (in ``finally``, say), this is a warning, or nothing if the ranks had failed.
         """
-        if self.engine.is_closed:
+        if self._engine.is_closed:
             return
         first, was_broken = sys.exc_info()[1], self._transport.broken
         try:
-            self.engine.close()
+            self._engine.close()
         except Exception as error:
             if first is None:
                 raise
@@ -350,8 +347,8 @@ class ZeroOptimizer(WithLiveStates):
 
         With None every rank gets them, and holds them whole in the host's memory until the next step.
         """
-        self.engine.check()
-        self.engine.consolidate_state_dict(to=to)
+        self._engine.check()
+        self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole, plain `torch.optim` dict (on the CPU), or one of each class by its qualified name. Local.
@@ -362,12 +359,12 @@ class ZeroOptimizer(WithLiveStates):
 
         Raises `RuntimeError` on other ranks, and after a further step.
         """
-        self.engine.check_usable()
+        self._engine.check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         if self.world_size == 1:
             self.consolidate_state_dict(0)
-        result = self.engine.dicts.dict_of(self.param_groups)
+        result = self._engine.dicts.dict_of(self.param_groups)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, result) or result
         return result
@@ -380,12 +377,12 @@ class ZeroOptimizer(WithLiveStates):
         the dict's "masters", or, if it has none, those that the optimizer has. Where they do not round to the values
         of the model, which may be loaded before or after, they become these values at the next step.
         """
-        self.engine.check()
+        self._engine.check()
         loaded = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
-        self.engine.before_load()
-        self.engine.dicts.load(loaded, self.param_groups)
+        self._engine.before_load()
+        self._engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 
@@ -396,5 +393,5 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def __repr__(self) -> str:
-        name = f"{self._inners.names()}, stage={self._builder.stage.number}, rank {self.rank} of {self.world_size}"
-        return f"ZeroOptimizer({name})\n{super().__repr__() if self._built else ''}"
+        name = f"{self._inners.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
+        return f"ZeroOptimizer({name})\n{super().__repr__()}"

@@ -27,10 +27,11 @@ import torch
 from torch import Tensor
 
 from ..exposed_buffers import PeerBuffers
-from ..messages import Chain, CollectiveError, Tag, Work
-from ..transport import Transport, chunks
+from ..messages import Chain, Tag, Work
+from ..transport import Transport, as_a_whole, chunks
 from .ordered_sum import ordered_sum
 from .plans import Hosts, Plan, plans
+from .running import ADDING_UP
 
 
 class Hierarchical:
@@ -115,13 +116,8 @@ class _HierarchicalReduceScatter:
         if self._stops:
             self._mapped.wait()
         while self._stops:
-            try:
+            with as_a_whole(self._transport, ADDING_UP):
                 self._stop(*self._stops[0])
-            except CollectiveError:
-                raise
-            except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
-                raise
             self._stops.popleft()
             if not self._stops:
                 self._mapped.release()

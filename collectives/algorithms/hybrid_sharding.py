@@ -29,11 +29,11 @@ from torch import Tensor
 
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
-from ..transport import Transport
+from ..transport import Transport, as_a_whole
 from .base import Collective
-from .running import as_a_whole, begun, nothing
+from .running import begun, nothing
 
-PASSING = "passing a sum on"
+PASSING = "while passing a sum on"
 
 
 class _Hops(Protocol):

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..messages import Chain, Tag, Work
-from ..transport import GRAIN, Transport, chunks
+from ..transport import GRAIN, Transport, as_a_whole, chunks
 from .ordered_sum import ordered_sum
+from .running import ADDING_UP
 
 
 class _PairwiseReduceScatter:
@@ -35,11 +36,8 @@ class _PairwiseReduceScatter:
             recvs, parts, out = self._pieces[0]
             recvs.wait()
             self._pieces.popleft()
-            try:
+            with as_a_whole(self._transport, ADDING_UP):
                 ordered_sum(parts, out)
-            except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.rank_label}, while adding up: {type(error).__name__}: {error}")
-                raise
         self._sends.wait()
 
 

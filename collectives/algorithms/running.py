@@ -5,12 +5,13 @@ Knows: the backend's transfers. Does not know: which algorithm they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from ..backend import Pending
 from ..messages import PeerError, Tag
-from ..transport import Transport
+from ..transport import Transport, as_a_whole
+
+ADDING_UP = "while adding up"  # half a sum is no sum
 
 
 class Running:
@@ -31,11 +32,8 @@ class Running:
             except PeerError as error:
                 raise lost(t, self._tag, error) from error
         finish, self._finish, self._pending = self._finish, None, None
-        try:
+        with as_a_whole(t, ADDING_UP):
             finish()
-        except BaseException as error:  # half a sum is no sum
-            t.abort(f"{t.rank_label}, while adding up: {type(error).__name__}: {error}")
-            raise
 
 
 class Several:
@@ -51,24 +49,12 @@ class Several:
 
 def begun(transport: Transport, tag: Tag, call: Callable[[], Pending | None], finish: Callable[[], None]) -> Running:
     """Begin a collective of the backend that the other ranks have begun, or will. ``finish`` runs when it is done."""
-    try:
-        pending = call()
-    except PeerError as error:
-        raise lost(transport, tag, error) from error
-    except BaseException as error:
-        transport.abort(f"{transport.rank_label}, in {tag.label}: {type(error).__name__}: {error}")
-        raise
+    with as_a_whole(transport, f"in {tag.label}"):
+        try:
+            pending = call()
+        except PeerError as error:
+            raise lost(transport, tag, error) from error
     return Running(transport, tag, pending, finish)
-
-
-@contextmanager
-def as_a_whole(transport: Transport, doing: str) -> Iterator[None]:
-    """Abort the transport if the block does not run as a whole: what was sent is unknown then."""
-    try:
-        yield
-    except BaseException as error:
-        transport.abort(f"{transport.rank_label}, while {doing}: {type(error).__name__}: {error}")
-        raise
 
 
 def nothing() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..exposed_buffers import ExposedBuffer, PeerBuffers
 from ..messages import CollectiveError, Tag, Work
-from ..transport import Transport
+from ..transport import Transport, as_a_whole
 from .ordered_sum import ordered_sum
 
 
@@ -33,11 +33,8 @@ class _Reading:
         if self._read is not None:
             self._mapped.wait()
             read, self._read = self._read, None
-            try:
+            with as_a_whole(self._transport, "while reading"):
                 read()
-            except BaseException as error:  # half a sum is no sum
-                self._transport.abort(f"{self._transport.rank_label}, while reading: {type(error).__name__}: {error}")
-                raise
             self._mapped.release()
         self._exposed.wait()
 

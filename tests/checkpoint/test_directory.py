@@ -26,10 +26,10 @@ from zero.checkpoint import files
 from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
 from zero.checkpoint.folder.lock import LOCK
 from zero.checkpoint.read.reader import Checkpoint
-from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
+from ..parts import parts_of
 from ..warned import own
 from .file_systems import Module
 from .saves import PATIENCE, Training, entries
@@ -70,7 +70,7 @@ def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Pat
         training = Training(transport, 1)
         with pytest.raises(ValueError, match="still trains into") as caught:
             CheckpointManager(tmp_path, training.optimizer)
-        assert not parts_of(training.optimizer).watchers
+        assert not parts_of(training.optimizer).update.watchers
         return str(caught.value)
 
     with CheckpointManager(tmp_path, optimizer):

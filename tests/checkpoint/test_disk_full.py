@@ -22,6 +22,7 @@ from zero import CheckpointManager
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
 
+from ..parts import parts_of
 from ..pool import GlooPool
 from ..warned import own
 from .disk import ERRORS, Call, Disk
@@ -369,7 +370,7 @@ def test_a_failure_of_which_all_ranks_have_heard_is_told_no_longer(
     with pytest.raises(RuntimeError, match="Input/output error"):
         manager.close()
     training.step(0)
-    assert training.optimizer.engine.parts.reducer.agreement.reports == [{}]
+    assert parts_of(training.optimizer).reducer.agreement.reports == [{}]
 
 
 def full_on_one_rank(group: Any, rank: int, folder: str) -> tuple[str, str, str]:

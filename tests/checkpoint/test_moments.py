@@ -20,12 +20,12 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
-from zero.checkpoint.sharded_optimizer import parts_of
 from zero.checkpoint.write import save_folder
 from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
+from ..parts import parts_of
 from ..plain import assert_same_states
 from ..pool import GROUP_TIMEOUT, GlooPool
 from ..small import blocks

@@ -19,11 +19,11 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import StopOnSignal, ZeroOptimizer
-from zero.checkpoint.sharded_optimizer import parts_of
 from zero.commands import cli
 from zero.commands.train.rank import Training
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
+from ..parts import parts_of
 from ..plain import bits
 from ..resumes import Cadence, TrainedRun, undisturbed
 
@@ -155,7 +155,7 @@ def test_all_ranks_hear_of_a_signal_to_one_of_them_in_the_same_step(caught: list
                 optimizer.step()
                 optimizer.zero_grad()
                 heard.append(stop.why)
-        assert not parts_of(optimizer).watchers
+        assert not parts_of(optimizer).update.watchers
         return heard
 
     assert on_threads(3, program) == [[None, "rank 2 got SIGTERM", "rank 2 got SIGTERM"]] * 3

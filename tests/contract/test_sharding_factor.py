@@ -35,6 +35,7 @@ from ..carried import FEWER, PATIENT, awkward, between_hosts, reduction
 from ..collectives.test_rendezvous import on_hosts
 from ..models import odd_batches, odd_loss
 from ..narrowed import PRECISIONS
+from ..parts import parts_of
 from ..plain import assert_same_bits, assert_same_states
 from ..pool import GlooPool
 from ..programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
@@ -600,7 +601,7 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
         post_forward_group = manager.gathered._gathers.post_forward_group.shards
-        return [post_forward_group.rank_label, optimizer._builder.shards.rank_label]
+        return [post_forward_group.rank_label, parts_of(optimizer).shards.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 

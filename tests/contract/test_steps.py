@@ -28,6 +28,7 @@ from zero.core.stage import STAGES
 from zero.parameters.sharded import ShardedStorage
 
 from ..models import Odd, build, odd_batches, odd_loss
+from ..parts import parts_of
 from ..plain import assert_same_bits, assert_same_states
 
 WORLD_SIZE, STEPS, TURNS, MAX_NORM = 2, 3, 2, 0.5
@@ -150,7 +151,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
         with torch.inference_mode():
             odd_loss(model, batch_of(7, 0))
     another = nn.ParameterList([torch.ones(3)])
-    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=optimizer._builder.stage.number)
+    other = ZeroOptimizer(another, process_group=optimizer._transport, stage=parts_of(optimizer).stage.number)
     other.close()
 
 
@@ -199,7 +200,7 @@ def poison_padding(flat: Tensor, bucket: BucketSpec, begin: int, end: int) -> No
 
 def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
     storage, rank = optimizer._storage, optimizer.rank
-    pools, stage = [optimizer._transport.pool], optimizer._builder.stage
+    pools, stage = [optimizer._transport.pool], parts_of(optimizer).stage
     if isinstance(storage, ShardedStorage):
         pools.append(storage.manager.gathered.pool)
         for buffer in storage.manager.buffers():

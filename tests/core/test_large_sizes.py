@@ -73,7 +73,7 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
     assert covered == {number: slot.numel for number, slot in enumerate(bucket.slots)}
     parameters = [torch.empty_strided(spec.shape, spec.stride, device=META) for spec in layout.parameters]
     members = [parameters[slot.parameter] for slot in bucket.slots]
-    buffer = GatheredBuffer(bucket, layout, members, flat, True, whole=flat)
+    buffer = GatheredBuffer(bucket, layout, members, flat, True, [nn.Parameter] * len(members), whole=flat)
     buffer.put_whole()
     for number, (slot, view) in enumerate(zip(bucket.slots, buffer.parameters, strict=True)):
         spec = layout.parameters[slot.parameter]

@@ -175,7 +175,7 @@ def test_reports_dicts_checkpoints_and_errors_of_a_wrapped_model_are_those_of_th
         optimizer, average = trained(model, stage)
         saving = zero.save(tmp_path / f"saved-{len(found)}", optimizer)
         storage = optimizer._storage
-        units = [] if storage.unit_hooks is None else [unit.name for unit in storage.unit_hooks.manager.units]
+        units = [] if storage.manager is None else [unit.name for unit in storage.manager.units]
         group, checkpoint = optimizer.param_groups[0], open_checkpoint(saving.path)
         within = group["params"][group["param_names"].index("blocks.0.inner.weight")]
         within.grad = torch.ones(within.shape)

@@ -16,6 +16,7 @@ from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 from zero.gradients.agreement import LONGEST_REPORT
 
 from ..narrowed import BF16
+from ..parts import parts_of
 from ..plain import assert_same_bits, assert_same_model
 from ..small import TwoVectors, plain_two, with_sgd
 
@@ -156,7 +157,7 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
         with optimizer.no_sync() if transport.rank == behind else nullcontext():
             model(1.0 + transport.rank, transport.rank == behind).backward()
         optimizer.clip_grad_norm_(0.5)
-        rounds = optimizer.engine._reducer._schedule.number
+        rounds = parts_of(optimizer).reducer._schedule.number
         optimizer.step()
         optimizer.close()
         return model, rounds
@@ -220,7 +221,7 @@ def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, jo
     def program(transport: Transport) -> list[list[dict[str, str]]]:
         model = nn.Linear(4, 4)
         optimizer = with_sgd(model, transport, stage=stage, module=model)
-        agreement = optimizer.engine._reducer.agreement
+        agreement = parts_of(optimizer).reducer.agreement
         seen = [agreement.reports]
         if transport.rank == 1:
             agreement.report("save", "the disk is full")
@@ -245,7 +246,7 @@ def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, jo
 def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
     def program(transport: Transport) -> list[dict[str, str]]:
         optimizer = with_sgd(nn.Linear(4, 4), transport)
-        agreement = optimizer.engine._reducer.agreement
+        agreement = parts_of(optimizer).reducer.agreement
         agreement.report("rank", str(transport.rank))
         optimizer.param_groups[0]["lr"] = 0.1 + transport.rank
         with pytest.raises(ValueError, match="option 'lr' of the param groups differs between rank 0 and rank 1"):

@@ -21,6 +21,7 @@ from zero.gradients.owned_means import FoundInf
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import backward_tracker
 
+from ..parts import parts_of
 from ..plain import assert_same_bits
 
 COUNT, NUMEL, STEPS = 8, 40, 3
@@ -118,7 +119,7 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
             parameters, torch.optim.SGD, stage=stage, process_group=transport, bucket_cap_mb=0.0004, lr=1.0
         )
         if ahead:
-            optimizer._builder.reducer.hooks.stay_ahead(optimizer._builder.storage.buckets)
+            parts_of(optimizer).reducer.hooks.stay_ahead(parts_of(optimizer).storage.buckets)
         for step in range(STEPS):
             run_backward(parameters, transport.rank, step, COUNT * step + 1)
             optimizer.step()
@@ -155,7 +156,7 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
     listener = Listening()
     watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
     optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
-    buckets = optimizer._builder.storage.buckets
+    buckets = parts_of(optimizer).storage.buckets
     for bucket in buckets:
         for slot in range(len(bucket.parameters)):
             watching.watch(bucket, slot)

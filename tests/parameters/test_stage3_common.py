@@ -263,7 +263,7 @@ def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(width: i
     ended = threading.Event()
 
     def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor, Tensor]:
-        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager
         with optimizer.gathered():
             view = model.weight(1).detach()
         with optimizer.gathered(model.weight(1)):
@@ -522,7 +522,7 @@ class Sharded:
     def _scribble(self, number: int) -> None:
         """Write into memory that somebody holds: in common memory an edit of the parameter, elsewhere nothing."""
         self._held[number].fill(77)
-        if not self._optimizer._storage.unit_hooks.needs_gather:
+        if not self._optimizer._storage.needs_gather:
             message = error_of(self._optimizer.check_replicas)
             assert f"'{number}.weight' was edited while its unit was gathered" in message
 
@@ -583,7 +583,7 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
     def program(transport: Transport) -> list[bool]:
         model = Blocks(4)
         optimizer = zero(model, transport)
-        manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
+        manager: Any = optimizer._storage.manager
         found = []
         with optimizer.gathered():
             (buffer,) = manager.units[2].gathered.buffers

@@ -16,6 +16,7 @@ from zero import ZeroOptimizer
 
 from ..models import odd_batches, odd_loss
 from ..narrowed import PRECISIONS
+from ..parts import parts_of
 from ..plain import assert_same_model, plain_step
 from ..programs import Program, Round, Step, compare, locked_build, run_rank
 
@@ -57,7 +58,7 @@ def train(transport: Transport, stage: int, divisor: float | None = None) -> lis
 
     def look() -> None:
         told = optimizer.describe()
-        pool = optimizer._builder.shards.pool
+        pool = parts_of(optimizer).shards.pool
         found.append({"gradients": told.bytes["gradients"], "scratch": pool.held_bytes})
 
     for batch in odd_batches(2, extra=False):

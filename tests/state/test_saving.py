@@ -20,6 +20,7 @@ from zero.checkpoint.format.manifest import NAME
 
 from ..checkpoint.saved import edit_manifest
 from ..models import odd_batches, odd_loss
+from ..parts import engine_of
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
 from ..pool import GlooPool
 from ..programs import locked_build
@@ -71,7 +72,7 @@ def consolidated(transport: Any, rank: int, stage: int, factor: int | None, narr
     optimizer.consolidate_state_dict(to=None)
     found = [optimizer.state_dict()]
     for to in range(optimizer.world_size):
-        optimizer.engine.dicts.forget()
+        engine_of(optimizer).dicts.forget()
         optimizer.consolidate_state_dict(to)
         found += [optimizer.state_dict()] if to == rank else []
     optimizer.consolidate_state_dict(to=None)
@@ -465,7 +466,7 @@ def test_so_is_a_checkpoint_that_was_imported_from_one(tmp_path: Path) -> None:
         step_small(model, ours, 2, range(transport.rank, transport.rank + 1))
         ours.consolidate_state_dict(None)
         ours.close()
-        return model, ours.engine.dicts.dict_of(ours.param_groups)
+        return model, engine_of(ours).dicts.dict_of(ours.param_groups)
 
     for model, states in on_threads(2, program):
         assert_same_model(model, plain)

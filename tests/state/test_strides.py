@@ -27,6 +27,7 @@ from zero.core.bits import copied
 
 from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
 from ..loops import seeded
+from ..parts import parts_of
 from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
 from ..pool import GlooPool
 from ..shampoo import Rotated
@@ -366,7 +367,7 @@ def test_what_has_gaps_or_overlaps_comes_back_dense_with_its_order_of_dimensions
 
 def test_only_what_is_not_row_major_is_noted(tmp_path: Path) -> None:
     optimizer = ZeroOptimizer(seeded(0, square), torch.optim.AdamW, process_group=solo())
-    train(optimizer.engine.parts.module, optimizer, range(1))  # type: ignore[arg-type]
+    train(parts_of(optimizer).module, optimizer, range(1))  # type: ignore[arg-type]
     zero.save(tmp_path / "plain", optimizer, {"a": torch.ones(2, 3), "b": torch.ones(1, 1)[:, :1].t()})
     zero.save(tmp_path / "noted", optimizer, trees())
     for path, names in (("plain", set()), ("noted", {"vectors", "nested.0.1.conv", "expanded", "rows"})):

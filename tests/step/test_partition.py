@@ -19,6 +19,7 @@ from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..narrowed import PRECISIONS
+from ..parts import parts_of
 from ..plain import assert_same_model, assert_same_states, plain_step
 from ..programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
 from ..shampoo import Shampoo
@@ -185,13 +186,13 @@ def test_a_class_is_partitioned_by_parameter_where_it_is_not_element_wise_with_o
         ) as said:
             optimizer = ZeroOptimizer(matrices(), cls, process_group=solo(), **options)
         assert [warning.filename for warning in own(said)] == [__file__]
-        assert all(spec.whole for spec in optimizer.engine.parts.storage.layout.parameters)
+        assert all(spec.whole for spec in parts_of(optimizer).storage.layout.parameters)
         optimizer.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for asked in (None, "element"):
             optimizer = ZeroOptimizer(matrices(), torch.optim.AdamW, process_group=solo(), partition=asked)
-            assert not any(spec.whole for spec in optimizer.engine.parts.storage.layout.parameters)
+            assert not any(spec.whole for spec in parts_of(optimizer).storage.layout.parameters)
             optimizer.close()
 
 
@@ -206,7 +207,7 @@ def test_a_param_group_may_have_a_partition_of_its_own() -> None:
         optimizer = ZeroOptimizer(groups, torch.optim.AdamW, stage=3, module=model, process_group=transport, lr=0.02)
         optimizer.add_param_group({"params": [model.head.weight], "partition": "parameter"})  # type: ignore[union-attr]
         optimizer.add_param_group({"params": [model.square.weight], "lr": 0.1})  # type: ignore[union-attr]
-        assert [spec.whole for spec in sorted(optimizer.engine.parts.storage.listed(), key=lambda s: s.index)] == [
+        assert [spec.whole for spec in sorted(parts_of(optimizer).storage.listed(), key=lambda s: s.index)] == [
             *[True] * 5, False, False, True, False,
         ]  # fmt: skip
         assert not any("partition" in group for group in optimizer.param_groups)
@@ -428,7 +429,7 @@ def test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shape
 
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
     optimizer = ZeroOptimizer(model, OfRows, process_group=solo(), partition="parameter")
-    assert optimizer.engine.parts.inners.main.elementwise == {"momentum"}
+    assert parts_of(optimizer).inners.main.elementwise == {"momentum"}
     optimizer.close()
 
 
@@ -441,9 +442,7 @@ def test_a_matrix_of_more_elements_than_a_cut_run_is_stepped_whole() -> None:
         )
         models[transport.rank](torch.ones(1, 300)).sum().backward()
         optimizer.step()
-        shapes = [
-            run.parameter.shape for bucket in optimizer.engine.parts.storage.buckets for run in bucket.states.runs
-        ]
+        shapes = [run.parameter.shape for bucket in parts_of(optimizer).storage.buckets for run in bucket.states.runs]
         optimizer.close()
         return shapes
 

@@ -27,7 +27,7 @@ MUTANTS = (
         "quantised-ones-keep-each-ranks-values",
         ("L10",),
         "At stage 3 what is not sharded is not copied from rank 0 either: ranks train over different bases.",
-        (Edit("zero.parameters.sharded.ShardedStorage.end", "        self._copy(self.replicas())\n", ""),),
+        (Edit("zero.parameters.sharded.ShardedStorage._end", "        self._copy(self.replicas())\n", ""),),
         (f"{QLORA}[3-fp32]",),
     ),
     Mutant(
@@ -88,9 +88,9 @@ MUTANTS = (
         "A further group is numbered after the parameters in buckets: two parameters have one index in a saved dict.",
         (
             Edit(
-                "zero.setup.Builder._take_over",
-                '            known = sum(len(group["params"]) for group in all_groups[:first])\n',
-                "            known = len(self.storage.parameters)\n",
+                "zero.setup._describe",
+                '    known = sum(len(group["params"]) for group in all_groups[:first])\n',
+                "    known = len(storage.parameters)\n",
             ),
         ),
         (f"{TESTS}::test_a_list_or_a_group_may_hold_what_is_replicated[2-True]",),

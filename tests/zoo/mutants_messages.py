@@ -159,9 +159,9 @@ MUTANTS = (
         "Stage 3 shards parameters that an older optimizer trains, and that one is not told.",
         (
             Edit(
-                "zero.setup.Builder._take_over",
-                "            self.reducer.hooks.take_over(parameter)\n",
-                "            pass\n",
+                "zero.setup.extend",
+                "                parts.reducer.hooks.take_over(parameter)\n",
+                "                pass\n",
             ),
         ),
         (f"{TAKEN}[1-3-others, of the same module]",),

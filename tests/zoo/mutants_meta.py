@@ -30,7 +30,7 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage._in_registration_order",
-                "            while any(map(is_meta, entries[place][1].parameters)):\n                next(steps)\n",
+                "            while any(map(is_meta, requests[place].parameters)):\n                next(steps)\n",
                 "            for _ in steps:\n                pass\n",
             ),
         ),
@@ -43,9 +43,8 @@ MUTANTS = (
         (
             Edit(
                 "zero.parameters.sharded.ShardedStorage._fill",
-                "        self._fill_all([_ParamSet(new, self.layout, keep), self._unlisted])\n",
-                "        self._fill_all([_ParamSet(new, self.layout, keep)])\n"
-                "        self._fill_all([self._unlisted])\n",
+                "        stored = self._fill_all([*new, *self._lay_out_rest()])\n",
+                "        stored = [*self._fill_all(new), *self._fill_all(self._lay_out_rest())]\n",
             ),
         ),
         (f"{SHARDS}[last]",),

@@ -49,9 +49,7 @@ WAITS = (
         "Stage 0 shows means whose gather nobody waits for: what is read depends on how fast it comes.",
         (
             Edit(
-                "zero.gradients.reducer.Reducer._gather_means",
-                "for grad in summed).wait()\n        self._schedule.means_divisor",
-                "for grad in summed)\n        self._schedule.means_divisor",
+                "zero.gradients.reducer.Reducer._gather_means", "for grad in summed).wait()\n", "for grad in summed)\n"
             ),
         ),
         ("gradients/test_gradients.py::test_stage_0_shows_the_mean_gradient_after_each_backward",),
@@ -395,9 +393,9 @@ RANKS = (
                 "        type(self).divisor = transport.world_size  #",
             ),
             Edit(
-                "zero.gradients.reducer.Reducer.set_divisor",
-                "        self._schedule.divisor = value\n",
-                "        type(self._schedule).divisor = value\n",
+                "zero.gradients.backward_schedule.BackwardSchedule.set_divisor",
+                "        self.divisor = value\n",
+                "        type(self).divisor = value\n",
             ),
         ),
         ("test_lifetimes.py::test_a_second_optimizer_changes_nothing_of_the_first",),

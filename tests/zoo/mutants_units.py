@@ -181,9 +181,9 @@ MUTANTS = (
         "The function that chooses units is kept: the object that it belongs to waits for the collector.",
         (
             Edit(
-                "zero.setup.Builder.__init__",
-                "        self.stage, self.module, self.inners = ",
-                "        self.config = config\n        self.stage, self.module, self.inners = ",
+                "zero.setup.build",
+                "    streams, joining = Streams(), Joining()\n",
+                "    streams, joining = Streams(), Joining()\n    inners.config = config\n",
             ),
         ),
         ("test_lifetimes.py::test_an_optimizer_does_not_keep_the_functions_that_it_was_built_with[3]",),

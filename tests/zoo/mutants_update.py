@@ -48,7 +48,7 @@ MUTANTS = (
         "Each rank steps the values of rank 0's slice with the gradients of its own: only a fraction is trained.",
         (
             Edit(
-                "zero.runtime.bucket.Bucket.updated_weights",
+                "zero.runtime.bucket.StoredBucket.updated_weights",
                 "        return self.weights.shard(self.spec.cuts, rank)\n",
                 "        return self.weights.shard(self.spec.cuts, 0)\n",
             ),
@@ -128,14 +128,15 @@ MUTANTS = (
         "The second place of a tied parameter gets a copy of its own, which nobody updates.",
         (
             Edit(
-                "zero.parameters.storage.ParameterStorage.end",
+                "zero.parameters.storage.ParameterStorage._end",
                 "        self._bindings = bindings(self._module)\n        self._cast_rest()",
                 "        first: set[int] = set()\n"
                 "        for bound in bindings(self._module):\n"
                 "            if id(bound.parameter) in first:\n"
                 "                bound.registry[bound.key] = nn.Parameter(bound.parameter.detach().clone())\n"
                 "            first.add(id(bound.parameter))\n"
-                "        self._bindings = bindings(self._module)\n        self._cast_rest()",
+                "        self._bindings = bindings(self._module)\n"
+                "        self._cast_rest()",
             ),
         ),
         ("contract/test_public_calls.py::test_identity_names_ties_shapes_and_strides_stay[2]",),

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,8 @@ class Contents:
         self.parts, self.groups = parts, parts.groups
         self.storage, self.transport = parts.storage, parts.transport
         self.writers = Writers(parts.stage, self.transport.world_size, parts.shards.world_size)
-        self.buckets: list[Bucket] = [*self.storage.buckets, *self.storage.rest_buckets()]
+        rest = cast(list[Bucket], self.storage.rest_buckets())  # without states
+        self.buckets: list[Bucket] = [*self.storage.buckets, *rest]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = parts.averages
         self.not_saved = list(_extra_states(self.parts.module))

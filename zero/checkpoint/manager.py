@@ -24,7 +24,7 @@ from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
-from .sharded_optimizer import parts_of
+from .sharded_optimizer import sharded_optimizer_of
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         except BaseException:
             self._unlock()
             raise
-        parts_of(optimizer).watchers.append(self)
+        sharded_optimizer_of(optimizer).watchers.append(self)
 
     def _take_lock(self) -> None:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
@@ -240,7 +240,7 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if parts_of(self._optimizer).transport.broken:
+                if sharded_optimizer_of(self._optimizer).transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
                 self._compare(saving)
@@ -252,7 +252,10 @@ class CheckpointManager:
 
     def _compare(self, saving: Saving) -> None:
         """Let every rank know how the last save has ended, and remove what it has left."""
-        transport, tag = parts_of(self._optimizer).transport, Tag(Kind.EXCHANGE, "CheckpointManager.close()")
+        transport, tag = (
+            sharded_optimizer_of(self._optimizer).transport,
+            Tag(Kind.EXCHANGE, "CheckpointManager.close()"),
+        )
         if not transport.broken:
             saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
@@ -262,7 +265,7 @@ class CheckpointManager:
         if self._saving is not None:
             self._saving.leave()
         self._saver.withdraw()
-        watchers = parts_of(self._optimizer).watchers
+        watchers = sharded_optimizer_of(self._optimizer).watchers
         if self in watchers:
             watchers.remove(self)
         self._unlock()

@@ -58,9 +58,9 @@ class ShardedOptimizer:
     load: Callable[[Callable[[], None]], None]
 
 
-def parts_of(optimizer: ZeroOptimizer) -> ShardedOptimizer:
+def sharded_optimizer_of(optimizer: ZeroOptimizer) -> ShardedOptimizer:
     """Return what checkpoints ask of an optimizer. Local."""
-    engine = optimizer.engine
+    engine = optimizer._engine
     parts = engine.parts
     return ShardedOptimizer(
         parts.stage,
@@ -72,7 +72,7 @@ def parts_of(optimizer: ZeroOptimizer) -> ShardedOptimizer:
         parts.transport,
         parts.shards,
         parts.collective,
-        engine.watchers,
+        parts.update.watchers,
         engine.check,
         parts.reducer.agreement.report,
         engine.agree_to_save,

@@ -304,6 +304,10 @@ class Layout:
         """Return the unit of a slot's parameter."""
         return self.parameters[slot.parameter].unit
 
+    def members(self, bucket: BucketSpec) -> list[ParameterSpec]:
+        """Return the description of each slot's parameter."""
+        return [self.parameters[slot.parameter] for slot in bucket.slots]
+
     def runs(self, bucket: BucketSpec) -> list[tuple[int, int, int]]:
         """Group neighbouring slots of one unit. Returns (unit, first slot, last slot + 1) of each group, in order."""
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))

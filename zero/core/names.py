@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from collectives.torch_internals import WRAPPERS, wrapped_key
 
+MASTERS = "masters"  # a key of state dicts, and a folder of checkpoints: the master weights
 _Value = TypeVar("_Value")
 _DDP = "module."
 

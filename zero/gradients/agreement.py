@@ -83,10 +83,11 @@ class Record:
 class Agreement:
     """The meetings of the ranks of one optimizer."""
 
-    def __init__(self, transport: Transport, sharing: int) -> None:
-        """``sharing``: how many neighbouring ranks share one copy of what the stage shards."""
+    def __init__(self, transport: Transport, sharing: int, unit_order: UnitOrder) -> None:
+        """``sharing``: how many neighbouring ranks share one copy of what the stage shards; ``unit_order``: of the
+        units that this rank uses beside its training."""
         self._transport, self._sharing = transport, sharing
-        self.unit_order = UnitOrder()
+        self._unit_order = unit_order
         self._warned = False  # of orders that differ
         self._own_reports: dict[str, str] = {}
         self.number = 0  # of the last meeting
@@ -123,7 +124,7 @@ class Agreement:
     ) -> list[Record]:
         """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
         rank. ``record``: is called again after each round that this rank catches up."""
-        also: dict[str, Any] = {"reports": dict(self._own_reports), "order": self.unit_order.take()}
+        also: dict[str, Any] = {"reports": dict(self._own_reports), "order": self._unit_order.take()}
         told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
         records = [Record.unpack(data) for data in told]
         self.reports = [record.reports for record in records]

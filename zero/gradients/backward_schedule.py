@@ -22,6 +22,7 @@ from collectives import BucketQueue, Collective, Transport, Work
 from ..core.flags import either
 from ..core.stage import Stage, sums_under_way
 from ..runtime.bucket import Bucket
+from ..runtime.joining import Joining
 
 
 class Phase(Enum):
@@ -45,15 +46,20 @@ class BackwardSchedule:
     """The rounds and the phase of one optimizer on one rank. All flags are in its buckets."""
 
     def __init__(
-        self, buckets: Sequence[Bucket], stage: Stage, transport: Transport, collective: Collective, replicas: int
+        self,
+        buckets: Sequence[Bucket],
+        stage: Stage,
+        transport: Transport,
+        collective: Collective,
+        replicas: int,
+        joining: Joining,
     ) -> None:
         """``buckets``: the list itself, which may grow; ``replicas``: groups of ranks that hold one copy each."""
         self.buckets = buckets
-        self._transport, self._collective = transport, collective
+        self._transport, self._collective, self._joining = transport, collective, joining
         self.number = 0  # rounds that this rank entered
         self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
         self.has_new_gradients = False  # since the last step, or since gradients were cleared
-        self.at_the_end = False  # a round is entered when its backward ends: all gathers of units come before it
         self._in_round = False  # the backward under way is a round
         self._entered = False  # the round has been entered
         self._active: list[Bucket] = []
@@ -84,7 +90,7 @@ class BackwardSchedule:
         self._in_round, self._entered = is_round, False
         self.has_new_gradients = True
         self._activate(also)
-        if is_round and not self.at_the_end:
+        if is_round and not self._joining.gathers_are_broadcast:
             self._enter()
 
     def _enter(self) -> None:
@@ -187,6 +193,19 @@ class BackwardSchedule:
     def trainable(self) -> bytes:
         """Return the flags "trainable" of all buckets, one after the other."""
         return b"".join([bucket.trainable for bucket in self.buckets])
+
+    def set_divisor(self, value: float) -> None:
+        """Set the divisor of the next `finalize_grads`. Raises `RuntimeError` if the gradients were divided."""
+        if self.phase is Phase.DIVIDED:
+            raise RuntimeError(
+                f"the divisor was set after {self.finalized_by}, which has already divided by {self.divisor:g}: set it "
+                "before the first clip, unscale or step of a step"
+            )
+        self.divisor = value
+
+    def means_gathered(self) -> None:
+        """Note that all ranks hold the means, divided by the divisor."""
+        self.means_divisor = self.divisor
 
     def agree_used(self, told: Sequence[bytes]) -> None:
         """Set "used" to the parameters that any rank used. ``told``: the result of `used` on every rank."""

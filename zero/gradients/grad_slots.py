@@ -24,6 +24,7 @@ from ..core.flags import either, where, without
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
 from ..runtime.bucket import Bucket
+from ..runtime.joining import Joining
 from .backward_schedule import BackwardSchedule
 from .placeholder import PlaceholderListener, ShardedGradient
 
@@ -34,20 +35,26 @@ class GradSlots:
     """The p.grad of all parameters of one optimizer on one rank."""
 
     def __init__(
-        self, listener: PlaceholderListener, stage: Stage, schedule: BackwardSchedule, *, means_may_be_shown: bool
+        self,
+        listener: PlaceholderListener,
+        stage: Stage,
+        schedule: BackwardSchedule,
+        joining: Joining,
+        *,
+        means_may_be_shown: bool,
     ) -> None:
         """``listener``: of the placeholders; ``means_may_be_shown``: whole means, if the stage has them, have the dtype
         that p.grad must have."""
         self._listener = weakref.ref(listener)
         self._stage, self._schedule = stage, schedule
         self._means_may_be_shown = stage.grads_replicated and means_may_be_shown
-        self.inside_join = False
+        self._joining = joining
 
     @property
     def means_are_shown(self) -> bool:
         """True if p.grad is the mean after each round. Not inside `join`: the user's changes there would not be made on
         ranks without batches."""
-        return self._means_may_be_shown and not self.inside_join
+        return self._means_may_be_shown and not self._joining.active
 
     @property
     def means_are_true(self) -> bool:

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +21,16 @@ from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport
 
 from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
-from ..runtime.accumulator import GradAccumulator
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
 from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
+from ..runtime.joining import Joining
 from ..runtime.streams import Streams
+from ..runtime.unit_order import UnitOrder
 from .agreement import Agreement, Record
-from .backward_schedule import BackwardSchedule, Phase, inside_backward
+from .backward_schedule import BackwardSchedule, inside_backward
 from .grad_slots import GradSlots
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
@@ -50,22 +49,23 @@ class Reducer:
         collective: Collective,
         streams: Streams,
         backwards: BackwardTracker,
+        joining: Joining,
+        unit_order: UnitOrder,
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``buckets``: the list itself, which may grow; ``shards``: the ranks that own their shards;
-        ``means_may_be_shown``: of `GradSlots`."""
+        """``buckets``: the list itself, which may grow; ``shards``: the ranks that own their shards; ``unit_order``: of
+        `Agreement`; ``means_may_be_shown``: of `GradSlots`."""
         self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
-        self._shards, self._streams = shards, streams
+        self._shards, self._streams, self._joining = shards, streams, joining
         replicas = transport.world_size // shards.world_size
-        self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas)
+        self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
         self.means = OwnedMeans(buckets)
-        self._slots = GradSlots(self, stage, self._schedule, means_may_be_shown=means_may_be_shown)
-        self.agreement = Agreement(transport, shards.world_size)
+        self._slots = GradSlots(self, stage, self._schedule, joining, means_may_be_shown=means_may_be_shown)
+        self.agreement = Agreement(transport, shards.world_size, unit_order)
         events = (Event(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
         self._sync, self._found = True, FoundInf()
-        self._join_protocol: JoinProtocol | None = None  # inside `join`
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         exclusive = stage.parameters is Placement.SHARD
         self.hooks = GradientHooks(self, backwards, exclusive=exclusive, ahead=self.means_are_shown)
@@ -80,10 +80,9 @@ class Reducer:
         """The divisor of the next `finalize_grads`."""
         return self._schedule.divisor
 
-    def extend(self, new: Sequence[Bucket]) -> None:
+    def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
-            bucket.grad = GradAccumulator(bucket.spec, bucket.specs, self._stage, self._shards, self._streams)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:
@@ -169,7 +168,7 @@ class Reducer:
         """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist."""
         summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
         Chain(grad.gather_means(self._collective, self._schedule.number, self.divisor) for grad in summed).wait()
-        self._schedule.means_divisor = self.divisor
+        self._schedule.means_gathered()
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
@@ -274,7 +273,7 @@ class Reducer:
 
     def join(self, groups: Sequence[Options], *, gathers_are_broadcast: bool) -> JoinProtocol:
         """Broadcast calls from now on, until `end_join`. ``gathers_are_broadcast``: also the gathers of units."""
-        if self._join_protocol is not None:
+        if self._joining.active:
             raise RuntimeError("join() inside join()")
 
         def meet(purpose: str, data: bytes) -> list[bytes]:
@@ -285,26 +284,18 @@ class Reducer:
 
         self.finish_interrupted()
         self._slots.detect_changes()
-        self._schedule.at_the_end = gathers_are_broadcast
-        self._join_protocol, self._slots.inside_join = JoinProtocol(self._transport, meet, groups), True
+        protocol = JoinProtocol(self._transport, meet, groups)
+        self._joining.begin(
+            lambda name, arguments: protocol.broadcast(name, arguments, self.divisor),
+            gathers_are_broadcast=gathers_are_broadcast,
+        )
         self._slots.withdraw()
-        return self._join_protocol
+        return protocol
 
     def end_join(self) -> None:
         """End `join`: calls are not broadcast any more."""
-        self._join_protocol, self._slots.inside_join, self._schedule.at_the_end = None, False, False
+        self._joining.end()
         self._slots.publish()
-
-    @property
-    def joining(self) -> bool:
-        """True inside `join`."""
-        return self._join_protocol is not None
-
-    def broadcast_call(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
-        """Return the context around a call that all ranks make. Inside `join` it tells ranks without batches."""
-        if self._join_protocol is None:
-            return nullcontext()
-        return self._join_protocol.broadcast(name, arguments, self.divisor)
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
@@ -314,7 +305,7 @@ class Reducer:
         if self._found.repeats(found, may_be_new=self._schedule.is_open):
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
-        with self._unscaling(), self.broadcast_call("unscale", inverse=factor):
+        with self._unscaling(), self._joining.broadcast("unscale", inverse=factor):
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
@@ -340,12 +331,7 @@ class Reducer:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self._slots.detect_changes()
-        if self._schedule.phase is Phase.DIVIDED:
-            raise RuntimeError(
-                f"the divisor was set after {self._schedule.finalized_by}, which has already divided by "
-                f"{self.divisor:g}: set it before the first clip, unscale or step of a step"
-            )
-        self._schedule.divisor = value
+        self._schedule.set_divisor(value)
         if self.means_are_shown and self._schedule.is_open:
             self._slots.publish()
 

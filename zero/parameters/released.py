@@ -35,6 +35,7 @@ from ..core.parameter_specs import as_plain, is_released
 from ..runtime.backward_tracker import callers
 from ..runtime.compiled_calls import untraced
 
+_Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
 SpecOf = Callable[[Tensor], ParameterSpec | None]
 
@@ -243,13 +244,13 @@ def _flat(value: Any) -> list[Any]:
     return [value]
 
 
-def weakly(method: Callable[[Tensor], _Found]) -> Callable[[Tensor], _Found | None]:
+def weakly(method: Callable[[_Given], _Found]) -> Callable[[_Given], _Found | None]:
     """Return a function that calls a bound method without keeping its object alive, and returns None after its end."""
     reference = weakref.WeakMethod(method)
 
-    def call(parameter: Tensor) -> _Found | None:
+    def call(given: _Given) -> _Found | None:
         known = reference()
-        return None if known is None else known(parameter)
+        return None if known is None else known(given)
 
     return call
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,34 +19,39 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSizes, Dtypes, Layout, ParameterSpec
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import Predicate, find_units
 from ..runtime.backward_tracker import BackwardTracker
-from ..runtime.bucket import Bucket
+from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.joining import Joining
 from ..runtime.streams import Streams
+from ..runtime.unit_order import UnitOrder
 from .gathered.buffers import GatheredBuffer
 from .materialize import Materializer, is_meta
+from .released import weakly
 from .resident_units import ResidentBuffer, SharedBucketMemory
 from .storage import Keep, ParameterStorage
 from .unit_hooks import UnitHooks
 from .unit_manager import Buffer, UnitManager
 
 
-@dataclass
-class _ParamSet:
-    """Buckets of a layout. ``keep``: None for those that the optimizer does not update."""
+@dataclass(frozen=True)
+class _Request:
+    """A bucket to fill, of a layout of ``parameters``. ``keep``: None if the optimizer does not update it."""
 
-    buckets: Sequence[Bucket]
+    spec: BucketSpec
     layout: Layout
+    parameters: list[Tensor]  # of the bucket
     keep: Keep | None
-    buffers: list[Buffer] = field(default_factory=list)  # of these buckets' slices
 
 
 class ShardedStorage(ParameterStorage):
     """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
+
+    manager: UnitManager
 
     def __init__(
         self,
@@ -62,22 +67,29 @@ class ShardedStorage(ParameterStorage):
         materializer: Materializer | None,
         streams: Streams,
         backwards: BackwardTracker,
+        joining: Joining,
+        unit_order: UnitOrder,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
-        None: all of them; ``keeps_whole``: each keeps the whole. ``materializer``: of tensors on the meta device."""
-        super().__init__(transport, shards, module, precision)
+        None: all of them; ``keeps_whole``: each keeps the whole. ``materializer``: of tensors on the meta device;
+        ``unit_order``: of the units that this rank uses beside its training."""
+        super().__init__(transport, shards, module, precision, materializer)
         self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
-        self._backwards = backwards
-        self._materializer = materializer
-        self._meta = None if materializer is None else materializer.device  # where meta tensors get memory
         there = (parameter.device for parameter in module.parameters())
-        self._on_host = all((self._meta or device).type == "cpu" for device in there)
+        self._on_host = all((self.meta_device or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
-        self.manager = UnitManager(shards, collective, self._units.names, post_forward_group)
-        self._keeps_whole = keeps_whole
-        self._unlisted: _ParamSet | None = None
-        self._updated: list[tuple[Bucket, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
+        self.manager = UnitManager(
+            shards,
+            collective,
+            self._units.names,
+            post_forward_group,
+            weakly(self._needed_in_backward),
+            joining,
+        )
+        self._unit_hooks = UnitHooks(self._units, self.manager, streams, backwards, unit_order, keeps_whole=keeps_whole)
+        self._unlisted: Sequence[StoredBucket] | None = None  # None: these parameters are plain
+        self._updated: list[tuple[int, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -98,31 +110,30 @@ class ShardedStorage(ParameterStorage):
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
-    def begin(self) -> None:
-        """Parameters that were not listed so far become plain, whole ones, until `end`."""
-        if self._unlisted is not None:
-            self._take_out(self._unlisted.buffers)
-            self._unlisted = None
+    def materialize(self) -> None:
+        """Nothing yet: a bucket's tensors get memory just before it is filled, and all others at the end."""
 
-    def _fill(self, new: Sequence[Bucket], keep: Keep) -> None:
-        self._unlisted = self._lay_out_rest()
-        self._fill_all([_ParamSet(new, self.layout, keep), self._unlisted])
+    def _begin(self) -> None:
+        """Parameters that were not listed so far become plain, whole ones, until `_end`."""
+        self._take_out([buffer for buffer in self.manager.buffers() if not buffer.updated])
+        self._unlisted = None
 
-    def end(self) -> None:
-        if self._materializer is not None:
-            self._materializer.finish()
-            self._materializer = None
+    def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
+        new = _requests(self.layout, self.parameters, keep, len(self.buckets))
+        stored = self._fill_all([*new, *self._lay_out_rest()])
+        self._unlisted = stored[len(new) :]
+        return stored[: len(new)]
+
+    def _end(self) -> None:
+        super().materialize()
         self._bindings = bindings(self._module)
         if self._unlisted is None:  # nothing was adopted after all
-            self._unlisted = self._lay_out_rest()
-            self._fill_all([self._unlisted])
+            self._unlisted = self._fill_all(self._lay_out_rest())
         self._cast_rest()
         self.manager.resident.announce()
         self._copy(self.replicas())
-        if self.unit_hooks is None:
-            self.unit_hooks = UnitHooks(
-                self._units, self.manager, self._streams, self._backwards, keeps_whole=self._keeps_whole
-            )
+        if not self._unit_hooks.watching:
+            self._unit_hooks.watch()
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
@@ -133,30 +144,32 @@ class ShardedStorage(ParameterStorage):
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
-        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self._meta)
+        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self.meta_device)
 
-    def _lay_out_rest(self) -> _ParamSet:
+    def _lay_out_rest(self) -> list[_Request]:
+        """Lay out the parameters that are not listed."""
         parameters, described = self._describe_rest(self.parameters)
         most, across = self._bucket_sizes.most, self.buckets_cross_units
         self.rest = build(described, self._shards.world_size, most, across_units=across)
-        return _ParamSet([Bucket(spec, self.rest, parameters) for spec in self.rest.buckets], self.rest, None)
+        return _requests(self.rest, parameters, None)
 
-    def _fill_all(self, param_sets: Sequence[_ParamSet]) -> None:
+    def _fill_all(self, requests: Sequence[_Request]) -> list[StoredBucket]:
         """Fill buckets with rank 0's values, of which this rank keeps its slices. Collective."""
-        entries = [(params, bucket) for params in param_sets for bucket in params.buckets]
-        specs = [bucket.spec for _, bucket in entries]
+        specs = [request.spec for request in requests]
         on_host = all(spec.device == "cpu" for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
         shared = on_host and self._shards.world_size > 1
         regions = self._agreed(self._shards.common(sizes) if shared else None)
-        for number in self._in_registration_order(entries):
-            params, bucket = entries[number]
-            self._fill_one(params, bucket, None if regions is None else regions[number])
+        stored: dict[int, StoredBucket] = {}
+        for number in self._in_registration_order(requests):
+            stored[number] = self._fill_one(requests[number], None if regions is None else regions[number])
+        return [stored[number] for number in range(len(requests))]
 
-    def _fill_one(self, params: _ParamSet, bucket: Bucket, region: Region | None) -> None:
+    def _fill_one(self, request: _Request, region: Region | None) -> StoredBucket:
         """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
-        spec = bucket.spec
-        whole = self._values(bucket, _nothing if params.keep is None else params.keep)
+        spec, layout, updated = request.spec, request.layout, request.keep is not None
+        specs = layout.members(spec)
+        whole = self._values(spec, specs, request.parameters, request.keep)
         low, high = spec.owned(self._shards.rank)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
@@ -164,21 +177,21 @@ class ShardedStorage(ParameterStorage):
             flat = common.own(low, high).copy_(whole[low:high])
         elif self._shards.world_size > 1:
             flat = self._shards.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
-        bucket.weights = FlatBuffer(flat, Placement.SHARD, low)
-        for unit, first, last in params.layout.runs(spec):
+        for unit, first, last in layout.runs(spec):
             part, begin = spec.part(first, last), spec.slots[first].offset
             here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
             shard = flat[here:there] if there > here else flat[:0]
-            members = bucket.parameters[first:last]
+            members = request.parameters[first:last]
+            known = part, layout, members, shard, updated, self.manager.released_classes(members)
             buffer: Buffer
             if common is not None or self._shards.world_size == 1:
-                buffer = ResidentBuffer(part, params.layout, members, shard, params.keep is not None, common, begin)
+                buffer = ResidentBuffer(*known, common, begin)
             else:
-                buffer = GatheredBuffer(part, params.layout, members, shard, params.keep is not None)
+                buffer = GatheredBuffer(*known)
             self.manager.put(unit, buffer)
-            params.buffers.append(buffer)
-            if buffer.updated:
-                self._updated.append((bucket, first, buffer))
+            if updated:
+                self._updated.append((spec.index, first, buffer))
+        return StoredBucket(spec, specs, request.parameters, FlatBuffer(flat, Placement.SHARD, low))
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Return None on all ranks if any rank lacks shared memory: replicas must issue the same collectives.
@@ -188,16 +201,16 @@ class ShardedStorage(ParameterStorage):
         told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
         return None if any(told) else regions
 
-    def _in_registration_order(self, entries: Sequence[tuple[_ParamSet, Bucket]]) -> Iterator[int]:
-        """Places in ``entries`` in an order that is equal on all ranks, also if some tensors have no values yet.
+    def _in_registration_order(self, requests: Sequence[_Request]) -> Iterator[int]:
+        """Places in ``requests`` in an order that is equal on all ranks, also if some tensors have no values yet.
 
         It is the order of each bucket's last registered parameter. Only as many meta tensors are materialized at a time
         as a bucket needs.
         """
         steps = iter(()) if self._materializer is None else self._materializer.steps()
-        order = sorted((self._last_of(bucket.parameters), place) for place, (_, bucket) in enumerate(entries))
+        order = sorted((self._last_of(request.parameters), place) for place, request in enumerate(requests))
         for _, place in order:
-            while any(map(is_meta, entries[place][1].parameters)):
+            while any(map(is_meta, requests[place].parameters)):
                 next(steps)
             yield place
 
@@ -244,6 +257,28 @@ class ShardedStorage(ParameterStorage):
             return "no (the ranks that share a copy do not all share a host's memory)"
         return "no (there is not enough of it)"
 
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_gather(self) -> bool:
+        return self._unit_hooks.needs_gather
+
+    def busy(self) -> bool:
+        return self._unit_hooks.busy()
+
+    def end_iteration(self) -> bool:
+        return self._unit_hooks.end_iteration()
+
+    def reset_order(self) -> None:
+        self._unit_hooks.reset_order()
+
+    def gather(self, unit: int) -> None:
+        self.manager.unshard(unit)
+        self.manager.reshard(unit)
+
+    def _needed_in_backward(self, unit: int) -> None:
+        self._unit_hooks.needed_again(unit)
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def _numbers(self, parameters: Sequence[Tensor] | None) -> list[int]:
@@ -262,9 +297,8 @@ class ShardedStorage(ParameterStorage):
 
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        assert self.unit_hooks is not None
-        self.unit_hooks.note_order(numbers)
-        with self.unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
+        self._unit_hooks.note_order(numbers)
+        with self._unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
@@ -287,8 +321,8 @@ class ShardedStorage(ParameterStorage):
         self._compare(replicas)
 
     def stepping(self) -> None:
-        for bucket, first, buffer in self._updated:
-            used = bucket.used[first : first + len(buffer.parameters)]
+        for number, first, buffer in self._updated:
+            used = self.buckets[number].used[first : first + len(buffer.parameters)]
             self.manager.changed(buffer, where(used))
 
     def loading(self) -> None:
@@ -301,21 +335,21 @@ class ShardedStorage(ParameterStorage):
     def replaced(self) -> list[str]:
         return list(replaced(self._bindings))
 
-    def not_updated(self) -> Sequence[Tensor]:
-        return [parameter for bucket in self.rest_buckets() for parameter in bucket.parameters]
-
-    def rest_buckets(self) -> Sequence[Bucket]:
-        return () if self._unlisted is None else self._unlisted.buckets
+    def rest_buckets(self) -> Sequence[StoredBucket]:
+        return self._unlisted or ()
 
     def release(self) -> None:
-        if self.unit_hooks is not None:
-            self.unit_hooks.end_iteration()
-            self.unit_hooks.remove()
+        self._unit_hooks.end_iteration()
+        self._unit_hooks.remove()
         self._take_out(list(self.manager.buffers()))
         self.buckets.clear()
         self._places.clear()
         self._updated, self._unlisted = [], None
 
 
-def _nothing(*_: object) -> None:
-    return None
+def _requests(layout: Layout, parameters: Sequence[Tensor], keep: Keep | None, first: int = 0) -> list[_Request]:
+    """Return the buckets to fill of a layout, from ``first`` on. ``parameters``: all of the layout, in its order."""
+    return [
+        _Request(spec, layout, [parameters[slot.parameter] for slot in spec.slots], keep)
+        for spec in layout.buckets[first:]
+    ]

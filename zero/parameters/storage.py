@@ -6,18 +6,18 @@ Knows: the layout and the user's parameters, whose ``data`` it sets. Does not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, as_a_whole
 
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
-from ..core.layout import Layout, ParameterSpec
+from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.names import named_buffers
 from ..core.parameter_specs import (
     HELD_ELSEWHERE,
@@ -31,16 +31,20 @@ from ..core.parameter_specs import (
     replaced,
 )
 from ..core.stage import Placement
-from ..runtime.bucket import Bucket, slots_of
+from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
-from .unit_hooks import UnitHooks
+from .materialize import Materializer
+from .unit_manager import UnitManager
 
-Keep = Callable[[Bucket, Tensor], None]  # called with a bucket's whole values in the master's dtype, before the cast
+TAKING_OVER = "while parameters were taken over"
+Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
 
 
 class ParameterStorage:
     """Parameters, by index in the layout, and their memory. Identity, name, shape and strides of a parameter stay."""
+
+    manager: UnitManager | None = None  # of units; None at stages without units
 
     def __init__(
         self,
@@ -48,10 +52,12 @@ class ParameterStorage:
         shards: Transport,
         module: nn.Module | None,
         precision: MixedPrecision | None,
+        materializer: Materializer | None,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets."""
+        """``shards``: the ranks that own the slices of buckets; ``materializer``: of tensors on the meta device."""
         self._transport, self._shards = transport, shards
         self._module, self._precision = module, precision
+        self._materializer = materializer  # until every tensor has memory
         self.layout = Layout((), (), shards.world_size)
         self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
@@ -61,7 +67,6 @@ class ParameterStorage:
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
-        self.unit_hooks: UnitHooks | None = None  # when units are needed; None at stages without units
 
     # -- construction ---------------------------------------------------------------------------------------------
 
@@ -90,43 +95,73 @@ class ParameterStorage:
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
-    def begin(self) -> None:
+    @property
+    def meta_device(self) -> torch.device | None:
+        """Where tensors of the meta device get memory; None if there are none."""
+        return None if self._materializer is None else self._materializer.device
+
+    def materialize(self) -> None:
+        """Give all tensors on the meta device memory and values. Collective."""
+        if self._materializer is not None:
+            self._materializer.finish()
+            self._materializer = None
+
+    @contextmanager
+    def registration(self) -> Iterator[None]:
+        """Return a context for `store` and `add`. Collective. After the block, also if it raises, all is stored here
+        that belongs here, unless no parameter was ever stored or the ranks' communication has failed."""
+        self._begin()
+        try:
+            yield
+        finally:
+            if self.layout.buckets and not self._transport.broken:
+                with as_a_whole(self._transport, TAKING_OVER):
+                    self._end()
+
+    def _begin(self) -> None:
         """Prepare the registration of further parameters. Collective."""
 
-    def register(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> Sequence[Bucket]:
-        """Register further parameters, which ``layout`` has in further buckets, and copy rank 0's values there.
-        Collective. Returns these buckets, with their weights."""
+    def store(self, parameters: Sequence[Tensor], layout: Layout, keep: Keep) -> Sequence[StoredBucket]:
+        """Store further parameters, which ``layout`` has in further buckets, with rank 0's values. Collective. Returns
+        these buckets, which `add` takes."""
         self.parameters += parameters
-        new = [Bucket(spec, layout, self.parameters) for spec in layout.buckets[len(self.buckets) :]]
         self.layout = layout
-        self._places.update(slots_of(new))
-        self._fill(new, keep)
-        self.buckets += new
-        return new
+        return self._fill(keep)
 
-    def _fill(self, new: Sequence[Bucket], keep: Keep) -> None:
-        """Give buckets their weights, with rank 0's values. Collective."""
-        for bucket in new:
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Add the buckets of the parameters that were stored last."""
+        self.buckets += buckets
+        self._places.update(slots_of(buckets))
+
+    def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
+        """Lay out the parameters that are in no bucket yet, with rank 0's values. Collective."""
+        new = []
+        for spec in self.layout.buckets[len(self.buckets) :]:
+            specs, parameters = self.layout.members(spec), [self.parameters[slot.parameter] for slot in spec.slots]
             # Memory of this rank alone: no other rank sees its writes, and a forked process reads its own copy.
-            bucket.weights = FlatBuffer(self._values(bucket, keep), Placement.WHOLE)
-            for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
-                parameter.data = bucket.weights.slot(slot, spec)
+            weights = FlatBuffer(self._values(spec, specs, parameters, keep), Placement.WHOLE)
+            for parameter, slot, its_spec in zip(parameters, spec.slots, specs, strict=True):
+                parameter.data = weights.slot(slot, its_spec)
+            new.append(StoredBucket(spec, specs, parameters, weights))
         added = self.parameters[len(self._addresses) :]
         self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in added]
+        return new
 
-    def _values(self, bucket: Bucket, keep: Keep) -> Tensor:
-        """Rank 0's values of a bucket, in the dtype with which the model computes. Collective."""
-        dtypes = bucket.spec.dtypes
+    def _values(
+        self, bucket: BucketSpec, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], keep: Keep | None
+    ) -> Tensor:
+        """Rank 0's values of a bucket's parameters, in the dtype with which the model computes. Collective."""
+        dtypes = bucket.dtypes
         # Zero, because padding is sent, too, and must not disclose old contents of the memory.
-        whole = torch.zeros(bucket.spec.numel, dtype=dtypes.master_dtype, device=bucket.spec.device)
-        for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
+        whole = torch.zeros(bucket.numel, dtype=dtypes.master_dtype, device=bucket.device)
+        for parameter, slot, spec in zip(parameters, bucket.slots, specs, strict=True):
             strided(whole, slot.offset, spec.shape, spec.stride).copy_(parameter.detach())
         broadcast(self._transport, [whole])
-        if dtypes.has_master:
+        if dtypes.has_master and keep is not None:
             keep(bucket, whole)
         return whole.to(dtypes.param_dtype)
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
         self._cast_rest()
@@ -238,6 +273,27 @@ class ParameterStorage:
         """Return whether units lie in shared memory, and the reason, as a text."""
         return "no (every rank holds whole parameters)"
 
+    # -- units ----------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_gather(self) -> bool:
+        """True if a forward needs values that other ranks must send."""
+        return False
+
+    def busy(self) -> bool:
+        """True inside a forward, or a backward, that uses units."""
+        return False
+
+    def end_iteration(self) -> bool:
+        """Begin a step: free the memory that was kept for a backward. Return False if whole parameters are in use."""
+        return True
+
+    def reset_order(self) -> None:
+        """Reshard everything and forget the order of units. For ranks whose forwards differ."""
+
+    def gather(self, unit: int) -> None:
+        """Take part in the other ranks' gather of a unit. Collective."""
+
     # -- from outside ---------------------------------------------------------------------------------------------
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
@@ -320,12 +376,8 @@ class ParameterStorage:
                 names.append(spec.name)
         return names
 
-    def not_updated(self) -> Sequence[Tensor]:
-        """Parameters that are stored here and not updated."""
-        return ()
-
-    def rest_buckets(self) -> Sequence[Bucket]:
-        """The buckets of `rest`, which have weights and nothing else."""
+    def rest_buckets(self) -> Sequence[StoredBucket]:
+        """The buckets of `rest`."""
         return ()
 
     def release(self) -> None:

@@ -30,15 +30,15 @@ class UnitBuffer:
     parameters: list[Tensor]
     shard: Tensor
     updated: bool  # by the optimizer
+    released: Sequence[type[Tensor]]  # the parameters' classes while they are released
 
     def __post_init__(self) -> None:
         self.offsets = [slot.offset for slot in self.bucket.slots]
-        specs = [self.layout.parameters[slot.parameter] for slot in self.bucket.slots]
+        specs = self.layout.members(self.bucket)
         self._geometry = [
             (offset, tuple(spec.shape), tuple(spec.stride)) for offset, spec in zip(self.offsets, specs, strict=True)
         ]
         self.bases = [type(parameter) for parameter in self.parameters]
-        self.released = list(self.bases)  # the classes of released parameters, as soon as these are known
         self._noted: list[tuple[int, int, torch.dtype]] = []  # version, address and dtype of each slot's data
         self.note()
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +59,23 @@ class UnitHooks:
     """The hooks of one optimizer on one module's units, until `remove`."""
 
     def __init__(
-        self, units: Units, manager: UnitManager, streams: Streams, backwards: BackwardTracker, *, keeps_whole: bool
+        self,
+        units: Units,
+        manager: UnitManager,
+        streams: Streams,
+        backwards: BackwardTracker,
+        unit_order: UnitOrder,
+        *,
+        keeps_whole: bool,
     ) -> None:
-        """``keeps_whole``: units that a forward gathered stay whole for its backward."""
+        """Create hooks, of which no module has any before `watch`.
+
+        ``unit_order``: of the units that are used beside training; ``keeps_whole``: units that a forward gathered stay
+        whole for its backward.
+        """
         self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
-        self._units = len(units.names)
+        self._unit_order, self._entries, self._units = unit_order, units.entries, len(units.names)
         self._order = PrefetchOrder(self._units)
-        self.unit_order = UnitOrder()
         self._running: list[_Forward] = []  # forwards under way, the outermost first
         self._current: int | None = None  # the unit that runs, or ran last
         self._ahead: int | None = None  # the unit that was prefetched
@@ -76,9 +86,17 @@ class UnitHooks:
         # resident units that stay longer
         self._opaque: set[int] = set()  # their outputs have hidden tensors since the last step
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
-        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self._needed_again)
-        manager.call_when_needed(self._needed_again)
-        self._hooks = [ModuleHooks(self, entry) for entry in units.entries]
+        self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self.needed_again)
+        self._hooks: list[ModuleHooks] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether the modules have hooks."""
+        return bool(self._hooks)
+
+    def watch(self) -> None:
+        """Register the hooks."""
+        self._hooks = [ModuleHooks(self, entry) for entry in self._entries]
 
     def remove(self) -> None:
         """Remove all hooks."""
@@ -94,17 +112,6 @@ class UnitHooks:
     def needs_gather(self) -> bool:
         """True if a forward needs values that other ranks must send."""
         return self.manager.some_travel
-
-    def set_join_announcer(self, announcer: Callable[..., AbstractContextManager[None]] | None) -> None:
-        """Set the context around each gather inside `join`: it broadcasts the gather to ranks without a forward."""
-        self.manager.gathered.join_announcer = announcer if self.needs_gather else None
-        self.unit_order.paused = announcer is not None
-        self.reset_order()
-
-    def gather(self, unit: int) -> None:
-        """Take part in the other ranks' gather of a unit. Collective."""
-        self.manager.unshard(unit)
-        self.manager.reshard(unit)
 
     def end_iteration(self) -> bool:
         """Begin a step: free the memory that was kept for a backward. Waits for gathers under way. Return False if
@@ -183,7 +190,7 @@ class UnitHooks:
         `gathered`. Where units travel, their gathers find that out."""
         for unit in units:
             if not (self.manager.units[unit].installed or self.manager.some_travel):
-                self.unit_order.note(unit)
+                self._unit_order.note(unit)
 
     def _begin_outermost(self, forward: _Forward) -> None:
         try:
@@ -333,9 +340,9 @@ class UnitHooks:
 
     def reached(self, hooks: ModuleHooks) -> None:
         """A backward reaches the output of a module's forward."""
-        self._needed_again(*hooks.needs)
+        self.needed_again(*hooks.needs)
 
-    def _needed_again(self, *units: int) -> None:
+    def needed_again(self, *units: int) -> None:
         """A backward needs units: it reaches the output of their forward, a tensor that this saved, or a use of a
         released parameter. If the ranks' communication fails, release everything: nothing stays installed."""
         self.manager.shards.check_process()

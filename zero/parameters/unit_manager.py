@@ -13,7 +13,6 @@ buffer is of one policy from `put` on; a unit has buffers of both only if memory
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import InitVar, dataclass, field
@@ -30,6 +29,7 @@ from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
 from ..runtime.backward_tracker import callers
 from ..runtime.events import Event
+from ..runtime.joining import Joining
 from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
 from .gathered.buffers import GatheredBuffer, GatheredUnit, State
@@ -80,31 +80,33 @@ class UnitManager:
         shards: Transport,
         collective: Collective,
         names: Sequence[str],
-        post_forward_group: Choice | None = None,
+        post_forward_group: Choice | None,
+        needed_in_backward: Callable[[int], object],
+        joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
+        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward;
+        ``needed_in_backward``: is called with a unit that a backward needs."""
         self.shards = shards
         self.units = [Unit(number, name, shards.rank_label) for number, name in enumerate(names)]
         self.edits = EditDetector(shards.rank)
         self.resident = ResidentUnits(shards, self.edits)
-        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits)
+        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, joining)
         self.some_travel = False  # some unit must be gathered
-        self._needed: Callable[[], Callable[[int], None] | None] = _no_method
+        self._needed_in_backward = needed_in_backward
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
     # -- units and buffers ----------------------------------------------------------------------------------------
 
-    def call_when_needed(self, needed: Callable[[int], None]) -> None:
-        """Call a method, held weakly, with a unit whenever a backward uses a released parameter of it."""
-        self._needed = weakref.WeakMethod(needed)
+    def released_classes(self, parameters: Sequence[Tensor]) -> list[type[Tensor]]:
+        """Return the class of each parameter while it is released."""
+        for base in map(type, parameters):
+            if base not in self._classes:
+                self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
+        return [self._classes[type(parameter)] for parameter in parameters]
 
     def put(self, number: int, buffer: Buffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
         unit = self.units[number]
-        for base in buffer.bases:
-            if base not in self._classes:
-                self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
-        buffer.released = [self._classes[base] for base in buffer.bases]
         if isinstance(buffer, ResidentBuffer):
             unit.resident.append(buffer)
             self.resident.put(buffer)
@@ -146,13 +148,13 @@ class UnitManager:
         anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
         backward in Python, which has saved the parameter.
         """
-        node, needed = current_autograd_node(), self._needed()
-        if node is None or needed is None or not (_in_recomputation() or _has_saved(node, parameter)):
+        node = current_autograd_node()
+        if node is None or not (_in_recomputation() or _has_saved(node, parameter)):
             return False
         for number, unit in enumerate(self.units):
             members = (known for buffer in unit.buffers for known in buffer.parameters)
             if not unit.installed and any(known is parameter for known in members):
-                needed(number)
+                self._needed_in_backward(number)
                 return unit.installed
         return False
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..core.layout import DEFAULT_CAP_MB, MIB
-from ..core.stage import Placement, stage_of
+from ..core.stage import STAGES, Placement
 from .hardware import Cluster
 from .plan import PeakBytes, PlannedSetting, Planner, usable_bytes
 from .seconds.wires import Wires
@@ -24,8 +24,7 @@ MOST_RANKS = 10_000
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
     on_gpus = cluster.gpu.family != "cpu"
-    for number in range(4):
-        stage = stage_of(number)
+    for number, stage in STAGES.items():
         caps = None, planner.training.unit_cap_mb("cuda" if on_gpus else "cpu")
         for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
@@ -137,7 +136,7 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
 def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
     """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
     usable = usable_bytes(cluster)
-    tried = [planner.setting(cluster, stage) for stage in range(4)]
+    tried = [planner.setting(cluster, stage) for stage in STAGES]
     tried.append(replace(tried[-1], offload="disk" if cluster.gpu.family == "cpu" else "host"))
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable:  # no other has fewer

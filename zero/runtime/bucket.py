@@ -9,23 +9,39 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from ..core.layout import BucketSpec, Layout
+from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Stage
 from .accumulator import GradAccumulator
 from .flat_buffer import FlatBuffer
 from .flat_states import BucketStates
 
 
-class Bucket:
-    """All that a rank holds of one bucket. What it holds of which is the stage's row.
-
-    A bucket gets its memory one after the other, while it is registered.
+class StoredBucket:
+    """The parameters of one bucket and their values on this rank: all that a rank holds of one that is not updated.
 
     Attributes:
         spec: the geometry.
         specs: the description of each slot's parameter.
         parameters: the parameter of each slot.
         weights: the parameters' values, in the dtype with which the model computes.
+    """
+
+    def __init__(
+        self, spec: BucketSpec, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], weights: FlatBuffer
+    ) -> None:
+        self.spec, self.specs, self.parameters, self.weights = spec, specs, parameters, weights
+
+    def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
+        """Return the weights of the interval that this rank updates. ``rank``: its number among the owners."""
+        if self.weights.placement is stage.states:
+            return self.weights
+        return self.weights.shard(self.spec.cuts, rank)
+
+
+class Bucket(StoredBucket):
+    """All that a rank holds of one bucket that is updated. What it holds of which is the stage's row.
+
+    Attributes:
         grad: the gradients: this rank's contribution, the sum of the shard that it owns, the mean.
         states: the optimizer's states and master weights of the interval that this rank updates.
 
@@ -43,28 +59,16 @@ class Bucket:
     ``missing``: how many gradients the backward under way has not brought yet.
     """
 
-    weights: FlatBuffer
-    grad: GradAccumulator
-    states: BucketStates
-
-    def __init__(self, spec: BucketSpec, layout: Layout, parameters: Sequence[Tensor]) -> None:
-        """``parameters``: all of the layout, in its order."""
-        self.spec = spec
-        self.specs = [layout.parameters[slot.parameter] for slot in spec.slots]
-        self.parameters = [parameters[slot.parameter] for slot in spec.slots]
-        slots = len(spec.slots)
+    def __init__(self, stored: StoredBucket, grad: GradAccumulator, states: BucketStates) -> None:
+        super().__init__(stored.spec, stored.specs, stored.parameters, stored.weights)
+        self.grad, self.states = grad, states
+        slots = len(stored.spec.slots)
         self.used, self.trainable, self.seen, self.stale = (bytearray(slots) for _ in range(4))
         self.published: list[Tensor | None] = [None] * slots
         self.placeholders: list[Tensor | None] = [None] * slots
         self.means: list[Tensor] = []
         self.addresses: list[int] = []
         self.missing = 0
-
-    def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
-        """Return the weights of the interval that this rank updates. ``rank``: its number among the owners."""
-        if self.weights.placement is stage.states:
-            return self.weights
-        return self.weights.shard(self.spec.cuts, rank)
 
 
 def slots_of(buckets: Iterable[Bucket]) -> dict[int, tuple[Bucket, int]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_swa_avg_fn
 
-from collectives import Collective, CollectiveError, Kind, Tag, Transport
+from collectives import Collective, Kind, Tag, Transport, as_a_whole
 
 from ..core.bits import same_bits, strided
 from ..core.stage import Placement, Stage
@@ -66,7 +66,7 @@ class ShardedAverage:
             ValueError: both functions are given, the function is not element-wise, ``name`` is no name of a folder, or
                 that of another average, or a parameter is called "n_averaged", which a checkpoint keeps for the count.
         """
-        engine: Any = getattr(optimizer, "engine", None)
+        engine: Any = getattr(optimizer, "_engine", None)
         averages = getattr(engine, "averages", None)
         if not isinstance(averages, Averages):
             raise TypeError(
@@ -331,18 +331,13 @@ class Averages:
     def _replace_weights(self, values: Sequence[Tensor], purpose: str) -> None:
         """Give the model these weights: of each bucket, those that this rank updates."""
         self.storage.loading()
-        try:
+        with as_a_whole(self.transport, f"in {purpose}", Exception):
             for bucket, value in zip(self.storage.buckets, values, strict=True):
                 own, index = bucket.updated_weights(self.stage, self.shards.rank), bucket.spec.index
                 own.data.copy_(value)
                 if own.placement is not bucket.weights.placement and self.shards.world_size > 1:
                     tag = Tag(Kind.ALL_GATHER, f"{purpose}, bucket {index}"[:70], index=index)
                     redistribute(own, bucket.weights, bucket.spec.cuts, self.collective, tag).wait()
-        except CollectiveError:
-            raise
-        except Exception as error:
-            self.transport.abort(f"{self.transport.rank_label}, in {purpose}: {type(error).__name__}: {error}")
-            raise
         self.storage.stepped()
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..core.names import MASTERS
+
 
 def split(whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the plain dict of each class, by its name, whose indices begin at 0. ``names``: of each group's class."""
@@ -22,8 +24,8 @@ def split(whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
                 for group in groups
             ],
         }
-        if "masters" in whole:
-            found[name]["masters"] = _renumbered(whole["masters"], indices)
+        if MASTERS in whole:
+            found[name][MASTERS] = _renumbered(whole[MASTERS], indices)
     return found
 
 
@@ -59,8 +61,8 @@ def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         whole["param_groups"].append({**group, "params": [indices[name][index] for index in group["params"]]})
     for name, plain in dicts.items():
         whole["state"] |= _renumbered(plain["state"], indices[name])
-        if "masters" in plain:
-            whole.setdefault("masters", {}).update(_renumbered(plain["masters"], indices[name]))
+        if MASTERS in plain:
+            whole.setdefault(MASTERS, {}).update(_renumbered(plain[MASTERS], indices[name]))
     return whole
 
 

@@ -100,9 +100,8 @@ def describe(
     transport, shards = collective.transport, choice.shards
     buckets = storage.buckets
     parameters = [bucket.weights.data for bucket in (*buckets, *storage.rest_buckets())]
-    units = None if storage.unit_hooks is None else storage.unit_hooks.manager
+    units = storage.manager
     gathered = None if units is None else units.gathered.pool
-    units_need_gather = units is not None and units.some_travel
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
     offloaded = [tensor for bucket in buckets for tensor in bucket.states.kept()]
@@ -113,7 +112,7 @@ def describe(
         lambda spec: _kept(buckets[spec.index]),
         storage.rest,
         reshard_group_size,
-        slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
+        slices_are_exposed=bool(stage.gathers(1)) and storage.needs_gather and shards.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
@@ -150,7 +149,7 @@ def describe(
             backwards,
             synchronised,
             storage.rest,
-            units_need_gather=units_need_gather,
+            units_need_gather=storage.needs_gather,
             means_are_shown=reducer.means_are_shown,
             replicas=transport.world_size // shards.world_size,
             reshard_group_size=reshard_group_size,

@@ -125,15 +125,15 @@ class _Engine(Protocol):
 
 @untraced_methods
 class WithLiveStates(torch.optim.Optimizer):
-    """An optimizer whose states belong to its ``engine``, once it is built."""
+    """An optimizer whose states belong to its engine, once it is built."""
 
-    engine: _Engine
-    _built: bool
+    _engine: _Engine
+    _built = False
 
     @property
     def state(self) -> Any:
         """The states that this rank holds, by parameter; tensors may be edited in place. See `States`. Local."""
-        return self.engine.state
+        return self._engine.state
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -147,7 +147,7 @@ class WithLiveStates(torch.optim.Optimizer):
         gradients and param groups stay as they are.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        self.engine.reset_states(self.param_groups, chosen)
+        self._engine.reset_states(self.param_groups, chosen)
 
     def __setstate__(self, state: dict[str, Any]) -> NoReturn:
         refuse()

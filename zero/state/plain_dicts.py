@@ -18,7 +18,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..core.bits import copied, flattened
 from ..core.layout import ParameterSpec
-from ..core.names import known_as, remark_on_prefix
+from ..core.names import MASTERS, known_as, remark_on_prefix
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
@@ -73,7 +73,7 @@ class PlainDicts:
             "param_groups": packed_groups(groups, self._storage.listed()),
         }
         if any(bucket.spec.dtypes.has_master for bucket in self._storage.buckets):
-            result["masters"] = dict(masters)
+            result[MASTERS] = dict(masters)
         classes = self._class_names(groups)
         return split(result, classes) if len(set(classes)) > 1 else result
 
@@ -96,10 +96,10 @@ class PlainDicts:
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
         scatter(state_dict["state"], mapping, groups, buckets, names)
-        if "masters" in state_dict:
-            scatter_masters(state_dict["masters"], mapping, buckets)
+        if MASTERS in state_dict:
+            scatter_masters(state_dict[MASTERS], mapping, buckets)
         for number, found in names.items():
-            inners[number].elementwise = found
+            inners[number].note_elementwise(found)
         self._consolidated = None
 
 
@@ -173,7 +173,7 @@ def check(
     """
     mapping: dict[int, int] = {}
     by_index = {spec.index: spec for spec in listed}
-    masters: Mapping[int, Tensor] = state_dict.get("masters", {})
+    masters: Mapping[int, Tensor] = state_dict.get(MASTERS, {})
     _check_masters(masters)
     for number, (mine, other) in enumerate(zip(packed_groups(groups, listed), state_dict["param_groups"], strict=True)):
         missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})

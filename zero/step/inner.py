@@ -65,7 +65,7 @@ class InnerOptimizer:
         self.defaults: Options = dict(plain.defaults)
         self._class, self._arguments = optimizer_class, defaults
         self._begins_with_state = bool(plain.state)
-        self.elementwise: frozenset[str] = frozenset()  # names of the states that are as large as the parameter
+        self._elementwise: frozenset[str] = frozenset()
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
 
     @property
@@ -87,6 +87,15 @@ class InnerOptimizer:
     def arguments(self) -> Options:
         """The arguments of the class's constructor."""
         return self._arguments
+
+    @property
+    def elementwise(self) -> frozenset[str]:
+        """The names of the states that are as large as their parameter."""
+        return self._elementwise
+
+    def note_elementwise(self, names: frozenset[str]) -> None:
+        """Note the names of further states that are as large as their parameter."""
+        self._elementwise |= names
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.

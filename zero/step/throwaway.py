@@ -155,7 +155,7 @@ class OnRank:
         rank has in its buckets; None: it owns each parameter, which has a bucket of its own.
         """
         self._inner = inner.another()
-        self._inner.elementwise = names
+        self._inner.note_elementwise(names)
         self._whole, self._half = whole, half
         self.groups = [copy.deepcopy(group) for group in options]
         self.pieces: list[TrialPiece] = []
@@ -203,7 +203,7 @@ class OnRank:
         """
         for piece in self.pieces:
             piece.gradient.copy_(piece.of(gradients[piece.parameter]))
-        self._inner.elementwise = names
+        self._inner.note_elementwise(names)
         pairs = zip(self._states, self._gradients, strict=True)
         updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
         for number, options in self._inner.step(updates, dict(enumerate(self.groups))).items():

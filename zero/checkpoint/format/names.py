@@ -17,9 +17,11 @@ from __future__ import annotations
 import json
 from collections.abc import Container, Iterable
 
+from ...core.names import MASTERS as MASTERS
 from ...core.statetree import check_average_name
 
-MODEL, OPTIMIZER, MASTERS = FOLDERS = ("model", "optimizer", "masters")
+MODEL, OPTIMIZER = "model", "optimizer"
+FOLDERS = MODEL, OPTIMIZER, MASTERS
 AVERAGES = "averages"
 STATE_FILE = "state.safetensors"
 NOTES = "notes"

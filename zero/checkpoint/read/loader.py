@@ -98,7 +98,7 @@ class Loader:
         for group, options in zip(contents.groups, self._fit.groups, strict=False):
             group.update(options)
         for number, names in self._fit.elementwise.items():
-            contents.parts.classes[number].elementwise |= names
+            contents.parts.classes[number].note_elementwise(names)
         for name, average in contents.averages.by_name.items() if self._with_states else ():
             saved = self._fit.averages.get(name, {}).get(N_AVERAGED)
             count = 1 if name in self._fit.averages else 0  # averages that were imported have no count

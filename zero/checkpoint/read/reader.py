@@ -11,10 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.names import MASTERS
 from ...core.statetree import NO_OPTIONS, FormatError, decode, decode_states
 from ...state.by_class import split
 from ..format.manifest import NAME
-from ..format.names import AVERAGES, MASTERS, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
+from ..format.names import AVERAGES, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
 from ..format.tensorfile import TensorEntry, parse_json
 from .file_reader import CheckpointError
 from .tensor_folder import TensorFolder
@@ -138,7 +139,7 @@ class Checkpoint(TensorFolder):
                 raise CheckpointError(f"{self.path}: {name!r} has master weights, but is in no param group")
             masters[indices[name]] = tensor
         ordered = {index: dict(sorted(states[index].items())) for index in sorted(states)}
-        return {"state": ordered, "param_groups": groups, **({"masters": masters} if masters else {})}
+        return {"state": ordered, "param_groups": groups, **({MASTERS: masters} if masters else {})}
 
     def _indices(self) -> dict[str, int]:
         """Return the index of each parameter that is in a param group, as torch.optim counts."""

@@ -25,7 +25,7 @@ from ..contents import Contents
 from ..folder.directory import set_aside, step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
-from ..sharded_optimizer import parts_of
+from ..sharded_optimizer import sharded_optimizer_of
 from ..user_state import check_generators, check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
@@ -128,14 +128,14 @@ class Restorer:
         ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
         ``purpose``: the call that an error names.
         """
-        parts_of(self._optimizer).agree_to_load(purpose)
+        sharded_optimizer_of(self._optimizer).agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
             broken = self._agree(checkpoint, problem)
             if broken is None:
                 assert loader is not None
                 assert checkpoint is not None
-                parts_of(self._optimizer).load(loader.load)
+                sharded_optimizer_of(self._optimizer).load(loader.load)
                 return self._rest(checkpoint)
             left = [older.name for older, _ in paths[number + 1 :]]
             if not fall_back or not left:
@@ -153,7 +153,7 @@ class Restorer:
                 raise ValueError(f"{path} was saved as step {checkpoint.step}: give its folder that name again")
             checkpoint.check_structure()
             self._verify(checkpoint)
-            contents = Contents(parts_of(self._optimizer))
+            contents = Contents(sharded_optimizer_of(self._optimizer))
             fit = Fit(contents, checkpoint, with_states=self._with_states)
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
@@ -220,7 +220,7 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
-        mine, saved_averages = sorted(parts_of(self._optimizer).averages.by_name), checkpoint.average_names
+        mine, saved_averages = sorted(sharded_optimizer_of(self._optimizer).averages.by_name), checkpoint.average_names
         if self._with_states:
             missing += [
                 f"the average {name!r} (none was saved: it begins anew)" for name in mine if name not in saved_averages

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives import CollectiveError
+from collectives import as_a_whole
 
 from ...core.statetree import encode
 from ...optimizer import ZeroOptimizer
@@ -29,7 +29,7 @@ from ..contents import Contents
 from ..format.checksums import BLOCK_BYTES
 from ..format.manifest import FileSums, Manifest
 from ..format.names import STATE_FILE, rank_file
-from ..sharded_optimizer import ShardedOptimizer, parts_of
+from ..sharded_optimizer import ShardedOptimizer, sharded_optimizer_of
 from ..user_state import collected, digests, generators
 from .capture import Capture, TreeFile
 from .plan_cache import PlanCache
@@ -75,7 +75,7 @@ class Saver:
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer
-        self._transport = parts_of(optimizer).transport
+        self._transport = sharded_optimizer_of(optimizer).transport
         self._room: dict[Source, Tensor] = {}
         self._report = ""  # the name of the last save's report
         self._cache = PlanCache()
@@ -94,7 +94,7 @@ class Saver:
         began = time.perf_counter()
         nonce = secrets.token_hex(8)
         own_folder = self._folder(request, nonce)
-        parts, problem = parts_of(self._optimizer), request.problem
+        parts, problem = sharded_optimizer_of(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
         try:
@@ -140,7 +140,7 @@ class Saver:
 
     def withdraw(self) -> None:
         """Withdraw the report of the last save: every rank has heard of it. Local."""
-        parts_of(self._optimizer).report(self._report, None)
+        sharded_optimizer_of(self._optimizer).report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
         rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
@@ -170,14 +170,9 @@ class Saver:
 
     def _capture(self, own: _Own, found: list[dict[str, Any]]) -> Capture:
         """Take what needs the other ranks. Collective, so an error ends the group."""
-        try:
+        with as_a_whole(self._transport, "in save()"):
             permuted = self._cache.permuted([theirs["facts"].encode() for theirs in found])
             return Capture(own.contents, permuted, self._room)
-        except CollectiveError:
-            raise
-        except BaseException as error:
-            self._transport.abort(f"{self._transport.rank_label}, in save(): {type(error).__name__}: {error}")
-            raise
 
     def _plan(self, request: SaveRequest, own: _Own, found: list[dict[str, Any]], capture: Capture) -> SavePlan:
         """Take a copy of what may change at any time, and plan what this rank writes. Local."""

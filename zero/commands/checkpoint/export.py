@@ -20,6 +20,7 @@ import torch
 
 from ...checkpoint.format.names import MODEL
 from ...checkpoint.read.reader import Checkpoint
+from ...core.names import MASTERS
 
 __all__ = ["EXPORTS"]
 
@@ -77,7 +78,7 @@ def _export_dcp(checkpoint: Checkpoint, out: Path) -> list[str]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         save({"model": checkpoint.model_state_dict(), "optimizer": flat}, checkpoint_id=out, no_dist=True)
-    return ["state", *(["master weights"] if "masters" in optimizer else [])]
+    return ["state", *(["master weights"] if MASTERS in optimizer else [])]
 
 
 EXPORTS: Mapping[str, Callable[[Checkpoint, Path], list[str]]] = {

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import MixedPrecision
+from ...core.stage import STAGES
 from ...optimizer import ZeroOptimizer
 from ...step.arguments import check_class
 from .bit_diff import Run
@@ -82,7 +83,7 @@ def verify(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.AdamW,
     *,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
-    stages: Sequence[int] = (0, 1, 2, 3),
+    stages: Sequence[int] = tuple(STAGES),
     world_sizes: Sequence[int] = (1, 2, 3),
     micro_batches: int | None = None,
     max_norm: float | None = None,

@@ -14,8 +14,7 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 
 import torch
 
@@ -23,6 +22,7 @@ from collectives import Choice, Collective, Transport, Work
 from collectives.pool import Pool, holders
 
 from ...core.parameter_specs import as_plain
+from ...runtime.joining import Joining
 from ..edit_detector import EditDetector
 from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
@@ -39,14 +39,14 @@ class GatheredUnits:
         collective: Collective,
         post_forward_group: Choice | None,
         edits: EditDetector,
+        joining: Joining,
     ) -> None:
         """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
-        self._rank, self._edits = shards.rank, edits
+        self._rank, self._edits, self._joining = shards.rank, edits, joining
         self.pool = Pool(exact=True)
         self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
-        self.join_announcer: Callable[..., AbstractContextManager[None]] | None = None  # around a gather, inside `join`
 
     def put(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Add a buffer. Its parameters lose their own memory."""
@@ -65,10 +65,10 @@ class GatheredUnits:
         """Launch the all-gathers of a unit that is sharded. Collective."""
         if unit.state is not State.SHARDED:
             return
-        if self.join_announcer is None:
+        if not self._joining.gathers_are_broadcast:
             self._unshard(unit)
         else:
-            with self.join_announcer("gather", unit=unit.number):
+            with self._joining.broadcast("gather", unit=unit.number):
                 self._unshard(unit)
                 self.wait(unit)  # a rank that gathers only for others waits until all have read its slices
 
@@ -105,7 +105,7 @@ class GatheredUnits:
         of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
-            if for_now and self._gathers.post_forward_group and self.join_announcer is None:
+            if for_now and self._gathers.post_forward_group and not self._joining.gathers_are_broadcast:
                 buffer.post_forward_shard = self._gathers.keep(buffer)
             buffer.externally_held, buffer.whole = buffer.whole, None
             self._externally_held.append(buffer)

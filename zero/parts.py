@@ -1,0 +1,134 @@
+"""The parts of one optimizer on one rank. `setup` builds them, and extends them by the parameters of param groups.
+
+Knows: which parts there are. Does not know: how they are built, steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import nn
+
+from collectives import Choice, Collective, Transport
+
+from .config import MixedPrecision, Offload
+from .core.layout import MIB, BucketSizes
+from .core.parameter_specs import changed
+from .core.stage import Placement, Stage
+from .gradients.reducer import Reducer
+from .parameters.casting import InputCast
+from .parameters.storage import ParameterStorage
+from .runtime.events import LOG
+from .runtime.joining import Joining
+from .runtime.offload import OffloadBackend
+from .runtime.streams import Streams
+from .step.classes import InnerOptimizers
+from .step.update import Update
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """The parts of one optimizer on one rank.
+
+    Attributes:
+        stage: the row of the stage table.
+        module: the module that the parameters belong to, if the user gave one.
+        precision: the dtypes, if they are mixed.
+        offload: which tensors are kept elsewhere.
+        partition: who owns what of the parameters, for groups that do not say so.
+        choice: the algorithm of the collectives, the ranks, and why it was chosen.
+        reshard_group_size: how many ranks share a unit between its forward and its backward.
+        bucket_sizes: the bytes of a bucket.
+        offload_backend: the memory of what is offloaded.
+        streams: the accelerators' streams.
+        joining: whether the optimizer is inside `join`.
+        inners: the user's classes.
+        storage: the parameters, and the list of the buckets.
+        reducer: gradients.
+        update: the clip and the step.
+    """
+
+    stage: Stage
+    module: nn.Module | None
+    precision: MixedPrecision | None
+    offload: Offload | None
+    partition: str | None
+    choice: Choice
+    reshard_group_size: int
+    bucket_sizes: BucketSizes
+    offload_backend: OffloadBackend | None
+    streams: Streams
+    joining: Joining
+    inners: InnerOptimizers
+    storage: ParameterStorage
+    reducer: Reducer
+    update: Update
+
+    @property
+    def collective(self) -> Collective:
+        """The algorithm of the collectives."""
+        return self.choice.collective
+
+    @property
+    def transport(self) -> Transport:
+        """All ranks of the optimizer."""
+        return self.choice.collective.transport
+
+    @property
+    def shards(self) -> Transport:
+        """The ranks that share one copy of what the stage shards."""
+        return self.choice.shards
+
+    @property
+    def superseded(self) -> bool:
+        """Whether another optimizer has taken over parameters of this one."""
+        return self.reducer.hooks.superseded
+
+    def cast_problem(self) -> str | None:
+        """Return an error text if the whole model was cast or moved since construction, else None.
+
+        Only the first parameter is inspected: it changes with the whole model. At stage 3 `diagnose` finds a cast, and
+        a compiler could not trace a use of a released parameter.
+        """
+        if self.stage.parameters is Placement.SHARD:
+            return None
+        return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
+
+    def cast_inputs(self) -> None:
+        """If the precision asks for it, cast the module's inputs to the dtype of its parameters from now on."""
+        if self.module is not None:
+            InputCast.remove(self.module, self)  # also the hook of an optimizer that this one replaces
+            if self.precision is not None and self.precision.cast_forward_inputs:
+                InputCast.put(self.module, self.precision.param_dtype, self)
+
+    def release(self) -> None:
+        """Make the model plain again. Collective."""
+        if self.module is not None:
+            InputCast.remove(self.module, self)
+        self.reducer.close()
+        self.storage.release()
+        if self.offload_backend is not None:
+            self.offload_backend.close()
+
+    def log_choices(self) -> None:
+        """Write one line at INFO: the choices that were made for this optimizer, and their reasons."""
+        if not LOG.isEnabledFor(logging.INFO):
+            return
+        units = self.storage.units() or {}
+        LOG.info(
+            "%s of %d: stage %d, %s, %d buckets of at most %s, %d units, sharding factor %d, collective %s (%s), "
+            "common memory: %s, offload: %s",
+            self.transport.rank_label,
+            self.transport.world_size,
+            self.stage.number,
+            self.inners.names(),
+            len(self.storage.layout.buckets),
+            f"{self.bucket_sizes.most / MIB:.4g} MiB",
+            len(set(units.values())),
+            self.shards.world_size,
+            self.collective.name,
+            self.choice.reason,
+            self.storage.common_memory(),
+            "none" if self.offload is None else self.offload.kind,
+        )
