@@ -26,7 +26,7 @@ from ..shampoo import Shampoo
 from ..warned import own
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("one_trial_of_equal_parameters")]
+pytestmark = pytest.mark.usefixtures("one_trial_of_equal_parameters")
 
 STAGES = (0, 1, 2, 3)
 STEPS = (
