@@ -26,7 +26,6 @@ from ..shampoo import Shampoo
 from ..warned import own
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
 
-pytestmark = pytest.mark.contract
 TRIED = pytest.mark.usefixtures("every_trial_runs")
 
 STAGES = (0, 1, 2, 3)
