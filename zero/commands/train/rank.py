@@ -37,7 +37,7 @@ from .report import write_report
 from .saves import Saves, saving
 from .settings import TrainConfig
 
-__all__ = ["Training", "main", "work"]
+__all__ = ["Training", "work"]
 
 VALIDATION_WINDOWS = 256
 
@@ -199,10 +199,5 @@ class Training:
         return [float(parts[place % len(parts)][place // len(parts)]) for place in range(count)]
 
 
-def main() -> int:
-    """Run a rank that `zero train` started, and return its exit code."""
-    return run_rank(lambda settings: work(TrainConfig.from_json(settings)))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_rank(lambda settings: work(TrainConfig.from_json(settings))))

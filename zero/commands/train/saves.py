@@ -44,10 +44,9 @@ def check_resume(config: TrainConfig, text_sha256: str) -> None:
     for path in reversed(there.values()):
         try:
             found = open_checkpoint(path)
-            step, state = found.step, found.state
+            step, saved = found.step, found.state.get("run")
         except CheckpointError:
             continue  # the ranks report it, and take the one before
-        saved = state.get("run")
         if not isinstance(saved, dict):
             raise ValueError(f"{path} was not saved by zero train: its state has no 'run'")
         for name, value in _deciding(config, text_sha256).items():

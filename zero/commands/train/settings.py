@@ -16,9 +16,6 @@ from ..flags import require
 
 __all__ = ["SweepConfig", "TrainConfig"]
 
-Preset = Literal["tiny", "small", "medium"]
-Precision = Literal["fp32", "bf16", "fp16"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
@@ -37,10 +34,10 @@ class TrainConfig:
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128
-    preset: Annotated[Preset, "size of the model"] = "small"
-    precision: Annotated[Precision, "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"] = (
-        "fp32"
-    )
+    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
+    precision: Annotated[
+        Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
+    ] = "fp32"
     optimizer: Annotated[
         str, "a class of torch.optim in lower case: adamw, sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
     ] = "adamw"
