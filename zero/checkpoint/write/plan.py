@@ -146,11 +146,13 @@ class WritePlan:
             if stored.place in facts.masters:
                 masters.append(TensorEntry(stored.name, wide, stored.shape, stride=stride))
         states.sort(key=lambda entry: not entry.shape)
-        entries = {MODEL: model, OPTIMIZER: states, **({MASTERS: masters} if masters else {})}
-        entries |= {averages_folder(name): found for name, found in sorted(averages.items())}
+        of_folder: dict[str, list[TensorEntry]] = {MODEL: model, OPTIMIZER: states}
+        if masters:
+            of_folder[MASTERS] = masters
+        of_folder.update((averages_folder(name), tensors) for name, tensors in sorted(averages.items()))
         self._folders = {
-            folder: plan_files(folder, found, aliases if folder == MODEL else {}, max_shard_bytes)
-            for folder, found in entries.items()
+            folder: plan_files(folder, tensors, aliases if folder == MODEL else {}, max_shard_bytes)
+            for folder, tensors in of_folder.items()
         }
         self.indices = {
             index_file(folder): index_bytes({file.path.rpartition("/")[2]: file.tensors for file in files})
