@@ -244,7 +244,7 @@ def test_bytes_and_traffic_are_those_of_the_formulas(stage: int, world_size: int
             }[stage],
         }
         for kind, nbytes in expected.items():
-            assert description.formula_bytes[kind] == pytest.approx(nbytes, abs=8), kind
+            assert description.formula_bytes[kind] == description.bytes[kind], kind
             assert nbytes <= description.bytes[kind] <= 1.03 * nbytes + 4096, kind
     assert sum(sent for _, sent in results) == results[0][0].formula_traffic_bytes(2, 2)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from zero.core.buckets import build, extended
 from zero.core.cuts import Cuts, EvenCuts, PartOfCuts
-from zero.core.formulas import formula_bytes, formula_traffic
+from zero.core.formulas import KeptStates, bucket_bytes, formula_bytes, formula_traffic
 from zero.core.layout import (
     ALIGNMENT_BYTES,
     BucketSpec,
@@ -595,14 +595,16 @@ def worked_example(world_size: int = 4) -> Layout:
 @pytest.mark.parametrize(
     ("number", "parameters", "gradients", "optimizer"),
     [
-        (0, 130 * 4, 120 * 4 + 120 * 4 // 4, 2 * 120 * 4),
-        (1, 130 * 4, 120 * 4, 2 * 120 * 4 // 4),
-        (2, 130 * 4, 120 * 4 // 4, 2 * 120 * 4 // 4),
-        (3, 130 * 4 // 4, 120 * 4 // 4, 2 * 120 * 4 // 4),
+        (0, (144 + 16) * 4, (144 + 48) * 4, 2 * 144 * 4),
+        (1, (144 + 16) * 4, 144 * 4, 2 * 48 * 4),
+        (2, (144 + 16) * 4, 48 * 4, 2 * 48 * 4),
+        (3, (48 + 16) * 4, 48 * 4, 2 * 48 * 4),
     ],
 )
 def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, optimizer: int) -> None:
-    assert formula_bytes(worked_example(), stage_of(number), state_tensors={0: 2}) == {
+    """The last of four ranks owns three of nine blocks of 16 elements, and the one block of the frozen bucket."""
+    layout = worked_example()
+    assert formula_bytes(layout, stage_of(number), 3, lambda bucket: KeptStates(8 if bucket.index else 0)) == {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
@@ -613,11 +615,11 @@ def test_bytes_of_a_rank_by_hand(number: int, parameters: int, gradients: int, o
 
 def test_bytes_count_each_thing_in_its_own_dtype() -> None:
     layout = build([spec("a", (100,), Dtypes(BF16, FP16, FP32, FP64))], 2, 10**6)
-    found = formula_bytes(layout, stage_of(2), {0: 3})
+    found = formula_bytes(layout, stage_of(2), 0, lambda _: KeptStates(3 * 8, has_masters=True))
     assert found == {
-        "parameters": 100 * 2,
-        "gradients": 100 * 4 // 2,
-        "optimizer": (3 + 1) * 100 * 8 // 2,  # with the master weights
+        "parameters": 128 * 2,
+        "gradients": 128 * 4 // 2,
+        "optimizer": (3 + 1) * 128 * 8 // 2,  # with the master weights
         "gathered_peak": 0,
         "scratch_peak": 3 * 128 * 4,
     }
@@ -650,17 +652,32 @@ def test_traffic_of_stage_3_by_hand() -> None:
     for backwards, synchronised in ((1, 1), (3, 3), (3, 1)):
         expected = synchronised * trainable + 2 * backwards * everything - backwards * here
         assert formula_traffic(layout, stage_of(3), backwards, synchronised, rest) == 2 * 4 * expected
-    found = formula_bytes(layout, stage_of(3), {0: 2}, rest)
-    assert found["gathered_peak"] == 4 * (16 + 16 + 112 + 48)
-    assert found["parameters"] == 4 * (10 + 10 + 40 + 100 + 20) // 3
+    found = [formula_bytes(layout, stage_of(3), rank, lambda _: KeptStates(), rest) for rank in range(3)]
+    assert {each["gathered_peak"] for each in found} == {4 * (16 + 16 + 112 + 48)}
+    assert sum(each["parameters"] for each in found) == 4 * everything
 
 
 @given(parameter_lists, bucket_sizes, st.sampled_from([0, 1, 2, 3]))
 def test_one_rank_sends_nothing_and_holds_everything(parameters: list[ParameterSpec], nbytes: int, number: int) -> None:
     layout = build(parameters, 1, nbytes)
     assert formula_traffic(layout, stage_of(number), 1, 1) == 0
-    whole = sum(p.numel * p.dtypes.param_dtype.itemsize for p in parameters)
-    assert formula_bytes(layout, stage_of(number), {0: 2})["parameters"] == whole
+    whole = sum(bucket.numel * bucket.dtypes.param_dtype.itemsize for bucket in layout.buckets)
+    assert formula_bytes(layout, stage_of(number), 0, lambda _: KeptStates())["parameters"] == whole
+
+
+def test_runs_have_step_counts() -> None:
+    """Of 20 + 100 elements with padding between them: two runs; side by side in one group: one run, in two parts."""
+    count = KeptStates(scalar_bytes=4, stepped=(1, 1), cut={0})
+    _, trained = worked_example(1).buckets
+    specs = [worked_example(1).parameters[slot.parameter] for slot in trained.slots]
+    assert bucket_bytes(trained, specs, stage_of(0), 0, count).scalars == 2 * 4
+    assert bucket_bytes(trained, specs, stage_of(0), 0, dataclasses.replace(count, stepped=(0, 1))).scalars == 4
+    long = build([spec("a", (1 << 16,)), spec("b", (1 << 16,))], 1, 10**9)
+    counts = {
+        cut: bucket_bytes(long.buckets[0], long.parameters, stage_of(0), 0, dataclasses.replace(count, cut=cut))
+        for cut in (frozenset(), frozenset({0}))
+    }
+    assert [each.scalars for each in counts.values()] == [4, 2 * 4]
 
 
 def test_a_shard_is_a_rank_s_part_to_the_nearest_byte() -> None:

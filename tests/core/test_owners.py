@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from zero.core.buckets import build, extended
 from zero.core.cuts import OwnerCuts
-from zero.core.formulas import busiest_link, formula_bytes
+from zero.core.formulas import KeptStates, busiest_link, formula_bytes
 from zero.core.layout import Dtypes, Layout, ParameterSpec
 from zero.core.owners import step_work
 from zero.core.stage import STAGES
@@ -113,8 +113,9 @@ def test_the_busiest_rank_s_link_is_loaded_by_what_it_owns() -> None:
 @given(ANY, RANKS, st.sampled_from([1, 2, 3]))
 def test_the_bytes_of_all_ranks_are_those_of_the_model(shapes: list[tuple[int, ...]], ranks: int, stage: int) -> None:
     layout = build(specs_of(shapes, dtypes=MIXED), ranks, 4000)
-    found = [formula_bytes(layout, STAGES[stage], {0: 2}, rank=rank) for rank in range(ranks)]
-    trained = sum(spec.numel for spec in layout.parameters if spec.trainable)
-    assert sum(each["optimizer"] for each in found) == 12 * trained
+    kept = KeptStates(8, has_masters=True)
+    found = [formula_bytes(layout, STAGES[stage], rank, lambda _: kept) for rank in range(ranks)]
+    whole = sum(bucket.numel for bucket in layout.buckets)
+    assert sum(each["optimizer"] for each in found) == 12 * whole
     if stage == 3:
-        assert sum(each["parameters"] for each in found) == 2 * layout.numel
+        assert sum(each["parameters"] for each in found) == 2 * whole

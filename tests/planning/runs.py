@@ -143,6 +143,7 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
         here = plan.of_rank(setting, rank)
         kinds = {"parameters": here.parameters, "gradients": here.gradients, "optimizer": here.optimizer}
         assert kinds == {kind: found.bytes[kind] for kind in kinds}, (str(case), rank)
+        assert kinds == {kind: found.formula_bytes[kind] for kind in kinds}, (str(case), rank)
         assert here.offloaded == found.offloaded_bytes, (str(case), rank)
         for kind, bound in (("gathered_peak", here.gathered_peak), ("scratch_peak", here.scratch_peak)):
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from zero.core.buckets import build
-from zero.core.formulas import formula_bytes
+from zero.core.formulas import KeptStates, formula_bytes
 from zero.core.layout import Dtypes
 from zero.core.stage import STAGES
 from zero.planning.memory import MemoryPlan
@@ -53,9 +53,10 @@ def one(numel: float) -> Model:
 
 
 def states(numel: float, ranks: int, stage: int, dtypes: Dtypes) -> int:
-    """Return the bytes of Adam's model states on a rank by formula."""
+    """Return the bytes of Adam's model states on the last rank by formula, without step counts."""
     layout = build(one(numel).specs(lambda _: dtypes, with_units=False), ranks, 25 << 20)
-    found = formula_bytes(layout, STAGES[stage], {0: 2})
+    kept = KeptStates(2 * dtypes.itemsize("master_dtype"), dtypes.has_master)
+    found = formula_bytes(layout, STAGES[stage], ranks - 1, lambda _: kept)
     return sum(found[kind] for kind in STATES)
 
 

@@ -175,13 +175,6 @@ MUTANTS = (
         (f"{PARTITION}::test_training_goes_on_from_a_dict_at_another_stage_and_number_of_ranks",),
     ),
     Mutant(
-        "a-formula-without-owners",
-        ("L7",),
-        "`describe()` says 1/W for whole parameters, too, whatever a rank owns.",
-        (Edit("zero.core.formulas.formula_bytes", "and owners[place] == rank}", "and rank == 0}"),),
-        (f"{PARTITION}::test_no_rank_has_more_than_its_share_and_one_parameter_and_says_what_it_has[3-2]",),
-    ),
-    Mutant(
         "classes-share-a-bucket",
         ("L12",),
         "Parameters of two classes lie in one bucket, which the first one's class steps: the others stay as they are.",
@@ -238,7 +231,7 @@ MUTANTS = (
         "an-owner-needs-no-more-scratch-than-others",
         ("L7",),
         "The bound of scratch memory counts a bucket, where an owner receives its slice of every other rank at once.",
-        (Edit("zero.core.formulas.formula_bytes", "if is_whole else bucket.numel", "if False else bucket.numel"),),
+        (Edit("zero.core.formulas.peak_bounds", "if is_whole else bucket.numel", "if False else bucket.numel"),),
         (
             "planning/test_planned_memory.py::test_a_rank_holds_and_sends_what_is_planned[sequential stage0 W8 F8 "
             "reshardTrue offload-none fp32 muon]",
@@ -248,7 +241,13 @@ MUTANTS = (
         "a-plan-counts-two-states-of-muon",
         ("L7",),
         "The plan gives the matrices of Muon the states of AdamW.",
-        (Edit("zero.planning.memory._of_bucket", "len(setting.classes) > 1 and members[0].is_unit_matrix", "0"),),
+        (
+            Edit(
+                "zero.planning.memory.MemoryPlan._of_bucket",
+                "len(setting.classes) > 1 and members[0].is_unit_matrix",
+                "0",
+            ),
+        ),
         (
             "planning/test_settings.py::test_so_they_are_where_matrices_have_one_owner_each_and_no_rank_has_more_than_a_"
             "share_and_a_matrix",

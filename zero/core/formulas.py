@@ -1,59 +1,187 @@
 """Formulas for the bytes that a rank holds and the traffic of a step.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), sections 5
-and 7. The optimizer's state is counted by its number of tensors.
+and 7. Here padding is counted, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 
 from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
+from .runs import CUT, adjoins, part_begins, runs
 from .stage import Placement, Stage
+
+
+@dataclass(frozen=True)
+class KeptStates:
+    """The states of one bucket that a rank keeps.
+
+    Attributes:
+        element_bytes: of an element of the interval that the rank updates, in all tensors as large as a parameter.
+        has_masters: whether there are master weights.
+        scalar_bytes: of a run, in all tensors of one element.
+        stepped: of each slot of the bucket, whether the last step updated its parameter.
+        cut: the numbers of the param groups whose runs are cut on the CPU, since their class is not fused.
+    """
+
+    element_bytes: int = 0
+    has_masters: bool = False
+    scalar_bytes: int = 0
+    stepped: Sequence[int] = ()
+    cut: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class BucketBytes:
+    """The bytes of one bucket on a rank.
+
+    Attributes:
+        parameters: the weights with which the model computes.
+        gradients: the buffers of gradients, which stay between steps on the CPU.
+        states: the optimizer's tensors that are as large as parameters.
+        scalars: the optimizer's tensors of one element.
+        masters: master weights.
+    """
+
+    parameters: int
+    gradients: int
+    states: int
+    scalars: int
+    masters: int
+
+
+def bucket_bytes(
+    bucket: BucketSpec,
+    specs: Sequence[ParameterSpec],
+    stage: Stage,
+    rank: int,
+    states: KeptStates,
+    *,
+    states_on_disk: bool = False,
+    parameters_on_disk: bool = False,
+) -> BucketBytes:
+    """Return the bytes of a bucket on one rank after a step, exactly, padding included.
+
+    Runs are counted as if the states of all parameters were equal, as they are if each step updated the same ones.
+
+    Args:
+        bucket: the bucket.
+        specs: the parameter of each slot.
+        stage: the row of the stage table.
+        rank: its number among the ranks that share a copy.
+        states: what the rank keeps for the bucket.
+        states_on_disk: whether states are in a file, in which no tensor is empty.
+        parameters_on_disk: whether this rank's shard of the parameters is.
+    """
+    dtypes, trainable = bucket.dtypes, specs[0].trainable
+    begin, end = bucket.owned(rank)
+    low, high = stage.update_interval(bucket, rank)
+    held = bucket.numel if stage.parameters is Placement.WHOLE else max(end - begin, int(parameters_on_disk))
+    updated = max(high - low, int(states_on_disk))
+    in_place = updated if bucket.device == "cpu" else high - low  # an accelerator keeps its masters
+    gradients = 0
+    if trainable and stage.contributes_in_place(dtypes):
+        gradients = bucket.numel * dtypes.itemsize("reduce_dtype")
+    elif trainable and stage.grads_replicated:
+        gradients = bucket.numel * dtypes.itemsize("accumulate_dtype")
+    is_mean = bucket.world_size == 1 and bucket.device != "cpu"
+    if trainable and stage.sum_lies_apart(dtypes, is_mean=is_mean):
+        gradients += (end - begin) * dtypes.itemsize("accumulate_dtype")
+    return BucketBytes(
+        parameters=held * dtypes.itemsize("param_dtype"),
+        gradients=gradients,
+        states=updated * states.element_bytes,
+        scalars=states.scalar_bytes and states.scalar_bytes * _count_runs(bucket, specs, low, high, states),
+        masters=in_place * dtypes.itemsize("master_dtype") if states.has_masters else 0,
+    )
+
+
+def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
+    """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
+    pieces, whole = bucket.pieces(low, high), specs[0].whole
+    groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
+    found = runs(
+        pieces,
+        [states.stepped[piece.slot] for piece in pieces],
+        lambda index: not whole and adjoins(pieces, groups, scalars, index),
+    )
+    is_cut = not whole and bucket.device == "cpu"
+    return sum(
+        len(
+            part_begins(
+                pieces[first].begin, pieces[last - 1].end, CUT if is_cut and groups[first] in states.cut else None
+            )
+        )
+        for first, last in found
+    )
 
 
 def formula_bytes(
     layout: Layout,
     stage: Stage,
-    state_tensors: Mapping[int, int],
+    rank: int,
+    states: Callable[[BucketSpec], KeptStates],
     rest: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
     slices_are_exposed: bool = False,
-    rank: int = 0,
+    states_on_disk: bool = False,
+    parameters_on_disk: bool = False,
 ) -> dict[str, int]:
-    """Return the bytes that one rank holds, by kind. They are computed from elements, without padding.
-
-    Of parameters in pieces every rank holds 1/W, rounded; of whole ones ``rank`` holds those that it owns.
-
-    "gathered_peak" and "scratch_peak" are upper bounds. The first is the root's rest, the two largest units, and the
-    shards that are kept for the backward. The second is three of the largest bucket, plus with ``slices_are_exposed`` a
-    copy of this rank's shards of those units. A bucket of whole parameters counts as W of the largest slice that a rank
-    owns of it: the owner may receive so many, one of each rank.
+    """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
 
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
-        state_tensors: how many tensors, each as large as a parameter, the optimizer keeps for it (Adam: 2), by the
-            number of its class. Master weights are counted in addition.
+        rank: its number among the ranks that share a copy.
+        states: returns what the rank keeps for a bucket of ``layout``.
+        rest: the parameters that are stored beside those of ``layout`` and not updated.
+        reshard_group_size: see `peak_bounds`, as for ``slices_are_exposed``.
+        states_on_disk: see `bucket_bytes`, as for ``parameters_on_disk``.
+    """
+    found = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for which in (layout,) if rest is None else (layout, rest):
+        for bucket in which.buckets:
+            here = bucket_bytes(
+                bucket,
+                [which.parameters[slot.parameter] for slot in bucket.slots],
+                stage,
+                rank,
+                states(bucket) if which is layout else KeptStates(),
+                states_on_disk=states_on_disk,
+                parameters_on_disk=parameters_on_disk,
+            )
+            found["parameters"] += here.parameters
+            if which is layout:
+                found["gradients"] += here.gradients
+                found["optimizer"] += here.states + here.scalars + here.masters
+    return found | peak_bounds(layout, stage, rest, reshard_group_size, slices_are_exposed=slices_are_exposed)
+
+
+def peak_bounds(
+    layout: Layout,
+    stage: Stage,
+    rest: Layout | None = None,
+    reshard_group_size: int | None = None,
+    *,
+    slices_are_exposed: bool = False,
+) -> dict[str, int]:
+    """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
+
+    The first is the root's rest, the two largest units, and the shards that are kept for the backward. The second is
+    three of the largest bucket, plus with ``slices_are_exposed`` a copy of this rank's shards of those units. A bucket
+    of whole parameters counts as W of the largest slice that a rank owns of it: the owner may receive so many, one of
+    each rank.
+
+    Args:
+        layout: the parameters that the optimizer updates.
+        stage: the row of the stage table.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
         slices_are_exposed: whether peers read this rank's shards in place, in its memory.
-        rank: its number among the ranks that share a copy.
     """
-    owners = {slot.parameter: bucket.owner(number) for bucket, number, slot in layout.slots()}
-    owned = {id(spec) for place, spec in enumerate(layout.parameters) if spec.whole and owners[place] == rank}
-
-    def total(which: str, among: Iterable[ParameterSpec]) -> int:
-        return sum(spec.numel * spec.dtypes.itemsize(which) for spec in among)
-
-    def shard(nbytes: Callable[[Iterable[ParameterSpec]], int], among: Sequence[ParameterSpec]) -> int:
-        mine = [spec for spec in among if id(spec) in owned]
-        return sharded_bytes(nbytes(spec for spec in among if not spec.whole), layout.world_size) + nbytes(mine)
-
-    trainable = [spec for spec in layout.parameters if spec.trainable]
-    stored = (*layout.parameters, *(() if rest is None else rest.parameters))
     units = unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
@@ -61,31 +189,14 @@ def formula_bytes(
     if reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
-    def placed(
-        nbytes: Callable[[Iterable[ParameterSpec]], int], among: Sequence[ParameterSpec], placement: Placement
-    ) -> int:
-        return nbytes(among) if placement is Placement.WHOLE else shard(nbytes, among)
-
-    def states(among: Iterable[ParameterSpec]) -> int:
-        return sum((state_tensors[spec.optimizer_class] + spec.dtypes.has_master) * spec.master_bytes for spec in among)
-
     def in_flight(bucket: BucketSpec) -> int:
         is_whole = layout.parameters[bucket.slots[0].parameter].whole
         return max(bucket.numel, layout.world_size * bucket.cuts.largest()) if is_whole else bucket.numel
 
-    contributed = [spec for spec in trainable if stage.contributes_in_place(spec.dtypes)]
-    means = [spec for spec in trainable if stage.grads_replicated and not stage.contributes_in_place(spec.dtypes)]
-    alone = layout.world_size == 1
-    summed = [spec for spec in trainable if stage.sum_lies_apart(spec.dtypes, is_mean=alone and spec.device != "cpu")]
+    largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
     return {
-        "parameters": placed(partial(total, "param_dtype"), stored, stage.parameters),
-        "gradients": total("reduce_dtype", contributed)
-        + total("accumulate_dtype", means)
-        + shard(partial(total, "accumulate_dtype"), summed),
-        "optimizer": placed(states, trainable, stage.states),
         "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
-        "scratch_peak": 3 * max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
-        + exposed,
+        "scratch_peak": 3 * largest + exposed,
     }
 
 

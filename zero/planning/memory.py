@@ -1,7 +1,7 @@
 """The bytes of a rank by kind, exactly as `optimizer.describe()` reports them after a step, without a training.
 
-Knows: which buffers a rank keeps of a bucket, and how long they are. Does not know: activations, the memory that torch
-and the system need, seconds. `MEMORY.md` has the formulas without padding; here padding is counted, too.
+Knows: what a class keeps, and what is offloaded. Does not know: the bytes of a bucket (`zero.core.formulas`),
+activations, the memory that torch and the system need, seconds.
 
 Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
 one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
@@ -12,16 +12,13 @@ parameters with one owner each (Muon's), the rank that owns most has most.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
-from ..core.formulas import formula_bytes
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, Piece
-from ..core.runs import CUT, adjoins, part_begins, runs
-from ..core.stage import STATES_AHEAD, STATES_BEHIND, Placement
+from ..core.formulas import KeptStates, bucket_bytes, peak_bounds
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout
+from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
@@ -109,7 +106,7 @@ class MemoryPlan:
         held: Counter[int] = Counter()
         for bucket, owners in self.laid_out(setting).whole:
             for place in owners:
-                found = _of_bucket(setting, bucket, self.members(bucket), place)
+                found = self._of_bucket(setting, bucket, place)
                 held[place] += found.resident + found.offloaded
         return self._sum(setting, max(held, key=lambda place: (held[place], place), default=setting.factor - 1))
 
@@ -145,7 +142,7 @@ class MemoryPlan:
     def _sum(self, setting: PlanSetting, place: int) -> RankBytes:
         """Return the bytes of a rank. ``place``: its number among those that share a copy."""
         laid_out = self.laid_out(setting)
-        parts_ = [(_of_bucket(setting, bucket, self.members(bucket), place), n) for bucket, n in laid_out.kinds]
+        parts_ = [(self._of_bucket(setting, bucket, place), n) for bucket, n in laid_out.kinds]
         total = {
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
@@ -154,19 +151,54 @@ class MemoryPlan:
         total["staged_peak"] = _STAGED[setting.offload] * largest
         return RankBytes(**total)
 
+    def _of_bucket(self, setting: PlanSetting, bucket: BucketSpec, place: int) -> RankBytes:
+        """Return a rank's bytes of one bucket."""
+        members, stage, itemsize = self.members(bucket), setting.row, bucket.dtypes.itemsize("master_dtype")
+        states, trainable = (
+            setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix],
+            members[0].trainable,
+        )
+        stepped = [member.used and trainable for member in members]
+        low, high = stage.update_interval(bucket, place)
+        pieces, on_disk = bucket.pieces(low, high), setting.offload == "disk"
+        exist = any(stepped[piece.slot] for piece in pieces) or (states.at_construction and bool(pieces))
+        found = bucket_bytes(
+            bucket,
+            [self.laid_out(setting).layout.parameters[slot.parameter] for slot in bucket.slots],
+            stage,
+            place,
+            KeptStates(
+                states.tensors * itemsize if exist else 0,
+                bucket.dtypes.has_master and trainable,
+                states.step_counts * STEP_COUNT_BYTES,
+                stepped,
+                () if setting.fused else {member.group for member in members},
+            ),
+            states_on_disk=on_disk,
+            parameters_on_disk=setting.offload_parameters,
+        )
+        masters_move = on_disk and setting.device == "cpu"
+        room = max(high - low, int(on_disk)) * itemsize  # of a tensor that is reserved
+        offloaded = states.tensors * room if setting.offload else 0
+        offloaded += room if masters_move and bucket.dtypes.has_master else 0
+        offloaded += found.parameters if setting.offload_parameters else 0
+        beside = found.gradients + found.scalars + (0 if setting.offload_parameters else found.parameters)
+        beside += (0 if setting.offload else found.states) + (0 if masters_move else found.masters)
+        return RankBytes(
+            found.parameters, found.gradients, found.states, found.scalars, found.masters, offloaded, beside
+        )
+
     def _bounds(self, setting: PlanSetting, layout: Layout) -> dict[str, int]:
         """Return the upper bounds of gathered and of scratch memory."""
         key = (*_key(setting), setting.stage, setting.near, setting.exposes_slices)
         if key not in self._peaks:
-            formula = formula_bytes(
+            bounds = peak_bounds(
                 layout,
                 setting.row,
-                {number: states.tensors for number, states in enumerate(setting.classes)},
                 reshard_group_size=setting.near,
                 slices_are_exposed=setting.exposes_slices,
             )
-            gathered = formula["gathered_peak"] if setting.gathers_units else 0
-            self._peaks[key] = {"gathered_peak": gathered, "scratch_peak": formula["scratch_peak"]}
+            self._peaks[key] = bounds if setting.gathers_units else bounds | {"gathered_peak": 0}
         return self._peaks[key]
 
 
@@ -175,66 +207,3 @@ def _key(setting: PlanSetting) -> _Key:
     across = setting.has_units and setting.shares_buckets
     whole = len(setting.classes) > 1
     return setting.dtypes, setting.factor, setting.bucket_sizes, setting.has_units, across, whole
-
-
-def _of_bucket(setting: PlanSetting, bucket: BucketSpec, members: Sequence[ParameterShape], place: int) -> RankBytes:
-    """Return a rank's bytes of one bucket."""
-    stage, dtypes = setting.row, bucket.dtypes
-    states = setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix]
-    trainable = members[0].trainable
-    own = _length(bucket.owned(place))
-    low, high = stage.update_interval(bucket, place)
-    on_disk = setting.offload == "disk"
-    master_bytes = dtypes.itemsize("master_dtype") * _in_file(high - low, on_disk)
-    masters_move = on_disk and setting.device == "cpu"
-
-    held = bucket.numel if stage.parameters is Placement.WHOLE else _in_file(own, setting.offload_parameters)
-    parameters = held * dtypes.itemsize("param_dtype")
-    pieces = bucket.pieces(low, high)
-    present = [members[piece.slot].used and trainable for piece in pieces]
-    exist = any(present) or (states.at_construction and bool(pieces))
-    tensors = states.tensors * master_bytes if exist else 0
-    counts = _run_count(setting, pieces, members, present) * states.step_counts * STEP_COUNT_BYTES
-    masters = 0
-    if dtypes.has_master and trainable:
-        masters = master_bytes if masters_move else (high - low) * dtypes.itemsize("master_dtype")
-
-    offloaded = states.tensors * master_bytes if setting.offload else 0
-    offloaded += master_bytes if masters_move and dtypes.has_master else 0
-    offloaded += parameters if setting.offload_parameters else 0
-    gradients = _gradients(setting, bucket, own) if trainable else 0
-    beside = gradients + counts + (0 if setting.offload_parameters else parameters)
-    beside += (0 if setting.offload else tensors) + (0 if masters_move else masters)
-    return RankBytes(parameters, gradients, tensors, counts, masters, offloaded, beside)
-
-
-def _gradients(setting: PlanSetting, bucket: BucketSpec, own: int) -> int:
-    """Return the bytes of the buffers of gradients. ``own``: elements of the slice that the rank owns."""
-    stage, dtypes = setting.row, bucket.dtypes
-    whole = 0
-    if stage.contributes_in_place(dtypes):
-        whole = bucket.numel * dtypes.itemsize("reduce_dtype")
-    elif stage.grads_replicated:
-        whole = bucket.numel * dtypes.itemsize("accumulate_dtype")
-    sum_is_mean = setting.factor == 1 and setting.device != "cpu"
-    apart = stage.sum_lies_apart(dtypes, is_mean=sum_is_mean)
-    return whole + apart * own * dtypes.itemsize("accumulate_dtype")
-
-
-def _run_count(
-    setting: PlanSetting, pieces: Sequence[Piece], members: Sequence[ParameterShape], present: Sequence[bool]
-) -> int:
-    """Return how many parts of runs the class steps as one parameter each."""
-    groups, scalars = [members[piece.slot].group for piece in pieces], [member.shape == () for member in members]
-    size = None if setting.fused or setting.device != "cpu" else CUT
-    found = runs(pieces, present, partial(adjoins, pieces, groups, scalars))
-    return sum(len(part_begins(pieces[first].begin, pieces[last - 1].end, size)) for first, last in found)
-
-
-def _in_file(numel: int, on_disk: bool) -> int:
-    """Return the elements of a tensor's memory, which is never empty in a file."""
-    return max(1, numel) if on_disk else numel
-
-
-def _length(interval: tuple[int, int]) -> int:
-    return interval[1] - interval[0]

@@ -280,6 +280,25 @@ class BucketStates:
         wide = [self.master.master] if self.master is not None and self.master.exists else []
         return [*(flat.data for flat in self.flat.values()), *self._others(), *wide]
 
+    def stepped(self) -> tuple[bytes, frozenset[int]]:
+        """Return the arguments of the last `plan`: which slots of the bucket have runs, one flag each, and the groups
+        that are cut. No slot has any after `snapshot`."""
+        present, cut = self._key or (b"", frozenset())
+        flags = bytearray(len(self.bucket.slots))
+        for piece, flag in zip(self.pieces, present, strict=False):
+            flags[piece.slot] = flag
+        return bytes(flags), cut
+
+    def scalar_bytes(self) -> int:
+        """Return the bytes of a run's states of one element; 0 if there are no runs."""
+        sizes = (self._scalars_of(run) for run in self.runs)
+        return max((sum(tensor.nbytes for tensor in tensors) for tensors in sizes), default=0)
+
+    def _scalars_of(self, run: _FlatParam) -> Iterator[Tensor]:
+        for name, value in self.instance.state.get(run.parameter, {}).items():
+            if name not in run.views:
+                yield from (tensor for tensor in _tensors_in(value) if tensor.numel() <= 1)
+
     def large_bytes(self) -> int:
         """Return the bytes of the runs' states of more than one element that are not as large as the parameter."""
         return sum(tensor.nbytes for tensor in self._others() if tensor.numel() > 1)

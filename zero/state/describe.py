@@ -12,7 +12,7 @@ from torch import Tensor
 
 from collectives import Choice
 
-from ..core.formulas import formula_bytes, formula_traffic, spread_of_owners
+from ..core.formulas import KeptStates, formula_bytes, formula_traffic, spread_of_owners
 from ..core.parameter_specs import parts_of
 from ..core.stage import Stage, sums_under_way
 from ..gradients.reducer import Reducer
@@ -105,18 +105,17 @@ def describe(
     units_need_gather = units is not None and units.some_travel
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
-    tensors_of_state: dict[int, int] = {}
-    for bucket in buckets:
-        number = bucket.specs[0].optimizer_class
-        tensors_of_state[number] = max(tensors_of_state.get(number, 0), len(bucket.states.flat))
+    offloaded = [tensor for bucket in buckets for tensor in bucket.states.kept()]
     formula = formula_bytes(
         layout,
         stage,
-        tensors_of_state,
+        shards.rank,
+        lambda spec: _kept(buckets[spec.index]),
         storage.rest,
         reshard_group_size,
         slices_are_exposed=bool(stage.gathers(1)) and units_need_gather and shards.memory is not None,
-        rank=shards.rank,
+        states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
+        parameters_on_disk=bool(storage.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
     return Description(
@@ -144,7 +143,7 @@ def describe(
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
-        _bytes([*storage.kept(), *(tensor for bucket in buckets for tensor in bucket.states.kept())]),
+        _bytes([*storage.kept(), *offloaded]),
         spread_of_owners(layout, stage),
         lambda backwards, synchronised: formula_traffic(
             layout,
@@ -157,6 +156,19 @@ def describe(
             replicas=transport.world_size // shards.world_size,
             reshard_group_size=reshard_group_size,
         ),
+    )
+
+
+def _kept(bucket: Bucket) -> KeptStates:
+    """Return what the class keeps for a bucket."""
+    states = bucket.states
+    stepped, cut = states.stepped()
+    return KeptStates(
+        sum(flat.data.itemsize for flat in states.flat.values()),
+        states.master is not None and states.master.exists,
+        states.scalar_bytes(),
+        stepped,
+        cut,
     )
 
 
