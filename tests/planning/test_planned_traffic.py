@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from pathlib import Path
-
 import pytest
 
 from collectives.algorithms.plans import Hosts, equal_hosts, plans
@@ -14,26 +10,31 @@ from zero.planning.model import Model, ParameterShape
 from zero.planning.setting import PlanSetting
 from zero.planning.traffic import crossing, sent
 
-MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "crossing.json"
+# Payload bytes that crossed between two hosts of two ranks in a step, by (stage, sharding_factor): counted by the
+# library on 2026-11-22, torch 2.13, four layers of 1024 x 1024 in fp32.
+CROSSED = {
+    (1, 1): 33561896,
+    (1, 2): 33562160,
+    (1, 4): 41953110,
+    (2, 1): 33561896,
+    (2, 2): 33562160,
+    (2, 4): 41953110,
+    (3, 1): 33562688,
+    (3, 2): 33563736,
+    (3, 4): 54542020,
+}
 
 
 def layers(width: int, count: int) -> Model:
-    """Return the shapes of the model of `benchmarks.crossing`: layers without a bias, each a unit."""
+    """Return the shapes of layers without a bias, each a unit."""
     shapes = (ParameterShape((f"{n}.0.weight",), (width, width), n + 1) for n in range(count))
     return Model(f"layers-{count}x1x{width}", tuple(shapes), ("the root's rest", *map(str, range(count))))
 
 
 def test_what_crosses_between_hosts_is_what_was_measured_within_4_of_1000() -> None:
     """The difference is headers."""
-    table = json.loads(MEASURED.read_text())["tables"][0]
-    crossed: defaultdict[tuple[int, int], int] = defaultdict(int)
-    for row in table["rows"]:
-        ours = dict(zip(table["columns"], row, strict=True))
-        crossed[ours["stage"], ours["factor"]] += ours["crossed"]
     plan = MemoryPlan(layers(1024, 4))
-    assert plan.model.numel == ours["numel"]
-    assert len(crossed) == 9
-    for (stage, factor), measured in crossed.items():
+    for (stage, factor), measured in CROSSED.items():
         planned = crossing(plan, PlanSetting(stage, 4, factor, ranks_per_host=2)).total
         assert planned <= measured <= 1.004 * planned, (stage, factor)
 

@@ -175,7 +175,7 @@ def test_units_that_lie_in_common_memory_are_not_gathered() -> None:
 
 
 def test_with_a_copy_on_each_host_only_sums_cross_between_hosts() -> None:
-    """Each of two hosts sends 4 bytes for each element (`python -m benchmarks.crossing`), at every stage."""
+    """Each of two hosts sends 4 bytes for each element (measured on 2026-11-22), at every stage."""
     cluster = presets().cluster("cpu:2x2", nic=10)
     for stage in (1, 2, 3):
         layout = layout_of(2, 4096, with_units=stage == 3)
