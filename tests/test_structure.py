@@ -18,7 +18,6 @@ MAY_IMPORT_DISTRIBUTED = {
     "zero.commands.checkpoint.export",
     "zero.commands.elastic",
     "zero.commands.runner",
-    "zero.commands.sweep.baselines",
     "zero.runtime.process_group",
 }
 

@@ -42,8 +42,6 @@ WRONG = {
     "zero train, a flag without the one that it needs": ["train", "--keep=2"],
     "zero train, a file that is missing": ["train", "--data={}/no"],
     "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
-    "zero sweep": ["sweep", "--stage=9"],
-    "zero sweep, a folder that cannot be written": ["sweep", "--out=/proc/no"],
     "zero plan": ["plan", "--preset=tiny", "--cluster=h10:8", "--out={}"],
     "zero verify": ["verify", "no_such_module:arguments"],
     "zero verify, arguments": ["verify", "tests.verified:unknown_arguments"],

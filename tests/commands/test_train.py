@@ -21,13 +21,12 @@ import torch
 from zero import MixedPrecision
 from zero.commands import cli, runner
 from zero.commands.console import Console, StepStats
-from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
 from zero.commands.train import memory_stats
 from zero.commands.train.data import load_corpus
 from zero.commands.train.loop import Loop
 from zero.commands.train.model import build_model
-from zero.commands.train.settings import SweepConfig, TrainConfig
+from zero.commands.train.settings import TrainConfig
 
 from ..matrix import Variant, trained_sha256
 
@@ -375,7 +374,7 @@ def test_bad_input_is_one_line_before_anything_is_started(
         (["train", "--steps=many"], r"Invalid value for '--steps': .* integer.*\. See `zero train --help`"),
         (["train", "--steps"], r"Option '--steps' requires an argument\. See `zero.* --help`"),
         (["train", "--preset=huge"], r"Invalid value for '--preset': .*'tiny', 'small', 'medium'\. .*"),
-        (["sweep", "5"], r"Got unexpected extra argument.*5.*\. See `zero sweep --help`"),
+        (["train", "5"], r"Got unexpected extra argument.*5.*\. See `zero train --help`"),
         (["verify"], r"Missing argument 'MODULE:FUNCTION'\. See `zero verify --help`"),
         (["trian"], r"No such command 'trian'\. Did you mean 'train'\? See `zero --help`"),
         (["export", "saved"], r"No such command 'export'\. It is `zero checkpoint export`"),
@@ -478,18 +477,12 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
 def test_both_command_lines_have_the_flags_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: list[TrainConfig | SweepConfig] = []
-    for module in (train, sweep):
-        monkeypatch.setattr(module, "run", lambda config: given.append(config) or 0)
+    given: list[TrainConfig] = []
+    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
     assert cli.main(["--ranks=3", "--fused", "--clip", "0.5", "--data=-x", "--preset=tiny", "--lr=1e-7"], "train") == 0
-    assert given == [TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)]
-    assert cli.main(["sweep", "--stage=1", "--stage=3", "--no-peers"]) == 0
-    assert given.pop() == SweepConfig(stage=[1, 3], peers=False)
-    for arguments, command, default in (
-        (["train"], None, TrainConfig()),
-        ([], "train", TrainConfig()),
-        (["sweep"], None, SweepConfig()),
-    ):
+    assert given.pop() == TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
+    default = TrainConfig()
+    for arguments, command in ((["train"], None), ([], "train")):
         assert cli.main(arguments, command) == 0
         assert given.pop() == default
         assert cli.main([*arguments, "-h"], command) == 0

@@ -1,1 +1,1 @@
-"""The commands train, verify and sweep. They import the library. The library imports only `verify` from here."""
+"""The commands. They import the library. The library imports only `verify` from here."""

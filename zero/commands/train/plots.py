@@ -1,4 +1,4 @@
-"""The pictures of `zero train`, loss.png, memory.png and steps.png, of `zero sweep`, sweep.png, and of `zero plan`.
+"""The pictures of `zero train`, loss.png, memory.png and steps.png, and of `zero plan`.
 
 Knows: how to draw them from numbers, with matplotlib, which is imported when something is drawn. Does not know: where
 the numbers come from.
@@ -89,7 +89,7 @@ def draw_steps(path: Path, title: str, before: int, step_ms: Sequence[float], sa
 
 @dataclass(frozen=True)
 class Dot:
-    """One setting of a sweep. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
+    """One setting. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
     ``hollow``: it keeps something elsewhere, on disk for instance; ``best``: it lies on the line."""
 
     name: str

@@ -1,4 +1,4 @@
-"""The flags of `zero train` and `zero sweep`.
+"""The flags of `zero train`.
 
 Knows: the name, type, default and help text of every flag, as fields of one frozen dataclass for each command; which
 values are valid by themselves. Does not know: the parser, or what a flag does. The ranks of `zero train` get the fields
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-__all__ = ["Flag", "SweepConfig", "TrainConfig", "flags_of", "option_of"]
+__all__ = ["Flag", "TrainConfig", "flags_of", "option_of"]
 
 
 _ELASTIC = "MIN:MAX, two numbers of ranks with 1 <= MIN <= MAX"
@@ -128,35 +128,6 @@ class TrainConfig:
         return cls(**{**values, **paths})
 
 
-@dataclass(frozen=True, kw_only=True)
-class SweepConfig:
-    """The settings of `zero sweep`. A field is a flag; the text in its type is the flag's help."""
-
-    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "medium"
-    ranks: Annotated[int, "processes"] = 2
-    stage: Annotated[list[int] | None, "a stage to run, may be repeated; all when omitted"] = None
-    peers: Annotated[bool, "also run what torch has: DDP, ZeroRedundancyOptimizer, FSDP2"] = True
-    rounds: Annotated[int, "runs of each setting, one of each in turn"] = 1
-    steps: Annotated[int, "timed steps of a run"] = 10
-    batch: Annotated[int, "sequences that a rank takes in a step"] = 1
-    sequence: Annotated[int, "bytes in a sequence"] = 64
-    seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
-    threads: Annotated[int, "threads that a rank computes with"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket of ours, in MiB"] = 25.0
-    out: Annotated[Path, "folder for sweep.json and sweep.png, on the disk that offloaded states go to"] = Path(
-        "zero-sweep"
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "rounds", "steps", "batch", "sequence", "threads"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
-        _require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
-        for number in self.stage or ():
-            _require(number in range(4), "stage", number, "from 0 to 3")
-        _require_choices(self, "preset")
-
-
 def _number(text: str) -> float:
     """Return the number that a text is; NaN if it is none."""
     try:
@@ -175,7 +146,7 @@ def _need(flag: str, other: str, there: bool) -> None:
         raise ValueError(f"{flag} needs {other}")
 
 
-def _require_choices(config: TrainConfig | SweepConfig, *names: str) -> None:
+def _require_choices(config: TrainConfig, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         choices = next(get_args(flag.type) for flag in flags_of(type(config)) if flag.name == name)
