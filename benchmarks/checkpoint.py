@@ -1,6 +1,6 @@
 """`python -m benchmarks.checkpoint`: saves and loads of one training, beside DCP's and the disk's own time.
 
-Knows: the command's flags, and the order of jobs. Does not know: how anything is measured.
+Knows: the command's flags, the order of jobs, the tables. Does not know: how anything is measured.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 try:
@@ -19,21 +20,24 @@ try:
 except ModuleNotFoundError as absent:
     sys.exit(f"error: this benchmark needs {absent.name}: python -m pip install -e '.[cli]'")
 
-from . import checkpoint_tables, tables
+from . import tables
 from .checkpoint_rank import (
     CACHED,
     COLD,
     COPY,
     DISK,
+    EVERY,
     LOADS,
     SAVE,
     SAVES,
     TRAIN,
+    WARM,
+    WITHOUT,
     CheckpointJob,
     SaveSample,
     merged,
 )
-from .checkpoint_systems import TORCH
+from .checkpoint_systems import DCP, DCP_PROCESS, TORCH
 from .processes import RankError, run_ranks
 from .report import Report
 
@@ -41,6 +45,7 @@ RANKS, OTHER_RANKS = 2, (1, 3)
 ROUNDS = {"gpt-8x384": 7, "tensors-1000": 3}
 LARGE = {"gpt-12x768": 3}
 QUICK = {"gpt-2x32": 1}
+Key = tuple[str, str, int]  # what, model, number of ranks
 
 
 def jobs(rounds: dict[str, int], folder: Path) -> Iterator[tuple[CheckpointJob, int]]:
@@ -69,6 +74,99 @@ def measure(rounds: dict[str, int], folder: Path, console: Console) -> Iterator[
             )
 
 
+class CheckpointResults:
+    """Samples of one machine."""
+
+    def __init__(self, samples: Sequence[SaveSample]) -> None:
+        self._found: dict[Key, dict[str, list[SaveSample]]] = {}
+        for sample in samples:
+            of = self._found.setdefault((sample.what, sample.model, sample.ranks), {})
+            of.setdefault(sample.way, []).append(sample)
+
+    def of(self, what: str) -> list[Key]:
+        """Return every model and number of ranks for which something was measured."""
+        return [key for key in self._found if key[0] == what]
+
+    def ways(self, key: Key) -> list[str]:
+        return list(self._found[key])
+
+    def values(self, key: Key, way: str, name: str) -> list[float]:
+        """Return a number of every round, in order."""
+        return [sample.values[name] for sample in sorted(self._found[key][way], key=lambda sample: sample.round)]
+
+    def median(self, key: Key, way: str, name: str) -> float:
+        return median(self.values(key, way, name))
+
+    def ratio(self, key: Key, way: str, than: str, name: str) -> float | None:
+        """Return the median over rounds of the ratio to another way in the same round; None without it."""
+        if than not in self._found[key]:
+            return None
+        pairs = zip(self.values(key, way, name), self.values(key, than, name), strict=True)
+        return median(mine / theirs for mine, theirs in pairs)
+
+    def lost(self, key: Key, way: str) -> list[float]:
+        """Return, by round, the seconds that a save takes from training: ten steps with it, minus ten without."""
+        usual = self.median(key, WITHOUT[way], "seconds")
+        return [seconds - usual for seconds in self.values(key, way, "seconds")]
+
+
+def every(results: CheckpointResults) -> Iterator[tables.Table]:
+    """Yield all tables."""
+    yield from (_saves(results, key) for key in results.of(SAVE))
+    yield from (_trainings(results, key) for key in results.of(TRAIN))
+    yield from (_loads(results, key) for key in results.of(COLD))
+
+
+def _with_spread(values: Sequence[float]) -> list[str]:
+    return [tables.milliseconds(median(values)), tables.spread(*tables.quartiles(values))]
+
+
+def _saves(results: CheckpointResults, key: Key) -> tables.Table:
+    payload, rows = results.median(key, DISK, "nbytes"), []
+    for way in results.ways(key):
+        row = [way]
+        if way in (DISK, CACHED, COPY):
+            row += ["–", "–", *_with_spread(results.values(key, way, "done"))]
+            row += [tables.two(results.ratio(key, way, DISK, "done")), "–", "–", "–"]
+        else:
+            row += [*_with_spread(results.values(key, way, "call")), *_with_spread(results.values(key, way, "done"))]
+            row += [tables.two(results.ratio(key, way, than, "done")) for than in (DISK, DCP)]
+            row.append("–" if way == DCP_PROCESS else tables.two(results.median(key, way, "cpu") * 1e9 / payload))
+            row.append(tables.two(results.median(key, way, "files") / payload))
+        rows.append(row)
+    columns = ["way", "call ms", "quartiles", "complete ms", "quartiles", "÷ disk", "÷ DCP", "CPU s/GB", "files"]
+    rounds = len(results.values(key, DISK, "done"))
+    return tables.Table(f"{key[1]}: a save of {payload / 1e6:.1f} MB, {key[2]} ranks, rounds: {rounds}", columns, rows)
+
+
+def _trainings(results: CheckpointResults, key: Key) -> tables.Table:
+    rows = []
+    for way in results.ways(key):
+        row = [way, *(tables.milliseconds(results.median(key, way, name)) for name in ("seconds", "worst"))]
+        if way in SAVES:
+            lost = results.lost(key, way)
+            share = 100 * median(lost) / results.median(key, WITHOUT[way], "seconds")
+            row += [*_with_spread(lost), f"{share:.1f} %"]
+        else:
+            row += ["–"] * 3
+        rows.append(row)
+    columns = ["way", f"{EVERY} steps ms", "worst step ms", "lost ms", "quartiles", "of training"]
+    return tables.Table(f"{key[1]}: {EVERY} steps with a save, {key[2]} ranks", columns, rows)
+
+
+def _loads(results: CheckpointResults, key: Key) -> tables.Table:
+    rows = []
+    for way in results.ways(key):
+        row = [way]
+        for what in (COLD, WARM):
+            here = what, *key[1:]
+            row += _with_spread(results.values(here, way, "seconds"))
+            row += [tables.two(results.ratio(here, way, than, "seconds")) for than in (DISK, DCP)]
+        rows.append(row)
+    columns = ["way", "cold ms", "quartiles", "÷ disk", "÷ DCP", "warm ms", "quartiles", "÷ disk", "÷ DCP"]
+    return tables.Table(f"{key[1]}: a load, ranks: {key[2]}, saved by 2", columns, rows)
+
+
 def main(
     model: Annotated[list[str] | None, typer.Option(help="One of benchmarks.models; may be repeated.")] = None,
     rounds: Annotated[int | None, typer.Option(help="How many rounds of each job.")] = None,
@@ -95,8 +193,8 @@ def main(
             raise typer.Exit(1)
         Report.of_this_machine("benchmarks.checkpoint", [asdict(s) for s in samples]).write(out / "checkpoint.json")
     report = Report.read(show_only or out / "checkpoint.json")
-    results = checkpoint_tables.CheckpointResults([SaveSample(**part) for part in report.parts])
-    tables.show(report.line(), checkpoint_tables.every(results), markdown, console)
+    results = CheckpointResults([SaveSample(**part) for part in report.parts])
+    tables.show(report.line(), every(results), markdown, console)
     if failed:
         raise typer.Exit(1)
 
