@@ -1,66 +1,92 @@
-"""One rank that saves and loads checkpoints in every way, in turn. It prints its samples, a JSON line each.
+"""One rank that saves and loads checkpoints in every way, in turn; the records of its job and of its samples.
 
     save     in a round, each way saves once: the seconds until the call returns, until the checkpoint is complete, and
              the processor's; beside it the disk alone (rank 0) and a copy of the rank's part of the parameters
     train    in a round, each way trains for ten steps, with a save before the first or without, and waits for it
     load     in a round, each way loads once, with its files dropped from the page cache, and once with them there
-    peak     a process of its own for each way: the resident bytes that a save or a load adds to the peak
-    many     a small model is saved after every step: what the process and the folder hold
 
-Knows: clocks, the memory of this process. Does not know: its parent process, or the other ranks' results. Forked by
-`fork_server`, with RANK and WORLD_SIZE set.
+It prints its samples, a JSON line each.
+
+Knows: clocks, files. Does not know: its parent process, or the other ranks' results. Started as `python -m
+benchmarks.checkpoint_rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import mmap
 import os
-import threading
+import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from . import checkpoint_disk as disk
-from .checkpoint_job import (
-    CACHED,
-    COLD,
-    COPY,
-    DISK,
-    EVERY,
-    MANY,
-    PEAK_OF_LOAD,
-    PEAK_OF_SAVE,
-    SAVE,
-    SAVES,
-    TRAIN,
-    WARM,
-    WITHOUT,
-    CheckpointJob,
-    SaveSample,
-)
-from .checkpoint_systems import SavedTraining, remove, system_of
-from .models import Trainable, trainable
+from .checkpoint_systems import DCP, DCP_PROCESS, DCP_THREAD, TORCH, ZERO, ZERO_ASYNC, SavedTraining, remove, system_of
+from .models import trainable
 from .rank import as_rank
-from .step_rank import resident
 
+DISK, CACHED, COPY = "disk", "disk, cached", "memcpy"
+SAVES = (ZERO, ZERO_ASYNC, DCP, DCP_THREAD, DCP_PROCESS)
+LOADS = (DISK, ZERO, DCP, TORCH)
+NO_SAVE, NO_SAVE_FSDP2 = "zero, no save", "FSDP2, no save"
+WITHOUT = dict(zip(SAVES, (NO_SAVE, NO_SAVE, NO_SAVE_FSDP2, NO_SAVE_FSDP2, NO_SAVE_FSDP2), strict=True))
+SAVE, TRAIN, COLD, WARM = "save", "train", "load, cold", "load, warm"
+EVERY = 10  # steps between two saves
 BYTES = 12  # of a parameter in fp32 and its two states of Adam
-MARKS = 10  # how often is counted over many saves
+PIECE = 4 << 20  # bytes of one write or read of the disk alone
+SUMMED = ("cpu", "nbytes")
+
+
+@dataclass(frozen=True)
+class CheckpointJob:
+    """Measure ``what`` on ``model``, with files below ``folder``, in ``rounds``; in each, every one of ``ways``."""
+
+    what: str
+    model: str
+    folder: str
+    rounds: int
+    ways: Sequence[str]
+    timeout: float = 900.0
+
+
+@dataclass(frozen=True)
+class SaveSample:
+    """What was measured of one way in one round: numbers by name. Those in `SUMMED` are of all ranks together."""
+
+    what: str
+    model: str
+    ranks: int
+    way: str
+    round: int
+    values: dict[str, float]
+
+
+def merged(of_ranks: Sequence[Sequence[SaveSample]]) -> list[SaveSample]:
+    """Return the samples of all ranks as one: a sum, or the largest number of any rank."""
+    found = []
+    for samples in zip(*of_ranks, strict=True):
+        first = samples[0]
+        values = {
+            name: sum(s.values[name] for s in samples) if name in SUMMED else max(s.values[name] for s in samples)
+            for name in first.values
+        }
+        found.append(SaveSample(first.what, first.model, first.ranks, first.way, first.round, values))
+    return found
 
 
 class _Trainings:
     """The trainings of some ways; ways of one system share theirs."""
 
-    def __init__(self, job: CheckpointJob, **of_manager: Any) -> None:
-        self.model: Trainable = trainable(job.model)
-        self.numel = sum(parameter.numel() for parameter in self.model.build().parameters())
+    def __init__(self, job: CheckpointJob) -> None:
+        model = trainable(job.model)
+        self.numel = sum(parameter.numel() for parameter in model.build().parameters())
         systems = dict.fromkeys(system_of(way) for way in job.ways if way not in (DISK, CACHED, COPY))
-        self.by_system = {system: system(self.model, Path(job.folder), **of_manager) for system in systems}
+        self.by_system = {system: system(model, Path(job.folder)) for system in systems}
         for training in self.by_system.values():
             for _ in range(2):
                 training.step()
@@ -84,7 +110,7 @@ def _save(job: CheckpointJob) -> Iterator[SaveSample]:
             gc.collect()
             dist.barrier()
             if way in (DISK, CACHED):
-                seconds = disk.write(Path(job.folder), nbytes, direct=way == DISK) if dist.get_rank() == 0 else 0.0
+                seconds = _write(Path(job.folder), nbytes, direct=way == DISK) if dist.get_rank() == 0 else 0.0
                 values = {"call": seconds, "done": seconds}
             elif way == COPY:
                 begin = time.perf_counter()
@@ -109,7 +135,7 @@ def _one_save(training: SavedTraining, way: str) -> dict[str, float]:
     done = time.perf_counter() - begin
     cpu = time.process_time() - cpu
     dist.barrier()
-    files = sum(path.stat().st_size for path in disk.files_of(training.written()))
+    files = sum(path.stat().st_size for path in _files_of(training.written()))
     dist.barrier()
     remove(training.written())
     return {"call": call, "done": done, "cpu": cpu, "files": files}
@@ -150,81 +176,84 @@ def _load(job: CheckpointJob) -> Iterator[SaveSample]:
     for number in range(job.rounds):
         for what in (COLD, WARM):
             for way in _in_turn(job.ways, number):
-                files = disk.files_of(whole if way == DISK else trainings[way].kept())
+                files = _files_of(whole if way == DISK else trainings[way].kept())
                 if dist.get_rank() == 0:
-                    disk.drop(files) if what == COLD else disk.read(files)
+                    _drop(files) if what == COLD else _read(files)
                 dist.barrier()
                 begin = time.perf_counter()
                 if way == DISK:
-                    disk.read(files if dist.get_rank() == 0 else ())
+                    _read(files if dist.get_rank() == 0 else ())
                 else:
                     trainings[way].load()
                 yield _sample(job, way, number, {"seconds": time.perf_counter() - begin}, what)
-
-
-def _peak(job: CheckpointJob) -> Iterator[SaveSample]:
-    (way,) = job.ways
-    trainings = _Trainings(job)
-    training = trainings[way]
-    gc.collect()
-    if job.what == PEAK_OF_LOAD:
-        before = _peak_of(lambda: None)
-        added = _peak_of(training.load) - before
-    else:
-        before = max(_peak_of(lambda: _ten_steps(training, None)) for _ in range(2))
-        added = 0
-        for _ in range(2):
-            added = max(added, _peak_of(lambda: _ten_steps(training, way)) - before)
-            remove(training.written())
-    own = 4 * trainings.numel // dist.get_world_size()
-    yield _sample(job, way, 0, {"added": added, "parameters": own})
-
-
-def _peak_of(action: Callable[[], object]) -> int:
-    """Return the most resident bytes of this process during a call."""
-    dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")
-    action()
-    return resident("VmHWM")
-
-
-def _many(job: CheckpointJob) -> Iterator[SaveSample]:
-    (way,) = job.ways
-    training = _Trainings(job, max_to_keep=2)[way]
-    for number in range(1, job.rounds + 1):
-        training.step()
-        wait = training.save(way)
-        if number % (job.rounds // MARKS) == 0:
-            wait()
-            dist.barrier()
-            gc.collect()
-            counted: dict[str, float] = {
-                "saves": number,
-                "resident": resident("VmRSS"),
-                "descriptors": len(os.listdir("/proc/self/fd")),
-                "threads": threading.active_count(),
-                "shared": sum("/dev/shm" in line for line in Path("/proc/self/maps").read_text().splitlines()),
-                "entries": len(os.listdir(training.written().parent)),
-            }
-            yield _sample(job, way, number, counted)
 
 
 def _sample(job: CheckpointJob, way: str, number: int, values: dict[str, float], what: str = "") -> SaveSample:
     return SaveSample(what or job.what, job.model, dist.get_world_size(), way, number, values)
 
 
-KINDS: dict[str, Callable[[CheckpointJob], Iterator[SaveSample]]] = {
-    SAVE: _save,
-    TRAIN: _train,
-    COLD: _load,
-    PEAK_OF_SAVE: _peak,
-    PEAK_OF_LOAD: _peak,
-    MANY: _many,
-}
+# -- the disk alone ----------------------------------------------------------------------------------------------------
 
 
-def main(job: CheckpointJob, meeting: str, parent: int) -> None:
+def _write(folder: Path, nbytes: int, *, direct: bool) -> float:
+    """Return the seconds in which ``nbytes`` are written into a new file that has its room, and are on the disk.
+
+    ``direct``: past the page cache, in whole pages.
+    """
+    path = folder / "written"
+    buffer = mmap.mmap(-1, PIECE)  # page-aligned, as O_DIRECT needs it
+    buffer.write(os.urandom(PIECE))
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_DIRECT if direct else 0))
+    try:
+        room = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fallocate(file, 0, room)
+        os.fsync(file)
+        data = memoryview(buffer)
+        begin = time.perf_counter()
+        for place in range(0, room, PIECE):
+            os.pwrite(file, data[: min(PIECE, room - place)], place)
+        os.fdatasync(file)
+        return time.perf_counter() - begin
+    finally:
+        os.close(file)
+        path.unlink()
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return a file, or all files below a folder."""
+    return [path] if path.is_file() else sorted(found for found in path.rglob("*") if found.is_file())
+
+
+def _read(paths: Iterable[Path]) -> None:
+    """Read files into one buffer."""
+    buffer = memoryview(bytearray(PIECE))
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        place = 0
+        while count := os.preadv(file, [buffer], place):
+            place += count
+        os.close(file)
+
+
+def _drop(paths: Iterable[Path]) -> None:
+    """Drop the pages of files from the page cache."""
+    for path in paths:
+        file = os.open(path, os.O_RDONLY)
+        os.fsync(file)
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(file)
+
+
+KINDS: dict[str, Callable[[CheckpointJob], Iterator[SaveSample]]] = {SAVE: _save, TRAIN: _train, COLD: _load}
+
+
+def main(arguments: Sequence[str]) -> None:
+    job, meeting, parent = CheckpointJob(**json.loads(arguments[0])), arguments[1], int(arguments[2])
     os.environ["MASTER_ADDR"] = "localhost"  # where DCP's processes find each other
     with as_rank(meeting, job.timeout, parent):
         for sample in KINDS[job.what](job):
             print(json.dumps(asdict(sample)), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

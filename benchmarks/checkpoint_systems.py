@@ -24,19 +24,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
 import zero
-from zero.commands.sweep.baselines import fully_sharded
 
-from .checkpoint_job import DCP, DCP_THREAD, TORCH, ZERO
 from .models import Trainable
-from .systems import LEARNING_RATE
+from .systems import LEARNING_RATE, fully_sharded
+
+ZERO, ZERO_ASYNC = "zero", "zero async"
+DCP, DCP_THREAD, DCP_PROCESS, TORCH = "DCP", "DCP thread", "DCP process", "torch"
 
 
 class SavedTraining:
     """A training that is saved and loaded: a model, its batches, and an optimizer. All ranks make every call."""
 
-    def __init__(self, model: Trainable, folder: Path, **of_manager: Any) -> None:
-        """``of_manager``: arguments of `CheckpointManager`, for the systems that have one."""
-        self._model, self._folder, self._of_manager = model, folder, of_manager
+    def __init__(self, model: Trainable, folder: Path) -> None:
+        self._model, self._folder = model, folder
         self._generator = torch.Generator().manual_seed(dist.get_rank())
         self._count = 0
         self._last = folder
@@ -81,7 +81,7 @@ class SavedTraining:
 class ZeroSaves(SavedTraining):
     def _build(self) -> torch.optim.Optimizer:
         self._zero = zero.ZeroOptimizer(self.module, torch.optim.AdamW, lr=LEARNING_RATE, fused=True, stage=2)
-        self._manager = zero.CheckpointManager(self._folder / "zero", self._zero, **self._of_manager)
+        self._manager = zero.CheckpointManager(self._folder / "zero", self._zero)
         return self._zero
 
     def save(self, way: str) -> Callable[[], object]:
@@ -103,7 +103,7 @@ class ZeroSaves(SavedTraining):
 class DcpSaves(SavedTraining):
     def _build(self) -> torch.optim.Optimizer:
         units = getattr(self.module, "blocks", None) or self.module.units
-        fully_sharded(self.module, units, dist.get_world_size())  # type: ignore[arg-type]
+        fully_sharded(self.module, units)  # type: ignore[arg-type]
         self._group: Any = dist.new_group(backend="gloo")  # of its own: its thread's collectives run beside training's
         return super()._build()
 

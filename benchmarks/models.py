@@ -1,8 +1,7 @@
-"""The models, by name: the GPTs of `benchmarks.steps`, and three families that grow along one axis.
+"""The models, by name: four GPTs, and two families.
 
-    gpt-LxF        a GPT of L layers of width F, and one sequence of 32 tokens for input
-    tensors-N      N tensors of 64 elements, and next to no arithmetic: the cost of a tensor
-    layers-UxLxF   U units of L matrices of F x F elements each, for one row of input: the cost of an element
+    gpt-LxF      a GPT of L layers of width F, and one sequence of 32 tokens for input
+    tensors-N    N tensors of 64 elements, and next to no arithmetic: the cost of a tensor
 
 Knows: how a model is made, its input, and its loss. Does not know: systems, processes, clocks.
 """
@@ -16,8 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from zero.commands.train.model import Shape, build, loss_fn
-
-from .step_job import MODELS, Model
 
 NUMEL = 64  # elements of each of the small tensors
 UNITS = 8  # the units over which the tensors are spread, if there are as many
@@ -35,20 +32,31 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True)
 class Text:
-    """A GPT on random tokens."""
+    """A GPT on random tokens: in a step, a rank takes ``sequences`` of ``length`` tokens."""
 
-    model: Model
+    shape: Shape
+    sequences: int = 1
+    length: int = 32
+    says: str = ""
 
     def build(self) -> nn.Module:
-        return build(self.model.shape, self.model.sequence, seed=0)
+        return build(self.shape, self.length, seed=0)
 
     def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        shape = (self.model.batch, self.model.sequence + 1)
-        tokens = torch.randint(self.model.shape.vocabulary, shape, generator=generator)
+        shape = (self.sequences, self.length + 1)
+        tokens = torch.randint(self.shape.vocabulary, shape, generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return loss_fn(output, targets)
+
+
+MODELS = {
+    "compute": Text(Shape(6, 4, 256), 8, 128, "much work for each parameter"),
+    "wide": Text(Shape(4, 8, 768), says="one sequence a rank: little work for each parameter"),
+    "deep": Text(Shape(48, 4, 64), says="many small tensors"),
+    "embedding": Text(Shape(2, 4, 256, 32768), 1, 64, "most parameters in one tensor"),
+}
 
 
 class _Unit(nn.Module):
@@ -80,10 +88,6 @@ class Tensors:
 
     count: int
 
-    @property
-    def name(self) -> str:
-        return f"tensors-{self.count}"
-
     def build(self) -> nn.Module:
         return _Units(self.count)
 
@@ -94,56 +98,14 @@ class Tensors:
         return output / (self.count * NUMEL) - targets
 
 
-class _Layer(nn.Linear):
-    """A matrix whose output is scaled like its input, so that any number of layers can follow each other."""
-
-    def __init__(self, width: int, generator: torch.Generator) -> None:
-        super().__init__(width, width, bias=False, device="meta")
-        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) * width**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.rms_norm(super().forward(x), (self.in_features,))
-
-
-@dataclass(frozen=True)
-class Layers:
-    """A model of ``units`` times ``each`` matrices of ``width`` x ``width``, one after another."""
-
-    units: int
-    each: int
-    width: int
-
-    @property
-    def name(self) -> str:
-        return f"layers-{self.units}x{self.each}x{self.width}"
-
-    @property
-    def numel(self) -> int:
-        return self.units * self.each * self.width**2
-
-    def build(self) -> nn.Module:
-        generator = torch.Generator().manual_seed(0)
-        units = [[_Layer(self.width, generator) for _ in range(self.each)] for _ in range(self.units)]
-        return nn.Sequential(*(nn.Sequential(*layers) for layers in units))
-
-    def batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        return torch.randn(1, self.width, generator=generator), torch.randn(1, self.width, generator=generator)
-
-    def loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(output, targets)
-
-
 def trainable(name: str) -> Trainable:
-    """Return the model of this name."""
-    if name in MODELS:
-        return Text(MODELS[name])
+    """Return the model of this name. Raises `ValueError`."""
     family, _, numbers = name.partition("-")
+    if name in MODELS:
+        return MODELS[name]
     if family == "gpt":
         layers, width = map(int, numbers.split("x"))
-        return Text(Model(name, Shape(layers, 4, width), 1, 32, "", ""))
+        return Text(Shape(layers, 4, width))
     if family == "tensors":
         return Tensors(int(numbers))
-    if family == "layers":
-        units, each, width = map(int, numbers.split("x"))
-        return Layers(units, each, width)
-    raise ValueError(f"{name!r} is no model")
+    raise ValueError(f"{name!r} is no model: there are {', '.join(MODELS)}, gpt-LxF and tensors-N")

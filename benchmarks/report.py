@@ -75,7 +75,7 @@ def _table(columns: list[str], parts: Iterable[dict[str, Any]]) -> str:
 
 def _without_folder(argument: str) -> str:
     """Return an argument of a command line, with DIR in place of a path that has a slash."""
-    return re.sub(r"^(--[\w-]+=)?.*/.*$", r"\1DIR", argument)
+    return re.sub(r"^(--[\w-]+=|[\w ]+@)?.*/.*$", r"\1DIR", argument)
 
 
 _LOAD = os.getloadavg()  # before the benchmark adds its own

@@ -1,7 +1,10 @@
-"""One rank that trains: it joins its group, runs the steps, and prints its result as one line of JSON.
+"""One rank that trains, and the records of its job and of its result.
 
-Knows: steps, clocks, memory of this process. Does not know: its parent process, or the other ranks' results. Forked by
-`fork_server`, with RANK and WORLD_SIZE set.
+It runs all steps of its job and prints its `Trained` as a line of JSON, or, in turn with other systems, runs a step for
+each line of its input and prints the seconds of that step.
+
+Knows: steps, clocks, memory of this process. Does not know: its parent process, or the other ranks' results. Started as
+`python -m benchmarks.step_rank JOB MEETING PARENT`, with RANK and WORLD_SIZE set.
 """
 
 from __future__ import annotations
@@ -9,102 +12,124 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import sys
 import time
-from collections.abc import Iterable
-from dataclasses import asdict
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.commands.memory_stats import live_storages, proportional_set_size
-
 from .models import trainable
-from .rank import as_rank
-from .step_job import StepJob, Trained
+from .rank import as_rank, forget_peak, live_storages, proportional_set_size, resident
 from .systems import SYSTEMS, How, Training
 
-BUS_ROUNDS = 7
+CAP_MB = 25.0  # MiB of a bucket, the default of DistributedDataParallel
+
+
+@dataclass(frozen=True)
+class StepJob:
+    """A training of ``model`` under ``system``: ``warm`` steps, and ``steps`` timed steps.
+
+    ``narrow``: train in bf16. ``muon``: with Muon for the matrices of blocks. ``in_turn``: each step waits for a line.
+    """
+
+    system: str
+    model: str
+    warm: int
+    steps: int
+    narrow: bool = False
+    muon: bool = False
+    in_turn: bool = False
+    timeout: float = 300.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of one rank of one run.
+
+    ``seconds``: of each timed step. Bytes of this rank between a backward and the step: ``parameters``, ``gradients``
+    (with all that the system keeps for them) and ``states``. ``peak``: the most resident bytes of the process above its
+    start. ``proportional``: bytes of the process after the last step, where a page that n processes share counts 1/n.
+    ``loss``: of the last step; None if the system does not train.
+    """
+
+    seconds: list[float]
+    loss: float | None
+    parameters: int
+    gradients: int
+    states: int
+    peak: int
+    proportional: int
+
+
+class Steps:
+    """A model under the system of a job. All ranks must make each call."""
+
+    def __init__(self, job: StepJob) -> None:
+        self._model = trainable(job.model)
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+        self.training: Training = SYSTEMS[job.system].build(self._model.build(), How(CAP_MB, job.narrow, job.muon))
+        self.loss = torch.zeros(())
+
+    def backward(self) -> None:
+        """Run a forward and a backward."""
+        inputs, targets = self._model.batch(self._generator)
+        self.loss = self._model.loss(self.training.forward(inputs), targets)
+        self.training.backward(self.loss)
+
+    def seconds(self, number: int) -> Iterator[float]:
+        """Take steps, and yield the seconds of each."""
+        for _ in range(number):
+            dist.barrier()
+            begin = time.perf_counter()
+            self.backward()
+            self.training.step()
+            self.training.clear()
+            yield time.perf_counter() - begin
+
+
+def train(job: StepJob) -> Trained:
+    """Run the steps, and measure what is held after a further backward."""
+    forget_peak()  # the imports have raised it
+    if SYSTEMS[job.system].needs:
+        importlib.import_module(SYSTEMS[job.system].needs)
+    start, before = resident("VmRSS"), live_storages()
+    steps = Steps(job)
+    seconds = list(steps.seconds(job.warm + job.steps))[job.warm :]
+    peak, loss = resident("VmHWM") - start, steps.loss.item() if steps.training.learns else None
+    steps.backward()
+    held = _held(steps.training, live_storages, before)
+    proportional = proportional_set_size() or 0
+    dist.barrier()  # when a rank ends, its share of the pages of libraries counts in the others
+    return Trained(seconds, loss, *held, peak, proportional)
+
+
+def _held(training: Training, live: Callable[[], dict[int, int]], before: dict[int, int]) -> tuple[int, int, int]:
+    """Return the bytes of parameters, of gradients (all storages that did not exist ``before``), and of states."""
+    gc.collect()
+    parameters, states = _bytes(training.parameters()), _bytes(training.states())
+    known = training.common() | before.keys()
+    rest = sum(size for address, size in live().items() if address not in known) - parameters - states
+    return parameters, rest, states
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-def resident(field: str) -> int:
-    """Return the bytes of this process as the kernel counts them: VmRSS is the current value, VmHWM the peak."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def _held(training: Training, before: dict[int, int]) -> tuple[int, int, int]:
-    """Return the bytes of parameters, of states, and of all other storages that did not exist ``before``."""
-    gc.collect()
-    parameters, states = _bytes(training.parameters()), _bytes(training.states())
-    known = training.common() | before.keys()
-    rest = sum(size for address, size in live_storages().items() if address not in known) - parameters - states
-    return parameters, states, rest
-
-
-def _bus(nbytes: int) -> float:
-    """Return the seconds in which all ranks at once copy ``nbytes`` between two warm buffers.
-
-    All ranks must call this.
-    """
-    if not nbytes:
-        return 0.0
-    source, target = torch.ones(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
-    seconds = []
-    for _ in range(BUS_ROUNDS):
-        dist.barrier()
-        begin = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - begin)
-    return median(seconds)
-
-
-def train(job: StepJob, rank: int) -> Trained:
-    """Run the steps. All ranks must call this."""
-    model = trainable(job.model)
-    generator = torch.Generator().manual_seed(rank)
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak, which the imports have raised
-    if SYSTEMS[job.system].needs:
-        importlib.import_module(SYSTEMS[job.system].needs)
-    start, before = resident("VmRSS"), live_storages()
-    training = SYSTEMS[job.system].build(model.build(), How(job.bucket_cap_mb, job.narrow, job.muon))
-    seconds: list[float] = []
-    updates: list[float] = []
-    received = 0
-    loss = torch.zeros(())
-    for step in range(-job.warm, job.steps):
-        inputs, targets = model.batch(generator)
-        if step == 0:
-            received = training.received()
-            dist.barrier()
-        begin = time.perf_counter()
-        loss = model.loss(training.forward(inputs), targets)
-        training.backward(loss)
-        used = time.process_time()
-        training.step()
-        used = time.process_time() - used
-        training.clear()
-        if step >= 0:
-            updates.append(used)
-            seconds.append(time.perf_counter() - begin)
-    peak, received = resident("VmHWM") - start, training.received() - received
-    inputs, targets = model.batch(generator)
-    training.backward(model.loss(training.forward(inputs), targets))
-    parameters, states, gradients = _held(training, before)
-    proportional = proportional_set_size() or 0
-    dist.barrier()
-    value = loss.item() if training.learns else None
-    held = (parameters, gradients, states, peak, proportional)
-    bus = _bus(received // job.steps)
-    return Trained(job.system, job.model, rank, seconds, value, *held, training.buckets(), bus, median(updates))
-
-
-def main(job: StepJob, meeting: str, parent: int) -> None:
+def main(arguments: Sequence[str]) -> None:
+    job, meeting, parent = StepJob(**json.loads(arguments[0])), arguments[1], int(arguments[2])
     with as_rank(meeting, job.timeout, parent):
-        print(json.dumps(asdict(train(job, dist.get_rank()))), flush=True)
+        if not job.in_turn:
+            print(json.dumps(asdict(train(job))), flush=True)
+            return
+        steps = Steps(job)
+        for _ in sys.stdin:
+            (seconds,) = steps.seconds(1)
+            print(json.dumps([seconds, steps.loss.item()]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,10 +1,11 @@
-"""Tables and the picture of steps, and the targets.
+"""Runs of a step as medians and spread, their tables, and the picture of memory against time.
 
 Knows: runs, columns. Does not know: how anything was measured.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,218 +13,197 @@ from statistics import median
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from PIL import Image
 
-from .job import quartiles
-from .pictures import PANEL, save, title
-from .step_job import MODELS, Run
-from .systems import DDP, FLOOR, smallest_peer
-from .tables import Table, milliseconds
+from .models import MODELS
+from .step_rank import Trained
+from .systems import DDP, FLOOR
+from .tables import Table, megabytes, milliseconds, quartiles, spread, two
 
-COLORS = {"zero": "#c4552d", "floor": "#999999"}
-OTHER_COLOR = "#2f6f9f"
-
-
-class StepResults:
-    """Runs of one machine, by model and system."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._found: dict[tuple[str, str], list[Run]] = {}
-        for run in runs:
-            self._found.setdefault((run.model, run.system), []).append(run)
-
-    def models(self) -> list[str]:
-        return list(dict.fromkeys(model for model, _ in self._found))
-
-    def systems(self, model: str) -> list[str]:
-        return [system for found, system in self._found if found == model]
-
-    def runs(self, model: str, system: str) -> list[Run]:
-        return self._found[model, system]
-
-    def seconds(self, model: str, system: str) -> float:
-        """Return the median over rounds."""
-        return median(run.seconds for run in self._found[model, system])
-
-    def ratio(self, model: str, system: str, than: str) -> float | None:
-        """Return the median over rounds of the ratio to another system within a round, or None if that was not run."""
-        if (model, system) not in self._found or (model, than) not in self._found:
-            return None
-        pairs = zip(self._found[model, system], self._found[model, than], strict=False)  # a last round may be partial
-        return median(mine.seconds / theirs.seconds for mine, theirs in pairs)
-
-    @property
-    def has_updates(self) -> bool:
-        """Whether the processor's seconds of ``step`` were measured, as they are from 2026-11-25 on."""
-        return all(run.update for runs in self._found.values() for run in runs)
-
-    def update(self, model: str, system: str) -> float:
-        """Return the seconds of the processor in the optimizer's ``step``: the median over rounds."""
-        return median(run.update for run in self._found[model, system])
-
-    def whole_job(self, model: str, system: str) -> float:
-        """Return the bytes of all ranks together: the median over rounds."""
-        return median(run.proportional for run in self._found[model, system])
-
-    def ratio_to_least(self, model: str, system: str) -> float | None:
-        """Return the ratio to the floor plus the time in which the bus copies the bytes that the system receives.
-
-        It is a median as in `ratio`, or None if that was not run.
-        """
-        runs = self._found.get((model, system), [])
-        if not runs or (model, FLOOR) not in self._found or not all(run.bus for run in runs):
-            return None
-        pairs = zip(runs, self._found[model, FLOOR], strict=False)
-        return median(mine.seconds / (floor.seconds + mine.bus) for mine, floor in pairs)
-
-
-def by_model(results: StepResults) -> Iterator[Table]:
-    """Yield a table of all systems for each model."""
-    columns = [
-        "system",
-        "ms",
-        "quartiles",
-        "÷ DDP",
-        "÷ floor",
-        "÷ (floor + bus)",
-        *(["CPU ms of step()"] if results.has_updates else []),
-        "parameters MB",
-        "gradients MB",
-        "states MB",
-    ]
-    columns += ["peak MB", "job's PSS MB", "loss"]
-    for model in results.models():
-        rows = [_row(results, model, system) for system in results.systems(model)]
-        numel = MODELS[model]
-        title = f"{model}: {numel.says}; {numel.batch} × {numel.sequence} tokens a rank, {_world(results, model)} ranks"
-        yield Table(title, columns, rows)
-
-
-def _world(results: StepResults, model: str) -> int:
-    return results.runs(model, results.systems(model)[0])[0].ranks
-
-
-def _row(results: StepResults, model: str, system: str) -> list[str]:
-    runs = results.runs(model, system)
-    low, high = quartiles([run.seconds for run in runs])
-    loss = runs[0].loss
-    return [
-        system,
-        milliseconds(results.seconds(model, system)),
-        f"{milliseconds(low)}–{milliseconds(high)}",
-        _two(results.ratio(model, system, DDP)),
-        _two(results.ratio(model, system, FLOOR)),
-        _two(results.ratio_to_least(model, system)),
-        *([milliseconds(results.update(model, system))] if results.has_updates else []),
-        *(_megabytes(max(getattr(run, kind) for run in runs)) for kind in ("parameters", "gradients", "states")),
-        _megabytes(median(run.peak for run in runs)),
-        _megabytes(results.whole_job(model, system)),
-        "–" if loss is None else f"{loss:.4f}",
-    ]
-
-
-def _two(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
-
-
-def _megabytes(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.1f}" if nbytes < 1e8 else f"{nbytes / 1e6:.0f}"
+BYTES = ("parameters", "gradients", "states", "peak")
+COLORS = {"zero": "#c4552d", "FSDP2": "#2f6f9f", "DeepSpeed": "#6aa084", "FairScale": "#d9a441"}
+OTHER, MARKERS = "#5b6770", "os^DvX"
+PANEL, RESOLUTION, COLORS_OF_A_FILE = (5.0, 3.3), 100, 24
 
 
 @dataclass(frozen=True)
-class _Target:
-    """The most that the time of ``system`` may be, relative to the fastest of ``than``.
+class Run:
+    """One run of all ranks. ``seconds``: of the slowest rank, the median over steps. ``loss``: of rank 0. Bytes are
+    those of the largest rank, ``proportional`` of all together."""
 
-    ``most`` has a ratio for each bound of a model, "communication" or "compute".
+    system: str
+    model: str
+    round: int
+    ranks: int
+    seconds: float
+    loss: float | None
+    parameters: int
+    gradients: int
+    states: int
+    peak: int
+    proportional: int
+
+    @classmethod
+    def of(cls, system: str, model: str, number: int, ranks: Sequence[Trained]) -> Run:
+        seconds = median(map(max, zip(*(rank.seconds for rank in ranks), strict=True)))
+        most = {kind: max(getattr(rank, kind) for rank in ranks) for kind in BYTES}
+        whole = sum(rank.proportional for rank in ranks)
+        return cls(system, model, number, len(ranks), seconds, ranks[0].loss, **most, proportional=whole)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A system on a model, over all rounds.
+
+    ``seconds``: the median, ``low`` and ``high``: the quartiles. ``of_ddp``, ``of_floor``: the ratio to DDP's time and
+    to the floor's in the same round, the median; None if these were not run. Bytes are as in `Run`: the largest, and
+    the medians of ``peak`` and ``proportional``.
     """
 
     system: str
-    than: Sequence[str]
-    most: dict[str, float]
+    model: str
+    ranks: int
+    rounds: int
+    seconds: float
+    low: float
+    high: float
+    of_ddp: float | None
+    of_floor: float | None
+    loss: float | None
+    parameters: int
+    gradients: int
+    states: int
+    peak: int
+    proportional: int
 
 
-_PEERS = ("FSDP2", "FSDP2, kept", "DeepSpeed 3")
-TARGETS = (
-    *(_Target(f"zero {stage}", (DDP,), {"communication": 0.85, "compute": 0.95}) for stage in (1, 2)),
-    _Target("zero 3", (DDP,), {"communication": 0.90, "compute": 0.95}),
-    _Target("zero 3", _PEERS, {"communication": 0.40, "compute": 0.60}),
-    *(_Target(f"zero {stage}", (FLOOR,), {"compute": 1.15}) for stage in (1, 2, 3)),
-    *(
-        _Target(f"zero {stage}, for-loop", (f"zero {stage}",), {"communication": 1.15, "compute": 1.15})
-        for stage in range(4)
-    ),
-)
+def summaries(runs: Sequence[Run]) -> list[Summary]:
+    """Sum up runs, by model and system."""
+    found: dict[tuple[str, str], dict[int, Run]] = {}
+    for run in runs:
+        found.setdefault((run.model, run.system), {})[run.round] = run
+    return [_summary(list(of.values()), found) for of in found.values()]
 
 
-MOST_OF_SHARE = 1.10  # of what every rank does under DDP, added up over owners
-MOST_OF_LEAST = 1.10  # times the floor plus the time of a copy of the received bytes
+def _summary(runs: Sequence[Run], found: dict[tuple[str, str], dict[int, Run]]) -> Summary:
+    first, seconds = runs[0], [run.seconds for run in runs]
+
+    def ratio(than: str) -> float | None:
+        theirs = found.get((first.model, than), {})
+        ratios = [run.seconds / theirs[run.round].seconds for run in runs if run.round in theirs]
+        return round(median(ratios), 4) if ratios else None
+
+    low, high = quartiles(seconds)
+    return Summary(
+        first.system,
+        first.model,
+        first.ranks,
+        len(runs),
+        seconds=round(median(seconds), 6),
+        low=round(low, 6),
+        high=round(high, 6),
+        of_ddp=ratio(DDP),
+        of_floor=ratio(FLOOR),
+        loss=first.loss,
+        **{kind: max(getattr(run, kind) for run in runs) for kind in BYTES[:-1]},
+        **{kind: round(median(getattr(run, kind) for run in runs)) for kind in ("peak", "proportional")},
+    )
 
 
-def targets(results: StepResults) -> Table:
-    """Make a table of the targets and the measured values."""
-    rows = [*_against_least(results), *_of_owners(results)]
-    for target in TARGETS:
-        for model in results.models():
-            most = target.most.get(MODELS[model].bound)
-            ratios = [ratio for than in target.than if (ratio := results.ratio(model, target.system, than)) is not None]
-            if most is not None and ratios:
-                against = "the fastest of " + ", ".join(target.than) if len(target.than) > 1 else target.than[0]
-                worst = max(ratios)
-                met = "yes" if worst <= most else "no"
-                rows.append([f"{target.system} ÷ {against}", model, f"≤ {most:.2f}", f"{worst:.2f}", met])
-    rows += _against_memory_of_peers(results)
-    return Table("What must be seen", ["measure", "model", "target", "measured", "met"], rows)
+@dataclass(frozen=True)
+class Turn:
+    """The turns of a system in a round: ``seconds`` of each step, and ``loss`` of the last one."""
+
+    turn: int
+    model: str
+    system: str
+    seconds: list[float]
+    loss: float
 
 
-def _of_owners(results: StepResults) -> Iterator[list[str]]:
-    """Yield, with Muon, by how much the work of a step is more than 1/W of what DDP does on every rank."""
-    for model in results.models():
-        for stage in (1, 2, 3):
-            name = f"zero {stage}"
-            if {name, DDP} <= set(results.systems(model)) and results.runs(model, name)[0].muon:
-                ratio = _world(results, model) * results.update(model, name) / results.update(model, DDP)
-                met = "yes" if ratio <= MOST_OF_SHARE else "no"
-                yield [f"{name}: ranks × CPU of step() ÷ DDP", model, f"≤ {MOST_OF_SHARE:.2f}", f"{ratio:.2f}", met]
+def in_turn(turns: Sequence[Turn]) -> Table:
+    """Make a table with a row for each system. A ratio is of two steps that followed each other: its median over the
+    steps of a round, and then the median and the quartiles over the rounds."""
+    systems = list(dict.fromkeys(turn.system for turn in turns))
+    by_system = {name: [turn for turn in turns if turn.system == name] for name in systems}
+    rows = []
+    for name, of in by_system.items():
+        ratios = []
+        for own, first in zip(of, by_system[systems[0]], strict=True):
+            ratios.append(median(mine / theirs for mine, theirs in zip(own.seconds, first.seconds, strict=True)))
+        low, high = quartiles(ratios)
+        seconds = milliseconds(median(median(turn.seconds) for turn in of))
+        rows.append([name, seconds, f"{median(ratios):.3f}", f"{low:.3f}–{high:.3f}", f"{of[0].loss:.6f}"])
+    heading = f"{turns[0].model}, rounds: {len(by_system[systems[0]])} of {len(turns[0].seconds)} steps, in turn"
+    return Table(heading, ["system", "ms", f"÷ {systems[0]}", "quartiles", "loss"], rows)
 
 
-def _against_memory_of_peers(results: StepResults) -> Iterator[list[str]]:
-    for model in results.models():
-        jobs = {name: results.whole_job(model, name) for name in results.systems(model)}
-        for stage in (1, 2, 3):
-            name, least = f"zero {stage}", smallest_peer(stage, jobs)
-            if name in jobs and least is not None:
-                ratio = jobs[name] / jobs[least]
-                met = "yes" if ratio < 1 else "no"
-                yield [f"{name}: job's PSS ÷ {least}", model, "< 1", f"{ratio:.2f}", met]
+def by_system(results: Sequence[Summary]) -> Iterator[Table]:
+    """Yield a table of times, and one of memory."""
+    found = {(result.model, result.system): result for result in results}
+    models = list(dict.fromkeys(result.model for result in results))
+    systems = list(dict.fromkeys(result.system for result in results))
+    times = ["system", *(name for model in models for name in (f"{model}, ms", "÷ DDP"))]
+    rows = [[name, *(cell for model in models for cell in _times(found.get((model, name))))] for name in systems]
+    yield Table(f"A step on {results[0].ranks} ranks: medians and quartiles of {results[0].rounds} rounds", times, rows)
+    model = "wide" if "wide" in models else models[0]
+    columns = [*BYTES, "ms ÷ floor", "loss", *(f"job, {name}" for name in models)]
+    rows = [[name, *_bytes(found[model, name]), *(_job(found.get((m, name))) for m in models)] for name in systems]
+    yield Table(f"MB of a rank on {model}, and of each whole job", ["system", *columns], rows)
 
 
-def _against_least(results: StepResults) -> Iterator[list[str]]:
-    for model in results.models():
-        for stage in (1, 2, 3):
-            ratio = results.ratio_to_least(model, f"zero {stage}")
-            if ratio is not None and MODELS[model].bound == "communication":
-                met = "yes" if ratio <= MOST_OF_LEAST else "no"
-                yield [f"zero {stage} ÷ (floor + bus)", model, f"≤ {MOST_OF_LEAST:.2f}", f"{ratio:.2f}", met]
+def _times(result: Summary | None) -> list[str]:
+    if result is None:
+        return ["–", "–"]
+    return [f"{milliseconds(result.seconds)} ({spread(result.low, result.high)})", two(result.of_ddp)]
 
 
-def draw(path: Path, results: StepResults, footer: str) -> None:
-    """Write a PNG: the time of a step by system, a panel for each model."""
-    models = results.models()
+def _bytes(result: Summary) -> list[str]:
+    held = [megabytes(getattr(result, kind)) for kind in BYTES]
+    return [*held, two(result.of_floor), "–" if result.loss is None else f"{result.loss:.4f}"]
+
+
+def _job(result: Summary | None) -> str:
+    return "–" if result is None else megabytes(result.proportional)
+
+
+def draw(path: Path, results: Sequence[Summary], footer: str) -> None:
+    """Write a PNG: memory of the job against time of a step, a panel for each model; no floor, no for-loops."""
+    models = list(dict.fromkeys(result.model for result in results))
+    shown = [result for result in results if result.system != FLOOR and "for-loop" not in result.system]
     columns = min(2, len(models))
     lines = -(-len(models) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * lines + 0.3), layout="constrained")
+    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * lines + 1.0), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(lines, columns, squeeze=False).flatten()
+    looks = _looks(list(dict.fromkeys(result.system for result in shown)))
     for axes, model in zip(panels, models, strict=False):
-        names = results.systems(model)
-        values = [results.seconds(model, name) * 1e3 for name in names]
-        colors = [COLORS.get(name.split()[0].rstrip(","), OTHER_COLOR) for name in names]
-        axes.barh(names, values, color=colors)
-        axes.invert_yaxis()
-        for row, value in enumerate(values):
-            axes.text(value, row, f" {value:.0f}", va="center", fontsize=8)
-        title(axes, model, MODELS[model].says)
-        axes.set_xlabel("ms a step")
+        for result in shown:
+            if result.model == model:
+                color, marker = looks[result.system]
+                place = [result.seconds * 1e3], [result.proportional / 1e6]
+                axes.scatter(*place, s=42, color=color, marker=marker, label=result.system, zorder=3)
+        axes.set_title("\n".join([model, *textwrap.wrap(MODELS[model].says, 52)]), fontsize=10, loc="left")
+        axes.set(xlabel="ms a step", ylabel="MB of the job (10⁶ bytes)")
+        axes.margins(0.08)
+        axes.set_xlim(left=0)  # ends automatic scaling, so it comes after the margins
+        axes.set_ylim(bottom=0)
+        axes.grid(color="0.92")
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     for axes in panels[len(models) :]:
         axes.remove()
-    save(figure, path, footer)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, frameon=False)
+    figure.supxlabel(textwrap.fill(footer, int(figure.get_figwidth() * 16)), fontsize=7, color="0.4")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=RESOLUTION)
+    Image.open(path).quantize(COLORS_OF_A_FILE).save(path, optimize=True)
+
+
+def _looks(systems: Sequence[str]) -> dict[str, tuple[str, str]]:
+    """Return a colour for each family of systems, and a marker for each system of a family."""
+    families: dict[str, list[str]] = {}
+    for system in systems:
+        family = system.replace(",", "").split()[0]
+        families.setdefault(COLORS.get(family, OTHER), []).append(system)
+    return {name: (color, marker) for color, of in families.items() for name, marker in zip(of, MARKERS, strict=False)}

@@ -14,7 +14,7 @@ Knows: how each system is put around a model and its optimizers. Does not know: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, cast
@@ -22,8 +22,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-from zero.commands.sweep.baselines import fully_sharded
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 LEARNING_RATE = 1e-3
 DDP_CAP_MB = 25.0  # its default
@@ -33,23 +33,20 @@ DDP_CAP_MB = 25.0  # its default
 class Training:
     """A model under a system.
 
-    ``forward`` returns the model's output; ``backward`` takes the loss; ``clip`` takes the largest norm. ``states``:
-    the optimizer states that this rank holds. ``learns``: False if the system does not train. ``buckets``: the number
-    of buckets of the gradients. ``received``: the bytes that this rank has received from the others. The last two are 0
-    if the system does not report them. ``common``: addresses of memory that all ranks share, of which this rank's own
-    part is among its parameters.
+    ``forward`` returns the model's output; ``backward`` takes the loss. ``states``: the optimizer states that this rank
+    holds. ``learns``: False if the system does not train. ``buckets``: the number of buckets of the gradients, 0 if the
+    system does not report it. ``common``: addresses of memory that all ranks share, of which this rank's own part is
+    among its parameters.
     """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor], None]
     step: Callable[[], object]
     clear: Callable[[], object]
-    clip: Callable[[float], object]
     parameters: Callable[[], Iterable[Tensor]]
     states: Callable[[], Iterable[Tensor]]
     learns: bool = True
     buckets: Callable[[], int] = lambda: 0
-    received: Callable[[], int] = lambda: 0
     common: Callable[[], frozenset[int]] = frozenset
 
 
@@ -58,8 +55,7 @@ class How:
     """Options of all systems.
 
     ``bucket_cap_mb``: MiB of a bucket, for systems with such buckets; None: their default. ``narrow``: compute and
-    communicate in bf16.
-    ``muon``: step the matrices of blocks by Muon.
+    communicate in bf16. ``muon``: step the matrices of blocks by Muon.
     """
 
     bucket_cap_mb: float | None
@@ -111,7 +107,6 @@ def _training(model: nn.Module, forward: Callable[[Tensor], Tensor], optimizer: 
         _plain_backward,
         optimizer.step,
         optimizer.zero_grad,
-        lambda max_norm: nn.utils.clip_grad_norm_(model.parameters(), max_norm),
         lambda: [_local(parameter.detach()) for parameter in model.parameters()],
         states,
     )
@@ -197,13 +192,21 @@ def _redundancy(model: nn.Module, how: How) -> Training:
     return training
 
 
+def fully_sharded(model: nn.Module, units: Iterable[nn.Module], **named: Any) -> nn.Module:
+    """Apply FSDP2 to the units and to the model, which all ranks shard. ``named``: arguments of `fully_shard`."""
+    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),), mesh_dim_names=("shard",))
+    for unit in units:
+        fully_shard(unit, mesh=mesh, **named)
+    fully_shard(model, mesh=mesh, **named)
+    return model
+
+
 def _fsdp2(reshard: bool) -> Build:
     def build(model: Any, how: How) -> Training:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.narrow else MixedPrecisionPolicy()
-        shards = dist.get_world_size()
-        fully_sharded(model, model.blocks, shards, reshard_after_forward=reshard, mp_policy=policy)
+        fully_sharded(model, model.blocks, reshard_after_forward=reshard, mp_policy=policy)
         return _training(model, model, _optimizer(model, how))
 
     return build
@@ -261,14 +264,12 @@ def _ours(stage: int, fused: bool) -> Build:
             params, torch.optim.AdamW, module=model, stage=stage, mixed_precision=precision, **arguments
         )
         training = _training(model, model, optimizer)
-        storage = optimizer._storage
+        storage: Any = optimizer._storage
         training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.rest_buckets())]
-        training.clip = optimizer.clip_grad_norm_
         training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
         training.buckets = lambda: len(storage.buckets)
-        training.received = lambda: optimizer.traffic.payload_received
-        if storage.manager is not None:
-            training.common = storage.manager.resident.in_common
+        if stage == 3:
+            training.common = lambda: storage.manager.resident.in_common()
         return training
 
     return build
@@ -292,12 +293,3 @@ SYSTEMS: dict[str, System] = {
     )
 }
 ON_A_DEVICE = {name: SYSTEMS[name] for name in (PLAIN, DDP, FSDP2, *(f"zero {stage}" for stage in range(4)))}
-
-
-def smallest_peer(stage: int, jobs: Mapping[str, float]) -> str | None:
-    """Return the system with the fewest bytes among the other libraries' systems of this stage, or None.
-
-    ``jobs``: bytes by system.
-    """
-    peers = [name for name in jobs if SYSTEMS[name].stage == stage and not name.startswith("zero ")]
-    return min(peers, key=jobs.__getitem__, default=None)

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.rank import live_storages, proportional_set_size
 from zero import ZeroOptimizer
-from zero.commands.memory_stats import bytes_by_kind, live_storages, proportional_set_size
 from zero.state.describe import Description
 
 from .pool import GlooPool
@@ -126,7 +126,11 @@ def _plain(width: int) -> list[int]:
 
 
 def _kinds(description: Description) -> dict[str, int]:
-    return bytes_by_kind(live_storages(), description.storages)
+    kind_of = {address: kind for kind, addresses in description.storages.items() for address in addresses}
+    sizes = dict.fromkeys([*description.storages, "other"], 0)
+    for address, size in live_storages().items():
+        sizes[kind_of.get(address, "other")] += size
+    return sizes
 
 
 def measure(

@@ -17,7 +17,6 @@ MAY_IMPORT_DISTRIBUTED = {
     SEAM,
     "zero.commands.checkpoint.export",
     "zero.commands.runner",
-    "zero.commands.sweep.baselines",
     "zero.runtime.process_group",
 }
 

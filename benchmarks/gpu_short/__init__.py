@@ -6,6 +6,6 @@
     d   tests of bits: ranks that share the GPU over NCCL
     e   the peak of memory, and what the caching allocator reserves for it
 
-`__main__` starts a worker, gives each section its seconds and writes the page; `worker` runs the sections (`memory`,
-`one_rank`, `many_ranks`) and writes what each has found.
+`__main__` starts a worker, gives each section its seconds and writes the page; `worker` runs the sections
+(`one_rank`, `many_ranks`) and writes what each has found.
 """

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..step_rank import resident
+from ..rank import forget_peak, resident
 
 GIB = 1 << 30
 NO_GPU = "no GPU: the CPU in its place"
@@ -32,7 +31,7 @@ class Host:
     def restart(self) -> None:
         """Wait until everything is done, and let the peak begin anew."""
         self.finish()
-        Path("/proc/self/clear_refs").write_text("5")
+        forget_peak()
 
     def processor_time(self) -> float:
         """Return the processor seconds of the host's work so far: of this thread."""

@@ -39,8 +39,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from zero import MixedPrecision, ZeroOptimizer
-from zero.commands.sweep.baselines import fully_sharded
 
+from ..systems import fully_sharded
 from .clock import Host, clock
 from .job import ROOT, Row, ShortJob
 from .peers import NARROW, SEVEN_BILLION, TINY, Llama, answered, build, device_paths, join_fake_group, tokens
@@ -90,7 +90,7 @@ def _loop(system: str, shape: Llama, device: str) -> _Loop:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=PRECISION)
-        return _torch_loop(fully_sharded(model, model.blocks, dist.get_world_size(), mp_policy=policy), count)
+        return _torch_loop(fully_sharded(model, model.blocks, mp_policy=policy), count)
     optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,

@@ -10,16 +10,16 @@ import sys
 import torch
 
 from ..rank import end_with
-from . import many_ranks, memory, one_rank
+from . import many_ranks, one_rank
 from .clock import clock
 from .job import Measure, ShortJob, run
 
 MEASURES: dict[str, Measure] = {
-    "a": memory.updates,
+    "a": one_rank.updates,
     "b": one_rank.measure,
     "c": many_ranks.one_of_many,
     "d": many_ranks.shared_gpu,
-    "e": memory.peaks,
+    "e": one_rank.peaks,
 }
 
 

@@ -25,12 +25,10 @@ class HybridBackend(Backend):
         self.rank, self.world_size, self.timeout = remote.rank, remote.world_size, remote.timeout
         self._remote, self._local = remote, local
         self._local_ranks = {rank: offset for offset, rank in enumerate(ranks)}
-        self.crossed = 0  # bytes that this rank has sent to other hosts
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if to in self._local_ranks:
             return self._local.send(tensor, self._local_ranks[to], slot)
-        self.crossed += tensor.numel()
         return self._remote.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
@@ -44,7 +42,6 @@ class HybridBackend(Backend):
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
         if to in self._local_ranks:
             return self._local.send_bytes(data, self._local_ranks[to], slot, patience)
-        self.crossed += len(data)
         return self._remote.send_bytes(data, to, slot)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 import zero
+from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.checkpoint.read import loader, restorer
 from zero.checkpoint.read.file_reader import FileReader
 from zero.checkpoint.read.parts import PartReader
-from zero.commands.memory_stats import live_storages
 
 from .saved import BLOCK, save_small
 

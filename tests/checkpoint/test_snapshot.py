@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 import zero
+from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
 from zero.checkpoint.format.extents import Chunk, Part
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
-from zero.commands.memory_stats import live_storages
 
 from ..pool import GlooPool
 from .saves import PATIENCE, Taker, Training, own_file, small_blocks

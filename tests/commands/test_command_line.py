@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zero import ZeroOptimizer, save
-from zero.commands import cli, memory_stats, plots
+from zero.commands import cli, plots
 from zero.commands.train import command as train
 from zero.commands.train import data
 
@@ -40,8 +40,6 @@ WRONG = {
     "zero train, a flag without the one that it needs": ["train", "--checkpoint-every=2"],
     "zero train, a file that is missing": ["train", "--data={}/no"],
     "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
-    "zero sweep": ["sweep", "--stage=9"],
-    "zero sweep, a folder that cannot be written": ["sweep", "--out=/proc/no"],
     "zero plan": ["plan", "--preset=tiny", "--cluster=h10:8", "--out={}"],
     "zero verify": ["verify", "no_such_module:arguments"],
     "zero verify, arguments": ["verify", "tests.verified:unknown_arguments"],
@@ -102,20 +100,6 @@ def test_where_there_is_no_library_source_the_error_says_what_to_name(
     monkeypatch.setattr(data, "_stdlib", lambda: tmp_path)
     with pytest.raises(FileNotFoundError, match="name a file or a folder of text with --data"):
         data.load_corpus(None, 16)
-
-
-def test_the_proportional_set_size_is_that_of_the_system_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollup = "55d0-7ffc ---p 00000000 00:00 0  [rollup]\nRss:  9 kB\nPss:  7 kB\nPss_Dirty:  3 kB\nPss_Anon:  2 kB\n"
-    monkeypatch.setattr(Path, "read_text", lambda _: rollup)
-    assert memory_stats.proportional_set_size() == 7 * 1024
-
-
-def test_where_the_system_does_not_tell_there_is_no_proportional_set_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: Any) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", missing)
-    assert memory_stats.proportional_set_size() is None
 
 
 def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:

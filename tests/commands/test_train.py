@@ -17,14 +17,13 @@ import pytest
 import torch
 
 from zero import MixedPrecision
-from zero.commands import cli, memory_stats, runner
+from zero.commands import cli, runner
 from zero.commands.console import Console
-from zero.commands.sweep import command as sweep
 from zero.commands.train import command as train
 from zero.commands.train.data import load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
 from zero.commands.train.rank import Training
-from zero.commands.train.settings import SweepConfig, TrainConfig
+from zero.commands.train.settings import TrainConfig
 
 from ..matrix import Variant, trained_sha256
 from .conftest import LIMIT, RunOutput, command, flags, run_json
@@ -322,7 +321,7 @@ def test_bad_input_is_one_line_before_anything_is_started(
         (["train", "--resume=saved"], r"Invalid value for '--resume': .*'none', 'auto'\. .*"),
         (["train", "--elastic=2:4"], r"No such option: --elastic.*"),
         (["train", "--preset=huge"], r"Invalid value for '--preset': .*'tiny', 'small', 'medium'\. .*"),
-        (["sweep", "5"], r"Got unexpected extra argument.*5.*\. See `zero sweep --help`"),
+        (["train", "5"], r"Got unexpected extra argument.*5.*\. See `zero train --help`"),
         (["verify"], r"Missing argument 'MODULE:FUNCTION'\. See `zero verify --help`"),
         (["trian"], r"No such command 'trian'\. Did you mean 'train'\? See `zero --help`"),
         (["export", "saved"], r"No such command 'export'\. It is `zero checkpoint export`"),
@@ -425,59 +424,23 @@ def test_the_failure_of_a_rank_that_was_launched_is_told_once(
 def test_both_command_lines_have_the_flags_of_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given: list[TrainConfig | SweepConfig] = []
-    for module in (train, sweep):
-        monkeypatch.setattr(module, "run", lambda config: given.append(config) or 0)
+    given: list[TrainConfig] = []
+    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
     assert cli.main(["--ranks=3", "--fused", "--clip", "0.5", "--data=-x", "--preset=tiny", "--lr=1e-7"], "train") == 0
-    assert given == [TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)]
-    assert cli.main(["sweep", "--stage=1", "--stage=3", "--no-peers"]) == 0
-    assert given.pop() == SweepConfig(stage=[1, 3], peers=False)
-    for arguments, name, default in (
-        (["train"], None, TrainConfig()),
-        ([], "train", TrainConfig()),
-        (["sweep"], None, SweepConfig()),
-    ):
+    assert given.pop() == TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), preset="tiny", lr=1e-7)
+    default = TrainConfig()
+    for arguments, name in ((["train"], None), ([], "train")):
         assert cli.main(arguments, name) == 0
         assert given.pop() == default
         assert cli.main([*arguments, "-h"], name) == 0
         shown = capsys.readouterr().out
-        assert all(f"--{name.replace('_', '-')}" in shown for name in vars(default))
+        assert all(f"--{field.replace('_', '-')}" in shown for field in vars(default))
 
 
 def test_a_rank_gets_the_configuration_as_json() -> None:
     config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), checkpoint=Path("c"))
     for sent in (config, TrainConfig()):
         assert TrainConfig.from_json(json.loads(json.dumps(vars(sent), default=str))) == sent
-
-
-@pytest.mark.full
-def test_a_gradient_that_nobody_looked_at_is_found() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1000))
-    before = memory_stats.live_storages().items()
-    (parameter * 2).sum().backward()
-    found = memory_stats.live_storages().items()  # fewer of earlier tests, if a garbage collection found them
-    assert parameter.grad is not None
-    assert found - before == {(parameter.grad.data_ptr(), 4000)}
-    view_of_it = parameter.detach()[10:]
-    assert not memory_stats.live_storages().items() - found
-    del view_of_it
-    parameter.grad = None
-    assert not memory_stats.live_storages().items() - before
-
-
-def test_a_storage_of_two_kinds_counts_once() -> None:
-    kinds = {"parameters": frozenset({1, 2}), "gradients": frozenset({2, 3, 9})}
-    sizes = memory_stats.bytes_by_kind({1: 10, 2: 20, 3: 30, 4: 40}, kinds)
-    assert sizes == {"parameters": 30, "gradients": 30, "other": 40}
-
-
-def test_what_is_allocated_is_in_the_proportional_set_size() -> None:
-    """Its growth is not compared: another process that starts beside this one takes over a part of common pages."""
-    held = torch.ones(2**26)
-    found = memory_stats.proportional_set_size()
-    if found is None:
-        pytest.skip("this system does not tell the proportional set size")
-    assert found > held.numel() * 4
 
 
 def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> None:

@@ -13,8 +13,6 @@ import torch
 
 from collectives import Loopback, Transport
 from zero import MixedPrecision, Offload, ZeroOptimizer
-from zero.commands.sweep.command import jobs
-from zero.commands.train.settings import SweepConfig
 from zero.planning.memory import MemoryPlan
 from zero.planning.setting import PlanSetting
 from zero.planning.traffic import sent
@@ -56,19 +54,27 @@ class Case:
 
 
 def settings(world_size: int, planned: Planned, precision: str, optimizer: str) -> Iterator[PlanSetting]:
-    """Yield the settings of `zero sweep`."""
-    for job in jobs(SweepConfig(ranks=world_size, peers=False)):
-        yield PlanSetting(
-            job.stage,
-            world_size,
-            job.sharding_factor,
-            job.reshard,
-            "disk" if job.offload else "",
-            int(planned.bucket_cap_mb * 1024 * 1024),
-            precision,
-            optimizer,
-            threads=True,
-        )
+    """Yield every stage with every ``sharding_factor``, ``reshard_after_forward`` and ``offload``."""
+    for stage in range(4):
+        for factor in _divisors(world_size) if stage else [None]:
+            for kept in [factor, *_divisors(factor)[:-1]] if stage == 3 and factor else [factor]:
+                reshard = kept == factor or (kept is not None and kept > 1 and kept)
+                for offload in ("", "disk") if stage else ("",):
+                    yield PlanSetting(
+                        stage,
+                        world_size,
+                        factor,
+                        reshard,
+                        offload,
+                        bucket_bytes=int(planned.bucket_cap_mb * 1024 * 1024),
+                        precision=precision,
+                        optimizer=optimizer,
+                        threads=True,
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def cases(world_size: int) -> list[Case]:
@@ -83,7 +89,7 @@ def cases(world_size: int) -> list[Case]:
 
 
 def each_setting_once(model: str, world_size: int) -> list[Case]:
-    """Return a case for each setting of `zero sweep`, whose precision and optimizer are the next pair in turn."""
+    """Return a case for each of `settings`, whose precision and optimizer are the next pair in turn."""
     planned = PLANNED[model]
     turns = list(itertools.product(PRECISIONS, OPTIMIZERS))
     by_turn = [list(settings(world_size, planned, *turn)) for turn in turns]

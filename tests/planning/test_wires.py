@@ -93,7 +93,7 @@ def test_without_a_sum_so_far_each_slice_crosses_h_minus_one_h_th_times() -> Non
 
 
 def test_between_replicas_on_hosts_of_their_own_the_sums_cross_twice() -> None:
-    """4 bytes x elements leave each of two hosts (`python -m benchmarks.crossing`)."""
+    """4 bytes x elements leave each of two hosts (measured on 2026-11-22)."""
     wires = Wires(presets().cluster("cpu:2x2", nic=1))
     group = RankGroup.neighbours(wires.cluster, 2)
     inner = wires.reduce_scatter("shared", 1000, 4, 4, group)

@@ -17,7 +17,7 @@ from .console import INSTALL_HINT
 from .flags import flags_of
 from .plan.settings import PlanConfig
 from .runner import WRONG_INPUT, checking_input, fail, reports_errors
-from .train.settings import SweepConfig, TrainConfig
+from .train.settings import TrainConfig
 
 __all__ = ["main"]
 
@@ -25,7 +25,6 @@ NEEDED = ("typer", "rich")
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 HELP = {
     "train": "Train a byte-level GPT on real text, on any number of ranks.",
-    "sweep": "Measure memory against time: every setting, and torch's own, side by side.",
     "plan": "Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take.",
     "verify": "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop.",
     "checkpoint": "Look at checkpoints, and convert them to other formats. Needs no ranks.",
@@ -80,7 +79,6 @@ def _application() -> Any:
     )
     commands = {
         "train": _command(TrainConfig, _train),
-        "sweep": _command(SweepConfig, _sweep),
         "plan": _command(PlanConfig, _plan),
         "verify": _verify_command(),
     }
@@ -151,12 +149,6 @@ def _checkpoint_application() -> Any:
 
 def _train(config: TrainConfig) -> int:
     from .train.command import run
-
-    return run(config)
-
-
-def _sweep(config: SweepConfig) -> int:
-    from .sweep.command import run
 
     return run(config)
 

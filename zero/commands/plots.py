@@ -78,7 +78,7 @@ def draw_memory(path: Path, title: str, sizes: dict[str, tuple[int, int]]) -> No
 
 @dataclass(frozen=True)
 class Dot:
-    """One setting of a sweep. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
+    """One setting. ``series``: settings of one colour; ``ours``: a setting of zero, not of a peer;
     ``hollow``: it keeps something elsewhere, on disk for instance; ``best``: it lies on the line."""
 
     name: str

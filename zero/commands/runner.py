@@ -6,7 +6,7 @@ know: what the ranks do.
     zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.rank SETTINGS`
     torchrun -m zero.train  -> the agent of torchrun -> N x `python -m zero.train`
 
-`zero.verify` and `zero sweep` start their ranks in the first way. The settings are one argument, in JSON.
+`zero.verify` starts its ranks in the first way. The settings are one argument, in JSON.
 
 An error travels in elastic's error file: the rank that fails writes one line and the traceback to it, and the
 parent prints the line of the rank that failed first, once.

@@ -1,4 +1,4 @@
-"""The flags of `zero train` and `zero sweep`.
+"""The flags of `zero train`.
 
 Knows: the name, type, default and help text of every flag, as fields of one frozen dataclass for each command; which
 values are valid by themselves. Does not know: the parser, or what a flag does. The ranks of `zero train` get the fields
@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from ..flags import require
 
-__all__ = ["SweepConfig", "TrainConfig"]
+__all__ = ["TrainConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,31 +84,3 @@ class TrainConfig:
         """Build the configuration from its fields, of which paths may be text, as JSON has them."""
         paths = [name for name in ("offload", "data", "checkpoint", "out") if values[name] is not None]
         return cls(**{**values, **{name: Path(values[name]) for name in paths}})
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepConfig:
-    """The settings of `zero sweep`. A field is a flag; the text in its type is the flag's help."""
-
-    preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "medium"
-    ranks: Annotated[int, "processes"] = 2
-    stage: Annotated[list[int] | None, "a stage to run, may be repeated; all when omitted"] = None
-    peers: Annotated[bool, "also run what torch has: DDP, ZeroRedundancyOptimizer, FSDP2"] = True
-    rounds: Annotated[int, "runs of each setting, one of each in turn"] = 1
-    steps: Annotated[int, "timed steps of a run"] = 10
-    batch: Annotated[int, "sequences that a rank takes in a step"] = 1
-    sequence: Annotated[int, "bytes in a sequence"] = 64
-    seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
-    threads: Annotated[int, "threads that a rank computes with"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket of ours, in MiB"] = 25.0
-    out: Annotated[Path, "folder for sweep.json and sweep.png, on the disk that offloaded states go to"] = Path(
-        "zero-sweep"
-    )
-
-    def __post_init__(self) -> None:
-        for name in ("ranks", "rounds", "steps", "batch", "sequence", "threads"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
-        require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
-        for number in self.stage or ():
-            require(number in range(4), "stage", number, "from 0 to 3")

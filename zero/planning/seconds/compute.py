@@ -35,7 +35,7 @@ class Constant:
 FIT = "fit"
 _MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
 _AS_FITTED = "0.91, the mean of Ampere (0.847 of 0.869) and Hopper (0.672 of 0.803),"
-_LINES = "python -m benchmarks.scaling, 2 ranks of a CPU: what stage 3 adds to a plain loop for each tensor"
+_LINES = "2026-11-22, 2 ranks of a CPU, lines through 10 to 10,000 tensors: stage 3 adds 23 us each to a plain loop"
 _JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
 _HOST = "an assumption: the hooks and launches of a unit in Python; hidden wherever a unit computes for longer"
 _TWO = "a product has one kernel in its forward and two in its backward"
