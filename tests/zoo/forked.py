@@ -78,7 +78,7 @@ def run(
     ``files``: what pytest collects. ``limit``: seconds for one trial.
     """
     forks = _Forks(trials, each, jobs, limit)
-    options = ["-q", "-s", "-n=0", "-m=", "-pno:cacheprovider", f"--timeout={TEST_LIMIT}"]
+    options = ["-q", "-s", "-n=0", "-m=", "-pno:cacheprovider", "--disable-warnings", f"--timeout={TEST_LIMIT}"]
     return int(pytest.main([*options, *files], plugins=[forks]))
 
 

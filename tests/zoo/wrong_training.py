@@ -232,10 +232,6 @@ def a_fake_step_makes_the_state(real: Any) -> Any:
     return wrong
 
 
-def every_rank_steps_the_first_slice(real: Any) -> Any:
-    return lambda self, stage, rank: real(self, stage, 0)
-
-
 def the_last_slice_is_never_updated(real: Any) -> Any:
     return lambda self, present, cut: real(
         self, present[:-1] + b"\0" if present and self.end == self.bucket.numel else present, cut
