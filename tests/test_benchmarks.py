@@ -25,7 +25,7 @@ from benchmarks.gpu_short import clock  # noqa: E402
 from benchmarks.gpu_short.job import SECTIONS, WHOLE, Row, ShortJob, file_of, outcome_of  # noqa: E402
 from benchmarks.gpu_short.page import Found, text_of  # noqa: E402
 from benchmarks.processes import RankError, run_ranks  # noqa: E402
-from benchmarks.rank import live_storages, proportional_set_size
+from benchmarks.rank import live_storages, proportional_set_size  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
 from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402

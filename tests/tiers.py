@@ -13,9 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stdout
-from io import StringIO
-from pathlib import Path
 
 import pytest
 
@@ -38,26 +35,6 @@ def assign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
             if case not in taken:
                 case.add_marker("full")
     config.stash[COLLECTED] = {item.nodeid.removeprefix("tests/"): tier(item) for item in items}
-
-
-def of_every_test() -> dict[str, str]:
-    """Collect all tests, and return the tier of each, by the names of `COLLECTED`."""
-    keeper = _Keeper()
-    folder = str(Path(__file__).parent)
-    with redirect_stdout(StringIO()):
-        status = pytest.main(["--collect-only", "-q", "-n=0", "-p", "no:cacheprovider", folder], plugins=[keeper])
-    if status != pytest.ExitCode.OK:
-        raise RuntimeError(f"the tests cannot be collected: pytest --collect-only ends with {status!r}")
-    return keeper.tiers
-
-
-class _Keeper:
-    """A plugin that keeps the tiers of a collection."""
-
-    tiers: dict[str, str]
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self.tiers = session.config.stash[COLLECTED]
 
 
 def tier(item: pytest.Item) -> str:

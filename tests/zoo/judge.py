@@ -1,4 +1,4 @@
-"""Whether a failed test has caught a mutant: a pytest plugin (``-p tests.zoo.judge``), and the verdicts behind it.
+"""Whether a failed test has caught a mutant.
 
 Knows: exceptions and their tracebacks. Does not know: mutants, or how a verdict is used.
 
@@ -14,20 +14,15 @@ If several ranks failed, only those count that failed by themselves, not those t
 from __future__ import annotations
 
 import ast
-import json
-import os
 import re
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import pytest
 from _pytest.outcomes import Failed
-from hypothesis import Phase, settings
 
 PACKAGES = ("zero", "collectives")
 TOLD = "PeerError"  # the class of the error that a rank raises when another one failed
@@ -134,78 +129,3 @@ def _of_process(name: str, text: str) -> Failure:
     kinds = {"CollectiveError": ("RuntimeError",), "MismatchError": ("RuntimeError",), TOLD: ("RuntimeError",)}
     place = (frames[-1][0], int(frames[-1][1])) if frames else None
     return Failure((name, *kinds.get(name, ())), text, place)
-
-
-# -- the plugin -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Record:
-    """A test that failed."""
-
-    test: str
-    how: str
-    error: str
-    seconds: float
-
-
-class Plugin:
-    """Writes each failure to a file, as a line of JSON, and ends the session at the first failure that is a kill."""
-
-    def __init__(self, root: Path, out: Path) -> None:
-        self._root, self._out = root, out
-        self._worlds: dict[Any, list[BaseException]] = {}  # the errors of the threads of each Loopback
-
-    def pytest_sessionstart(self) -> None:
-        import zero
-        from collectives.backends import threads
-
-        if not Path(zero.__file__).is_relative_to(self._root):
-            raise pytest.UsageError(f"these tests would run on {zero.__file__}, not on the mutant in {self._root}")
-        leave: Callable[..., None] = threads._World.mark_gone
-
-        def noted(world: Any, rank: int, why: str) -> None:
-            error = sys.exc_info()[1]
-            if error is not None:
-                self._worlds.setdefault(world, []).append(error)
-            leave(world, rank, why)
-
-        threads._World.mark_gone = noted  # type: ignore[method-assign,assignment]
-
-    def pytest_runtest_logstart(self) -> None:
-        self._worlds = {}
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-        report = yield
-        if call.excinfo is not None and report.failed:
-            error = call.excinfo.value
-            beside = next((found for found in self._worlds.values() if error in found), [])
-            how = judge(error, self._root, beside) if call.when == "call" else How.OTHER
-            self._write(Record(item.nodeid, how.value, f"{type(error).__name__}: {error}"[:2000], call.duration))
-            if how is not How.OTHER:
-                item.session.shouldstop = f"caught by {item.nodeid}"
-        return report
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._write(Record(report.nodeid, How.OTHER.value, str(report.longrepr)[-2000:], 0.0))
-
-    def _write(self, record: Record) -> None:
-        with self._out.open("a") as file:
-            file.write(json.dumps(record.__dict__) + "\n")
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_configure(config: pytest.Config) -> None:
-    out = os.environ.get("ZOO_RECORD")
-    if out is not None:
-        settings.register_profile(
-            "zoo",
-            settings.get_profile("default"),
-            phases=(Phase.explicit, Phase.generate),  # no shrinking: any failing example catches the mutant
-            report_multiple_bugs=False,
-            database=None,
-        )
-        settings.load_profile("zoo")
-        config.pluginmanager.register(Plugin(Path.cwd(), Path(out)))

@@ -1,0 +1,1 @@
+"""Random mutants of the library: how many of them the tests kill."""

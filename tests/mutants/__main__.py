@@ -1,0 +1,132 @@
+"""`python -m tests.mutants`: random mutants of the library, each judged by the tests that reach its line.
+
+    --map [ARGUMENTS of pytest]           run the default tests, and note which lines each reaches
+    --changed-since C --map               likewise, of the files that are not as in the commit C
+    --draw 60 --seed 7                    draw mutants of lines that tests reach, and judge them
+    --draw 60 --seed 7 --changed-since C  draw them of functions that are not as in the commit C
+    --draw 400 --seed 7 --to FILE         write them into a file
+    --judge FILE                          judge those of a file, by the tests of the last --map
+
+Each mutant runs its tests in a fork, the likeliest first, until one fails. A mutant survives if none does, or if a
+fork hangs without a time limit of a test. Mutants of lines that no test reaches are drawn never, and survive --judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from .sites import Site, changed_lines, describe, sites
+
+LIMIT = 1200  # seconds for all tests of one mutant
+OUTCOMES = ("killed", "survived", "stale")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description="How many mutants do tests kill?")
+    parser.add_argument("--map", nargs=argparse.REMAINDER, metavar="ARGUMENT", help="run pytest, and note lines")
+    parser.add_argument("--draw", type=int, metavar="N", help="draw mutants")
+    parser.add_argument("--seed", default="0", help="any text: it decides which are drawn")
+    parser.add_argument("--changed-since", metavar="COMMIT", help="draw of functions that changed")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="write what was drawn, and judge nothing")
+    parser.add_argument("--judge", type=Path, metavar="FILE", help="judge the mutants of a file")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write each mutant with its outcome and test")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    options = parser.parse_args(arguments)
+    if [options.map is not None, options.draw is not None, options.judge is not None].count(True) != 1:
+        parser.error("say one of --map, --draw and --judge")
+    from . import lines
+
+    among = None if options.changed_since is None else changed_lines(options.changed_since)
+    if options.map is not None:
+        if among is not None:
+            os.environ[lines.FILES] = " ".join(among) or "none"
+        for old in lines.FOLDER.glob("lines-*"):
+            old.unlink()
+        return subprocess.run([sys.executable, "-m", "pytest", "-p", "tests.mutants.lines", *options.map]).returncode
+    if among == {}:
+        print(f"no function differs from {options.changed_since}")
+        return 0
+    reaching = lines.reaching()
+    if not reaching:
+        parser.error(f"there are no lines of tests in {lines.FOLDER}: run --map first")
+    if options.judge is not None:
+        chosen = [Site.of(text) for text in options.judge.read_text().split()]
+    else:
+        chosen = drawn(reaching, options.draw, options.seed, among)
+    if options.to is not None:
+        options.to.write_text("".join(f"{site}\n" for site in chosen))
+        return 0
+    return judged(chosen, reaching, options.jobs, options.results)
+
+
+def drawn(
+    reaching: dict[str, dict[int, list[str]]], count: int, seed: str, among: dict[str, set[int]] | None
+) -> list[Site]:
+    """Return mutants of lines that tests reach, ``count`` or all there are. ``among``: lines by file; None: any."""
+    reached = [
+        site
+        for site in sites()
+        if reaching.get(site.file, {}).get(site.line) and (among is None or site.line in among.get(site.file, ()))
+    ]
+    print(f"{len(reached)} mutants lie on lines that tests reach")
+    return random.Random(seed).sample(reached, min(count, len(reached)))
+
+
+def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], jobs: int, results: Path | None) -> int:
+    """Judge mutants, and print the outcome: the survivors, and the numbers by room."""
+    from ..processor import spare_matrix_unit
+    from ..zoo import forked
+
+    spare_matrix_unit()
+    begin, outcomes = time.monotonic(), dict[str, tuple[str, str]]()
+
+    def note(name: str, outcome: str, test: str, seconds: float) -> None:
+        outcomes[name] = outcome, test
+        print(f"{outcome:<9} {name} {test} ({seconds:.1f} s)", flush=True)
+
+    def show(verdict: forked.Verdict) -> None:
+        killed = verdict.outcome in ("failed", "died")
+        outcome = "killed" if killed else "stale" if verdict.outcome == "stale" else "survived"
+        remark = verdict.test or verdict.error or ("" if verdict.entered else "its code did not run")
+        note(verdict.trial.name, outcome, remark, verdict.seconds)
+
+    trials = []
+    for site in chosen:
+        tests = reaching.get(site.file, {}).get(site.line, [])
+        if tests:
+            trials.append(forked.Trial(str(site), ("tests.mutants.sites:apply", str(site)), tuple(tests)))
+        else:
+            note(str(site), "survived", "no test reaches its line", 0.0)
+    files = sorted({f"tests/{test.partition('::')[0]}" for trial in trials for test in trial.tests})
+    status = forked.run(trials, files, show, jobs=jobs, limit=LIMIT) if trials else 0
+    rooms: Counter[tuple[str, str]] = Counter()
+    for name, (outcome, _) in outcomes.items():
+        rooms[_room(Site.of(name).file), outcome] += 1
+    print(f"\n{'room':<24} killed survived stale   ({time.monotonic() - begin:.0f} s)")
+    for room in [*sorted({room for room, _ in rooms}), "all"]:
+        of_room = {o: sum(n for (r, k), n in rooms.items() if k == o and room in (r, "all")) for o in OUTCOMES}
+        print(f"{room:<24} {of_room['killed']:>6} {of_room['survived']:>8} {of_room['stale']:>5}")
+    for name, (outcome, remark) in sorted(outcomes.items()):
+        if outcome == "survived":
+            print(f"\n{name} {remark}\n    {describe(Site.of(name))}")
+    if results is not None:
+        results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
+    return int(status not in (0, 5) or len(outcomes) < len({*map(str, chosen)}))
+
+
+def _room(file: str) -> str:
+    parts = file.split("/")
+    return "/".join(parts[:2]) if parts[0] == "zero" and len(parts) > 2 else parts[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""Wrong code on live functions: all that refer to a function run it from then on, in this process.
+
+Knows: functions, their code and its syntax tree. Does not know: which bugs there are, or how tests run.
+
+A function's ``__code__`` is replaced, so that it does not matter who has imported the function, or what was decorated
+with it. The new code notes that it was entered.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import importlib
+import inspect
+import json
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CARRIED = "TESTS_MUTANT"  # for spawned processes: a function, as "module:name", and its argument
+NOTED = "TESTS_MUTANT_ENTERED"  # a file of one byte, which is 1 once wrong code was entered
+_NOTE = "__mutant_entered__"
+
+
+class StaleError(Exception):
+    """A change does not fit the code any more."""
+
+
+def function_at(place: str) -> FunctionType:
+    """Return the function of a dotted name: of a property its getter, of a decorated function what was decorated."""
+    parts = place.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        name = ".".join(parts[:count])
+        try:
+            found: Any = importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+        break
+    else:
+        raise StaleError(f"there is no module of {place}")
+    for part in parts[count:]:
+        try:
+            found = inspect.getattr_static(found, part)
+        except AttributeError:
+            raise StaleError(f"there is no {place}") from None
+    for attribute in ("fget", "func", "__func__"):
+        found = getattr(found, attribute, None) or found
+    found = inspect.unwrap(found) if callable(found) else found
+    if not isinstance(found, FunctionType):
+        raise StaleError(f"{place} is no function")
+    return found
+
+
+def replace(place: str, wrong: Callable[[Any], Callable[..., Any]]) -> None:
+    """Let the function of a dotted name be ``wrong(real)``, where ``real`` is what it was."""
+    function = function_at(place)
+    code = function.__code__
+    real = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
+    real.__kwdefaults__ = function.__kwdefaults__
+    name = f"__mutant_{code.co_name}_{code.co_firstlineno}__"
+    function.__globals__.update({name: wrong(functools.wraps(function)(real)), _NOTE: note()})
+    free = ", ".join(code.co_freevars)
+    lines = (
+        f"def outer({free}):",
+        f"    def {code.co_name}(*args, **kwargs):",
+        f"        {_NOTE}[0] = 1",
+        f"        return {name}(*args, **kwargs)",
+        f"        ({free})",  # never runs: code that replaces other code must have the same free variables
+    )
+    outer = _inner(compile("\n".join(lines), __file__, "exec"))[0]
+    function.__code__ = _inner(outer)[0]
+
+
+def rewrite(place: str, change: Callable[[ast.FunctionDef], None]) -> None:
+    """Change the syntax tree of the function of a dotted name."""
+    code = function_at(place).__code__
+    tree = parsed(code.co_filename)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and _key(node) == (code.co_name, code.co_firstlineno):
+            change(node)
+            compile_into_live_functions(tree, code.co_filename, [node])
+            return
+    raise StaleError(f"the source of {place} was not found")
+
+
+def compile_into_live_functions(tree: ast.Module, file: str, changed: list[ast.FunctionDef]) -> None:
+    """Give the functions of a file the code of a changed tree.
+
+    ``changed``: the definition that was changed, and those around it, from the outermost one.
+    """
+    body = changed[-1].body
+    body.insert(ast.get_docstring(changed[-1]) is not None, *ast.parse(f"{_NOTE}[0] = 1").body)
+    codes = _by_key(compile(ast.fix_missing_locations(tree), file, "exec"))
+    places = {_key(node) for node in changed}
+    count = 0
+    for function in gc.get_objects():
+        if type(function) is FunctionType and function.__code__.co_filename == file:
+            key = (function.__code__.co_name, function.__code__.co_firstlineno)
+            if key in places and codes[key].co_freevars == function.__code__.co_freevars:
+                function.__globals__[_NOTE] = note()
+                function.__code__ = codes[key]
+                count += 1
+    if not count:
+        raise StaleError(f"no function lives that {file}, line {changed[0].lineno}, defines")
+
+
+@functools.cache
+def note() -> mmap.mmap:
+    """Return the memory in which wrong code notes that it was entered."""
+    with open(os.environ[NOTED], "r+b") as file:
+        return mmap.mmap(file.fileno(), 1)
+
+
+def apply(function: str, argument: Any) -> None:
+    """Call a function that changes live ones, "module:name", and let processes that are started call it too."""
+    os.environ[CARRIED] = json.dumps([function, argument])
+    module, _, name = function.partition(":")
+    getattr(importlib.import_module(module), name)(argument)
+
+
+def apply_what_is_carried() -> None:
+    """Call what the environment says: programs that tests start, and that may run wrong code, begin with this."""
+    if CARRIED in os.environ:
+        apply(*json.loads(os.environ[CARRIED]))
+
+
+def parsed(file: str) -> ast.Module:
+    """Return the syntax tree of a file."""
+    return ast.parse(Path(file).read_text(), file)
+
+
+def _key(node: ast.FunctionDef) -> tuple[str, int]:
+    return node.name, min(part.lineno for part in (node, *node.decorator_list))
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [each for each in code.co_consts if isinstance(each, CodeType)]
+
+
+def _by_key(code: CodeType) -> dict[tuple[str, int], CodeType]:
+    found = {(each.co_name, each.co_firstlineno): each for each in _inner(code)}
+    for each in _inner(code):
+        found.update(_by_key(each))
+    return found
