@@ -175,8 +175,8 @@ def test_a_profiler_shows_a_step_of_stage_3_unit_by_unit() -> None:
             install unit 0
             wait_for_reduce_scatter bucket 0
             reduce_scatter bucket 1
-            reshard unit 0
             wait_for_reduce_scatter bucket 1
+            reshard unit 0
             """,
             UPDATED,
         ]

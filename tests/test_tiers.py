@@ -13,6 +13,8 @@ import pytest
 
 from .tiers import COLLECTED, assign
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).resolve().parent.parent
 ELSEWHERE = {"matrix"}  # commands, which are in no tier
 

@@ -279,17 +279,27 @@ def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
 
     def program(transport: Transport) -> tuple[int, int]:
         near = routed(transport, hosts)
-        mine = hosts[transport.rank // 2]
+        mine, crossed = hosts[transport.rank // 2], list[int]()
+        send, send_bytes = near.backend.send, near.backend.send_bytes
+
+        def counted(tensor: Tensor, to: int, slot: int) -> Any:
+            crossed.append(tensor.nbytes * (to not in mine))
+            return send(tensor, to, slot)
+
+        def counted_bytes(data: bytes, to: int, *given: Any) -> Any:
+            crossed.append(len(data) * (to not in mine))
+            return send_bytes(data, to, *given)
+
+        near.backend.send, near.backend.send_bytes = counted, counted_bytes
         collective = Replicated(near, Shared(near.split(list(mine))))
         bounds = [0, numel // 2, numel]
         source = collective.shards.empty(numel, torch.float32, torch.device("cpu")).fill_(1.0)
         out = collective.shards.empty(numel // 2, torch.float32, torch.device("cpu"))
-        before = near.backend.crossed
         collective.reduce_scatter(source, bounds, out, start=None, tag=reduction()).wait()
         assert out.eq(4.0).all()
-        reduced = near.backend.crossed - before
+        reduced = sum(crossed)
         collective.all_gather(source, bounds, tag=reduction()).wait()
-        return reduced, near.backend.crossed - before - reduced
+        return reduced, sum(crossed) - reduced
 
     found = on_threads(4, program)
     for reduced, gathered in found:

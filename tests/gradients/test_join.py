@@ -295,7 +295,7 @@ def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> Non
 
     first, second = on_threads(2, program, timeout=10)
     assert first == second
-    assert "on rank 1" in first
+    assert "between rank 0 and rank 1" in first
 
 
 class Deep(nn.Module):
