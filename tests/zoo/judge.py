@@ -81,6 +81,8 @@ def verdict(failure: Failure, root: Path) -> How:
         return How.ASSERTION
     if "AssertionError" in kinds:
         return How.OTHER if inside else How.ASSERTION
+    if "NotElementwiseError" in kinds:  # also if `tests/trials.py` raises again what it remembers
+        return How.ERROR
     documented = {"ValueError", "TypeError", "RuntimeError"} & set(kinds) and "NotImplementedError" not in kinds
     if documented and inside and _is_raise(failure.place):
         late = TOLD in kinds and _LATE.search(failure.message) is not None

@@ -98,8 +98,8 @@ def a_save_that_is_over_keeps_its_copies(real: Any) -> Any:
 
 
 def paths_are_not_compared(real: Any) -> Any:
-    def wrong(self: Any, request: Any) -> Any:
-        own = real(self, request)
+    def wrong(self: Any, *given: Any) -> Any:
+        own = real(self, *given)
         own.message["agree"].pop("the folder")
         return own
 
