@@ -137,7 +137,8 @@ def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: 
     section = (ROOT / "zero" / "CONTRACT.md").read_text().partition("## Check it on your own model")[2]
     code, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)[:2]
     (tmp_path / "my_model.py").write_text(code)
-    ended = subprocess.run([sys.executable, "my_model.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    command = [sys.executable, "-m", "zero.verify", "my_model:arguments"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
 
 
