@@ -20,7 +20,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import StopOnSignal, ZeroOptimizer
 from zero.commands import cli
-from zero.commands.train.rank import Training
+from zero.commands.train.rank import RankTraining
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
 from ..parts import parts_of
@@ -211,15 +211,15 @@ def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
     text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cadence = Cadence(steps=6, micro_batches=2, every=100, more=("--sequence=24", f"--data={text}"))
-    backwards = Training._backwards
+    backwards = RankTraining._backwards
 
-    def ended(self: Training, step: int) -> list[float]:
+    def ended(self: RankTraining, step: int) -> list[float]:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
         return backwards(self, step)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Training, "_backwards", ended)
+        patch.setattr(RankTraining, "_backwards", ended)
         assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 128 + signal.SIGTERM
     assert "stopped: rank 0 got SIGTERM: all ranks have saved step 4 and end" in capsys.readouterr().err
     assert cli.main(cadence.arguments(tmp_path / "a", 1, 2), "train") == 0

@@ -16,13 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from zero import MixedPrecision
+from collectives import Transport, on_threads
+from zero import MixedPrecision, ZeroOptimizer
 from zero.commands import cli, runner
 from zero.commands.console import Console
 from zero.commands.train import command as train
 from zero.commands.train.data import load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
-from zero.commands.train.rank import Training
+from zero.commands.train.rank import RankTraining, check_same_text
 from zero.commands.train.settings import TrainConfig
 
 from ..matrix import Variant, trained_sha256
@@ -68,6 +69,20 @@ def test_one_rank_gives_the_parameters_of_the_plain_loop(
     out = tmp_path / "out"
     assert cli.main(flags(text, out, "--ranks=1", *more), "train") == 0
     assert run_json(out)["params_sha256"] == plain_sha256(text, **plain)
+
+
+def test_ranks_that_read_other_text_are_an_error_on_each() -> None:
+    def program(transport: Transport) -> str:
+        optimizer = ZeroOptimizer(torch.nn.Linear(1, 1), torch.optim.SGD, lr=0.1, process_group=transport)
+        check_same_text(optimizer, "0a" * 32)
+        with pytest.raises(ValueError, match="--data") as caught:
+            check_same_text(optimizer, f"{transport.rank // 2}a" * 32)
+        return str(caught.value)
+
+    words = (
+        "rank 2 reads other text than rank 0 (SHA-256 1a1a1a1a1a1a and 0a0a0a0a0a0a): give every host the same files"
+    )
+    assert on_threads(3, program) == [f"{words} files with --data"] * 3
 
 
 @pytest.fixture(scope="module")
@@ -358,10 +373,10 @@ def test_ranks_that_contradict_the_launcher_are_an_error(
 def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: Training, step: int) -> None:
+    def fail(self: RankTraining, step: int) -> None:
         raise RuntimeError("the loss is\nnot what it was")
 
-    monkeypatch.setattr(Training, "_backwards", fail)
+    monkeypatch.setattr(RankTraining, "_backwards", fail)
     assert cli.main(flags(text, tmp_path, "--ranks=1"), "train") == 1
     assert capsys.readouterr().err == f"error: the loss is not what it was (traceback in {tmp_path}/error.txt)\n"
     assert "in _take_steps" in (tmp_path / "error.txt").read_text()

@@ -9,7 +9,6 @@ two trials: of steps over pieces of parameters (`ByElement`), and over each para
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,15 +23,8 @@ from ..runtime.flat_states import Options, is_elementwise
 from .equality import equal_values, same
 from .inner import NO_OPTIONS, InnerOptimizer, NotElementwiseError
 from .throwaway import ClassFailedError, OnRank, Placed, Setting, Whole
+from .throwaway_shapes import large_shapes, placed, shortened
 
-# With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
-# at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
-# hardly any in pieces, which lie side by side without padding.
-RAGGED = (1, 3, 5, 7, 9, 11, 13, 15)
-# Torch's kernels for lists of tensors on CUDA take another loop if a length is no multiple of 4 (kILP in
-# MultiTensorApply.cuh). Throw-away tensors of so many elements are stepped whole in it, and a half of them is not.
-RAGGED_ON_DEVICE = 97
-LARGE = 1 << 12  # elements from which on a class may keep its states in 8 bits or fewer
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
 # decay, how the decay is rounded. It is no power of two: products with one are exact, whatever a kernel rounds.
@@ -40,7 +32,6 @@ RAISED_RATE = 0.3
 FEW_STEPS = 3  # with the user's learning rates, before low ones are raised, and with raised weight decays
 DIMENSIONS = frozenset({0, 1, 2, 4})
 COPIES = 2  # throw-away parameters of each shape: a class may look at others of the same shape alone
-SMALL = 16  # longer sides are shortened: the classes for which this is tried take time with the cube of a side
 
 
 class Trial:
@@ -278,11 +269,11 @@ class ByParameter(Trial):
         return [
             (setting, shape)
             for setting in self.settings
-            for shape in sorted({*map(_shortened, setting.shapes), *large_shapes(setting.shapes)})
+            for shape in sorted({*map(shortened, setting.shapes), *large_shapes(setting.shapes)})
         ]
 
     def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
-        return shape in (_shortened(spec.shape), *large_shapes([spec.shape]))
+        return shape in (shortened(spec.shape), *large_shapes([spec.shape]))
 
     def check_states(self, whole: Whole) -> dict[str, Rebuild]:
         """Raise `ValueError` for a tensor subclass that is not rebuilt as it was from what is sent and saved of it."""
@@ -322,52 +313,6 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(_is_scalar(inside) for inside in value)
     return value is None or isinstance(value, (numbers.Number, str))
-
-
-def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Placed]:
-    """Return, for each of the ``settings``, throw-away parameters of each number of ``dimensions``."""
-    small = [(setting, shape) for setting in settings for number in dimensions for shape in _shapes(number, setting)]
-    large = [(setting, shape) for setting in settings for shape in large_shapes(setting.shapes)]
-    return [*small, *((setting, shape) for setting, shape in large if len(shape) in dimensions)]
-
-
-def large_shapes(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the shape with the most elements, shortened to at most twice `LARGE`; none if it has fewer than `LARGE`.
-
-    Its sides are powers of two: it consists of whole blocks for a class whose states have a scale for each block.
-    """
-    sides = list(max(shapes, key=math.prod))
-    if math.prod(sides) < LARGE:
-        return []
-    sides = [1 << (side - 1).bit_length() for side in sides]
-    while math.prod(sides) > 2 * LARGE:
-        sides[sides.index(max(sides))] //= 2
-    return [tuple(sides)]
-
-
-def _shapes(dimensions: int, setting: Setting) -> list[tuple[int, ...]]:
-    """Return the shapes of throw-away parameters. All but those of `RAGGED` and of 96 elements have padding after them.
-
-    If the user has matrices, the matrix is larger than the limit below which some classes treat one as small.
-    """
-    match dimensions:
-        case 0:
-            return [()]
-        case 1:
-            on_cpu = setting.device.type == "cpu"
-            ragged = [(n * setting.dtypes.alignment,) for n in RAGGED] if on_cpu else [(RAGGED_ON_DEVICE,)]
-            return [(96,), *ragged, *([(1,)] if (1,) in setting.shapes else [])]
-        case 2:
-            return [(131, 137) if setting.matrices else (13, 17)]
-        case 3:
-            return [(4, 5, 9)]
-    return [(4, 5, 3, 3, *[1] * (dimensions - 4))]
-
-
-def _shortened(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape whose long sides are shortened; equal ones stay equal, and a longer one stays the longer one."""
-    longer = sorted({size for size in shape if size > SMALL})
-    return tuple(SMALL + 1 + longer.index(size) if size > SMALL else size for size in shape)
 
 
 def distinct(

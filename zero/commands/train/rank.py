@@ -26,6 +26,7 @@ import torch
 
 from collectives.messages import Traffic
 
+from ...optimizer import ZeroOptimizer
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ...state.describe import Description
 from ..console import Console
@@ -37,7 +38,7 @@ from .report import write_report
 from .saves import Saves, saving
 from .settings import TrainConfig
 
-__all__ = ["Training", "work"]
+__all__ = ["RankTraining", "work"]
 
 VALIDATION_WINDOWS = 256
 
@@ -52,7 +53,7 @@ def work(config: TrainConfig) -> None:
         bind_to_parent()
     with nullcontext() if alone else process_group():
         try:
-            record = Training(config).run(console)
+            record = RankTraining(config).run(console)
         finally:
             if console is not None:
                 console.finish()
@@ -62,7 +63,7 @@ def work(config: TrainConfig) -> None:
             barrier()
 
 
-class Training:
+class RankTraining:
     """The training of one rank. ``losses`` (nats per byte, over all micro-batches) has an entry for each step of the
     run, and ``step_ms`` for each that was taken here, not before a checkpoint. All ranks must make every call."""
 
@@ -81,6 +82,7 @@ class Training:
     def run(self, console: Console | None) -> dict[str, Any]:
         """Train, validate, and close the optimizer. Return the content of run.json."""
         config, optimizer = self._config, self._optimizer
+        check_same_text(optimizer, self._corpus.sha256)
         with saving(config, optimizer, self._corpus.sha256) as saves:
             facts = self._take_steps(saves, console)
             bits_per_byte = self._validate()
@@ -197,6 +199,17 @@ class Training:
         sent = self._optimizer.exchange(np.array(mine, dtype="<f8").tobytes())
         parts = [np.frombuffer(part, dtype="<f8") for part in sent]
         return [float(parts[place % len(parts)][place // len(parts)]) for place in range(count)]
+
+
+def check_same_text(optimizer: ZeroOptimizer, sha256: str) -> None:
+    """Raise `ValueError` on every rank if ranks read other text. All ranks; ``sha256``: of the text."""
+    digests = [data.decode() for data in optimizer.exchange(sha256.encode())]
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise ValueError(
+                f"rank {rank} reads other text than rank 0 (SHA-256 {digest[:12]} and {digests[0][:12]}): give every "
+                "host the same files with --data"
+            )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The flags of `zero train`.
 
-Knows: the name, type, default and help text of every flag, as fields of one frozen dataclass for each command; which
-values are valid by themselves. Does not know: the parser, or what a flag does. The ranks of `zero train` get the fields
-as JSON.
+Knows: the name, type, default and help text of every flag, as fields of a frozen dataclass; which values are valid by
+themselves. Does not know: the parser, or what a flag does. Ranks get the fields as JSON.
 """
 
 from __future__ import annotations
