@@ -86,7 +86,6 @@ class ZeroSaves(SavedTraining):
 
     def save(self, way: str) -> Callable[[], object]:
         saving = self._manager.save(self._next(), blocking=way == ZERO)
-        assert saving is not None
         self._last = saving.path
         return saving.result
 

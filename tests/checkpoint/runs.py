@@ -108,7 +108,6 @@ def run(
             take_steps(model, optimizer, first, steps)
             digest = optimizer.check_replicas()
             saving = checkpoints.save(first + steps)
-            assert saving is not None
             if between is not None:
                 between(model, optimizer)
             saving.result(30)

@@ -109,7 +109,6 @@ def run_and_crash(
                 disk.after = crash
             training.optimizer.exchange(b"")
             saving = checkpoints.save(step, overwrite=overwrite)
-            assert saving is not None
             training.step(step)
             assert saving.result(PATIENCE) == content
             witness.returned(step, content)
@@ -178,7 +177,6 @@ def test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_t
             for step in (2, 4, 6, 8):
                 training.step(step)
                 saving = checkpoints.save(step, blocking=True)
-                assert saving is not None
                 contents[step] = saving.result()
             checkpoints.restore(2)
             training.step(3)
@@ -186,7 +184,6 @@ def test_after_any_crash_of_a_run_that_went_back_its_step_or_the_old_newest_is_t
                 disk.after = partial(crash, disk)
             training.optimizer.exchange(b"")
             saving = checkpoints.save(3)
-            assert saving is not None
             contents[3] = saving.result(PATIENCE)
             returned.set()
             training.step(5)
@@ -235,7 +232,6 @@ def test_after_any_crash_in_a_removal_the_kept_checkpoints_are_whole(
         for step in (1, 2, 3):
             training.step(step)
             saving = checkpoints.save(step)
-            assert saving is not None
             saving.result(PATIENCE)
             newest[0] = step
     assert entries(root) == [".lock", "step-00000003"]
@@ -370,7 +366,6 @@ def died_at(disk: Disk, root: Path, rank: int, skip: int | None) -> bool:
         training.optimizer.exchange(b"")
         try:
             saving = checkpoints.save(2)
-            assert saving is not None
             savings[transport.rank] = saving
         except BaseException:
             dead.set()
@@ -430,7 +425,6 @@ def test_a_reader_that_finds_only_the_trash_of_a_swap_uses_it(tmp_path: Path) ->
     training.step(0)
     with CheckpointManager(tmp_path, training.optimizer) as checkpoints:
         saving = checkpoints.save(4, {"a": 1}, blocking=True)
-        assert saving is not None
     trash = tmp_path / f".trash-step-00000004-{'0' * 16}"
     saving.path.rename(trash)
     assert list(steps_in(tmp_path)) == [4]
@@ -470,7 +464,6 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
         training.step(0)
         with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
             saving = checkpoints.save(1, blocking=blocking)
-            assert saving is not None
             if transport.rank != 1:
                 saving.result(PATIENCE)
             if transport.rank == 0:
@@ -513,7 +506,6 @@ def test_a_rank_that_can_read_nothing_knows_that_the_save_is_complete(
             return zero.save(tmp_path / "saved", training.optimizer).result()
         with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
             saving = checkpoints.save(1, blocking=True)
-            assert saving is not None
             return saving.result(PATIENCE)
 
     assert len(set(on_threads(2, program, timeout=PATIENCE))) == 1
@@ -539,7 +531,6 @@ def test_a_rank_that_sees_nothing_of_the_folder_says_so_and_learns_it_from_rank_
         training.step(0)
         checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
         saving = checkpoints.save(1)
-        assert saving is not None
         saving.wait()
         if transport.rank == 1:
             assert isinstance(saving.error, UnseenError)
@@ -577,7 +568,6 @@ def test_a_rank_that_is_interrupted_when_the_save_is_complete_fails_it_for_no_ot
         training.step(0)
         checkpoints = CheckpointManager(tmp_path, training.optimizer)
         saving = checkpoints.save(1)
-        assert saving is not None
         saving.wait()
         training.step(1)  # rank 1 reports its interrupt
         assert (saving.error is None) == (transport.rank == 0)

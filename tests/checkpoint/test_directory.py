@@ -149,7 +149,6 @@ def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
     old = CheckpointManager(tmp_path, optimizer, max_to_keep=1)
     old.save(1, blocking=True)
     saving = old.save(2)
-    assert saving is not None
     saving.wait()
     (tmp_path / ".lock").unlink()
     new = CheckpointManager(tmp_path, optimizer) if how == "replaced" else None
@@ -224,7 +223,6 @@ def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes
         on_rank_0(lambda: shutil.rmtree(run))
         for _ in range(2):
             saving = checkpoints.save(2)
-            assert saving is not None
             saving.wait()
             training.step(1)
             with pytest.raises(RuntimeError, match=reason):
@@ -260,7 +258,6 @@ def test_a_folder_that_is_removed_while_a_save_is_under_way_is_named_as_the_caus
         training = Training(transport, 1)
         checkpoints = CheckpointManager(run, training.optimizer)
         saving = checkpoints.save(1)
-        assert saving is not None
         saving.wait()
         with pytest.raises(RuntimeError, match=r"rank 0 could not save .*/run was removed \(.*: make it again"):
             checkpoints.close()
@@ -290,7 +287,6 @@ def test_a_disk_that_fails_when_the_lock_is_looked_at_fails_the_save_and_not_the
         with monkeypatch.context() as patch:
             patch.setattr("zero.checkpoint.folder.lock.os", Module(os, {"stat": fails_on_lock}))
             saving = checkpoints.save(1)
-            assert saving is not None
             with pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"):
                 saving.result(PATIENCE)
         checkpoints.save(2, blocking=True)
@@ -379,7 +375,6 @@ def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptim
     assert {found.filename for found in own(warned)} == {__file__}
     assert checkpoints.all_steps() == [1]
     saving = checkpoints.save(2, blocking=True)
-    assert saving is not None
     checkpoints.close()
     assert (tree(tmp_path / "step-00000002"), tree(outside)) == (tree(saving.path), before_outside)
     gone = {path for path in before if path.startswith("step-00000001")}
@@ -409,7 +404,6 @@ def test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked(tmp_p
             checkpoints.save(1, {"n": 3}, blocking=True, overwrite=True)
             training.step(2)
             saving = checkpoints.save(1, {"n": 4}, overwrite=True)
-            assert saving is not None
             saving.result(PATIENCE)
 
     on_threads(2, program)
@@ -599,7 +593,6 @@ def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, o
     with CheckpointManager(tmp_path, optimizer, max_to_keep=2, keep_period=4) as checkpoints:
         for step in range(1, 11):
             saving = checkpoints.save(step)
-            assert saving is not None
             saving.result(PATIENCE)
             kept = [s for s in range(1, step + 1) if s % 4 == 0 or s in [t for t in range(1, step + 1) if t % 4][-2:]]
             kept = sorted({*kept, step} - ({[t for t in range(1, step) if t % 4][-2]} if step % 4 == 0 else set()))

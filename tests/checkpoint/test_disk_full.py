@@ -65,7 +65,6 @@ def run(root: Path, failures: Sequence[Failure | None], monkeypatch: pytest.Monk
         for number, failure in enumerate(failures):
             good, bad = 2 * number + 1, 2 * number + 2
             saving = checkpoints.save(good, blocking=True)
-            assert saving is not None
             if rank == 0:
                 assert not [name for name in entries(root) if name.startswith(".tmp")]
                 assert complete_steps(root)[-1] == good
@@ -78,7 +77,6 @@ def run(root: Path, failures: Sequence[Failure | None], monkeypatch: pytest.Monk
                     )
             training.optimizer.exchange(b"")
             saving = checkpoints.save(bad)
-            assert saving is not None
             if failure is None or rank == failure.rank:
                 saving.wait()
             training.optimizer.exchange(b"")
@@ -263,7 +261,6 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     checkpoints = CheckpointManager(tmp_path / "run", training.optimizer)
     disk.fail_when(lambda call: call.name == "write_at" and call.in_thread, errno.EIO)
     saving = checkpoints.save(1)
-    assert saving is not None
     saving.wait()
     training.backward(1)
     with pytest.warns(RuntimeWarning, match="the save of step 1 has failed, and training goes on: rank 0") as warned:
@@ -287,7 +284,6 @@ def test_a_warning_that_is_an_error_on_one_rank_ends_the_next_save_on_all(tmp_pa
         if transport.rank == 0:
             (tmp_path / "step-00000001" / "foreign").touch()
         saving = checkpoints.save(2)  # rank 0 alone has something to warn of
-        assert saving is not None
         saving.result(PATIENCE)
         with pytest.raises((RuntimeError, RuntimeWarning), match="step-00000001 is left, because it has foreign"):
             checkpoints.save(3)
@@ -328,7 +324,6 @@ def test_a_checkpoint_whose_replacement_fails_stays_at_its_place(
     training.step(0)
     with CheckpointManager(tmp_path / "run", training.optimizer) as checkpoints:
         saving = checkpoints.save(1, {"n": 1}, blocking=True)
-        assert saving is not None
         disk.fail_when(lambda call: call.name == "rename" and call.path.name.startswith(".tmp-"), errno.EIO)
         with pytest.raises(RuntimeError, match="Input/output error"):
             checkpoints.save(1, {"n": 2}, overwrite=True, blocking=True)
@@ -344,7 +339,6 @@ def test_a_failure_is_heard_although_another_manager_saves(tmp_path: Path, monke
     second = CheckpointManager(tmp_path / "second", training.optimizer)
     disk.fail_when(lambda call: call.in_thread and call.path.is_relative_to(tmp_path / "first"), errno.EIO)
     saving = first.save(1)
-    assert saving is not None
     saving.wait()
     second.save(1, blocking=True)
     with pytest.warns(RuntimeWarning, match=r"the save of step 1 has failed.* in .*first are as they were"):
@@ -365,7 +359,6 @@ def test_a_failure_of_which_all_ranks_have_heard_is_told_no_longer(
         with pytest.raises(RuntimeError, match="Input/output error"):
             zero.save(tmp_path / f"{number}", training.optimizer)
     saving = manager.save(1)
-    assert saving is not None
     saving.wait()
     with pytest.raises(RuntimeError, match="Input/output error"):
         manager.close()
@@ -383,7 +376,6 @@ def full_on_one_rank(group: Any, rank: int, folder: str) -> tuple[str, str, str]
         if rank == 1:
             patch.setattr(files, "write_at", refuse)
         saving = checkpoints.save(2)
-        assert saving is not None
         if rank == 1:
             saving.wait()  # not even a note can be left: the others learn it in the next step
     training.optimizer.exchange(b"")

@@ -59,7 +59,6 @@ def saves(folder: Path, transport: Transport) -> list[str]:
     with CheckpointManager(folder / "run", training.optimizer, max_to_keep=2) as checkpoints:
         for step in (1, 2, 3):
             saving = checkpoints.save(step, {"step": step}, blocking=step == 2)
-            assert saving is not None
             found.append(saving.result(PATIENCE))
     found.append(zero.save(folder / "above" / "saved", training.optimizer).result())
     return [*found, training.optimizer.check_replicas()]

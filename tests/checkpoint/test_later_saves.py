@@ -173,7 +173,6 @@ def test_all_stages_and_numbers_of_ranks_write_the_same_bytes_also_in_later_save
                 for number, change in enumerate(("step", "step", "lr", "group", "step of all", "step")):
                     training.change(change)
                     saving = checkpoints.save(number)
-                    assert saving is not None
                     training.step(extra=False)  # while it is written
                     found.append(saving.result(60))
             return found
@@ -263,7 +262,6 @@ def test_saves_with_other_sizes_of_blocks_and_files_use_no_plan_of_before(tmp_pa
                     save_one(optimizer, request)
                     continue
                 saving = saver.save(request, OnePath(path, overwrite=False) if transport.rank == 0 else None)
-                assert saving is not None
                 saving.result(60)
             if transport.rank == 0:
                 _same(later, anew)

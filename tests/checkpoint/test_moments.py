@@ -540,7 +540,6 @@ def leaves(group: Any, rank: int, folder: str, how: str) -> tuple[str, float]:
             elif rank == victim and how == "dies":
                 patch.setattr(Snapshot, "take", never)
             saving = checkpoints.save(2)
-            assert saving is not None
             began = time.monotonic()
             if how == "dies after the rename":
                 seen = saving.result(20)

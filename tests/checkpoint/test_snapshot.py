@@ -53,7 +53,6 @@ def committed_is_saved(
     with CheckpointManager(folder / "asynchronous", training.optimizer, **arguments) as checkpoints:
         taker.allow(rank, ALL)
         saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
-        assert saving is not None
         saving.result(PATIENCE)
         total = taker.taken(rank)
         if at_every_bucket:
@@ -66,7 +65,6 @@ def committed_is_saved(
             expected = zero.save(path, training.optimizer, state, {"rank": rank}, step=number).result()
             taker.allow(rank, count if count < total else ALL)
             saving = checkpoints.save(number, state, {"rank": rank})
-            assert saving is not None
             state["t"].fill_(-1)
             taker.wait_until(rank, min(count, total))
             follows(training, number)
@@ -267,7 +265,6 @@ def test_a_second_save_right_after_the_first_is_of_its_own_moment(
                 expected.append(zero.save(tmp_path / str(number), training.optimizer).result())
                 taker.allow(rank, 3)
                 saving = checkpoints.save(number)
-                assert saving is not None
                 found.append(saving)
                 taker.wait_until(rank, 3)
                 training.step(number + 100)
@@ -312,7 +309,6 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
     with CheckpointManager(tmp_path / "a", training.optimizer) as checkpoints:
         for number in range(1, 4):
             saving = checkpoints.save(number, {"t": torch.zeros(100_000)})
-            assert saving is not None
             found.append(saving)
             training.step(number)
             saving.result(PATIENCE)
@@ -336,7 +332,6 @@ def test_an_error_of_the_thread_never_blocks_a_step(tmp_path: Path, monkeypatch:
         plain.step(0)
         training.step(0)
         saving = checkpoints.save(1)
-        assert saving is not None
         for number in (1, 2):
             plain.step(number)
             training.step(number)

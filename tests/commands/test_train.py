@@ -82,7 +82,7 @@ def test_ranks_that_read_other_text_are_an_error_on_each() -> None:
     words = (
         "rank 2 reads other text than rank 0 (SHA-256 1a1a1a1a1a1a and 0a0a0a0a0a0a): give every host the same files"
     )
-    assert on_threads(3, program) == [f"{words} files with --data"] * 3
+    assert on_threads(3, program) == [f"{words} with --data"] * 3
 
 
 @pytest.fixture(scope="module")
