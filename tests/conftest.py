@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from .processor import spare_matrix_unit
+from .support.processor import spare_matrix_unit
 from .tiers import assign
 
 if TYPE_CHECKING:
-    from .pool import GlooPool
+    from .support.pool import GlooPool
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 for _name, _examples in (("default", 10), ("full", 40), ("ci", 20), ("thorough", 400)):
@@ -71,7 +71,7 @@ def one_thread() -> None:
     """
     import torch
 
-    from .programs import CLASSES
+    from .support.programs import CLASSES
 
     torch.set_num_threads(1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
@@ -84,7 +84,7 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def one_call_of_the_generator_at_a_time() -> Iterator[None]:
     """Prevent a deadlock in torch's generator between ranks that are threads."""
-    from .generator import one_call_at_a_time
+    from .support.generator import one_call_at_a_time
 
     with pytest.MonkeyPatch.context() as patch:
         one_call_at_a_time(patch)
@@ -105,7 +105,7 @@ def the_sanitizer_overlooks_gradients_without_memory() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """Return a pool of four gloo processes, shared by the session."""
-    from .pool import GlooPool, stop_forkserver
+    from .support.pool import GlooPool, stop_forkserver
 
     pool = GlooPool()
     yield pool
@@ -116,7 +116,7 @@ def gloo() -> Iterator[GlooPool]:
 @pytest.fixture(autouse=True, scope="session")
 def trials_are_remembered() -> Iterator[None]:
     """Try an optimizer class once in a session for equal options, dtypes and shapes; see `every_trial_runs`."""
-    from .trials import remember
+    from .support.trials import remember
 
     with pytest.MonkeyPatch.context() as patch:
         remember(patch)
@@ -126,6 +126,6 @@ def trials_are_remembered() -> Iterator[None]:
 @pytest.fixture
 def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests of the trial itself: none of its results is remembered."""
-    from .trials import forget
+    from .support.trials import forget
 
     forget(monkeypatch)

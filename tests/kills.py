@@ -45,7 +45,7 @@ from collectives import (
 from collectives.backends.gloo import connect
 from collectives.control_plane import MESH_RANKS
 
-from .sockets import routed
+from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
 PATIENCE = 60.0  # seconds for processes to start and to end

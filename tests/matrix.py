@@ -29,9 +29,9 @@ from zero import MixedPrecision, clip_grad_norm_
 from zero.commands.train.data import Corpus, load_corpus
 from zero.commands.train.model import build_model, loss_fn
 
-from .loops import Several
-from .narrowed import Narrowed
-from .processor import spare_matrix_unit
+from .support.loops import Several
+from .support.narrowed import Narrowed
+from .support.processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
 COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}"]

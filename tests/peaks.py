@@ -26,7 +26,7 @@ from benchmarks.rank import live_storages, proportional_set_size
 from zero import ZeroOptimizer
 from zero.state.describe import Description
 
-from .pool import GlooPool
+from .support.pool import GlooPool
 
 BLOCKS, STEPS = 12, 2
 

@@ -30,7 +30,7 @@ from benchmarks.report import Report  # noqa: E402
 from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402
 
-from .pictures import FOLDER  # noqa: E402
+from .support.pictures import FOLDER  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -15,7 +15,7 @@ from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from .parameters.test_stage3_errors import error_of, is_plain, zero
-from .plain import assert_same_model
+from .support.plain import assert_same_model
 
 SOME = pytest.mark.parametrize("stage", [0, 1, 2])
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -15,10 +15,10 @@ from collectives import Transport, on_threads
 from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
-from .models import odd_batches, odd_loss
-from .plain import assert_same_model, plain_step
-from .programs import locked_build
-from .small import TwoVectors, with_sgd
+from .support.models import odd_batches, odd_loss
+from .support.plain import assert_same_model, plain_step
+from .support.programs import locked_build
+from .support.small import TwoVectors, with_sgd
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 

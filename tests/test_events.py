@@ -20,7 +20,7 @@ from zero import Offload, ZeroOptimizer
 from zero.core.stage import STAGES
 from zero.runtime import events
 
-from .sockets import on_sockets
+from .support.sockets import on_sockets
 
 ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
 WIDTH = 16

@@ -25,11 +25,11 @@ from zero.core.bits import all_zero, first_unequal, read_scalars
 from zero.runtime.backward_tracker import reentrant
 
 from .gradients import test_gradients as gradients
-from .models import odd_batches, odd_loss
-from .narrowed import PRECISIONS
 from .parameters import test_stage3_edits as edits
-from .plain import assert_same_model, plain_step
-from .programs import locked_build
+from .support.models import odd_batches, odd_loss
+from .support.narrowed import PRECISIONS
+from .support.plain import assert_same_model, plain_step
+from .support.programs import locked_build
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them

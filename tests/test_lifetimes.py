@@ -17,12 +17,12 @@ from collectives import CollectiveError, Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.placeholder import ShardedGradient
 
-from .generator import CALLS
-from .models import odd_batches, odd_loss
-from .plain import assert_same_bits, assert_same_model, plain_step
-from .programs import locked_build
-from .small import TwoVectors, plain_two, with_sgd
-from .trainings import ALL_STAGES, SGD, Two, trained
+from .support.generator import CALLS
+from .support.models import odd_batches, odd_loss
+from .support.plain import assert_same_bits, assert_same_model, plain_step
+from .support.programs import locked_build
+from .support.small import TwoVectors, plain_two, with_sgd
+from .support.trainings import ALL_STAGES, SGD, Two, trained
 
 
 @ALL_STAGES
@@ -183,9 +183,9 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 
 @pytest.mark.full
 def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
-    """The ranks of these tests do so, and `tests.generator` makes it safe, here too."""
+    """The ranks of these tests do so, and `tests.support.generator` makes it safe, here too."""
     assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)
-    command = [sys.executable, "-m", "tests.generator", "alone"]
+    command = [sys.executable, "-m", "tests.support.generator", "alone"]
     assert subprocess.run(command, cwd=Path(__file__).resolve().parent.parent, timeout=100).returncode == 0
 
 

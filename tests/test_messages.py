@@ -20,9 +20,9 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from .parameters.test_stage3_errors import error_of, zero
-from .plain import assert_same_bits, assert_same_model
-from .pool import GlooPool
-from .shampoo import Shampoo
+from .support.plain import assert_same_bits, assert_same_model
+from .support.pool import GlooPool
+from .support.shampoo import Shampoo
 from .test_close import BATCH, build, train
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -124,7 +124,10 @@ CLASSES: list[tuple[Any, str]] = [
     (torch.optim.AdamW([WEIGHT]), f"not an instance of AdamW: {ADAMW}"),
     ("adamw", f"not 'adamw': {ADAMW}"),
     (partial(torch.optim.AdamW, lr=0.1), f"not a partial of AdamW: {ADAMW}"),
-    (Shampoo([WEIGHT]), "not an instance of Shampoo: give the class tests.shampoo.Shampoo, and its arguments here"),
+    (
+        Shampoo([WEIGHT]),
+        "not an instance of Shampoo: give the class tests.support.shampoo.Shampoo, and its arguments here",
+    ),
     ("adan", "not 'adan': give a class, such as torch.optim.AdamW, and its arguments here"),
     (nn.Linear, "not <class 'torch"),
 ]

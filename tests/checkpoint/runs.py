@@ -13,8 +13,8 @@ import torch
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload, ZeroOptimizer, open_checkpoint
 
-from ..models import Odd, odd_batches, odd_loss
-from ..programs import locked_build
+from ..support.models import Odd, odd_batches, odd_loss
+from ..support.programs import locked_build
 
 MICRO_BATCHES = 12
 BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)

@@ -21,8 +21,8 @@ from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.write import snapshot
 from zero.checkpoint.write.saver import SaveRequest
 
-from ..models import odd_batches, odd_loss
-from ..programs import locked_build
+from ..support.models import odd_batches, odd_loss
+from ..support.programs import locked_build
 
 PATIENCE = 30.0  # seconds for which anything here waits at most
 

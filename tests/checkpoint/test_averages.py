@@ -13,7 +13,7 @@ from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint, save
 from zero.checkpoint.format.names import averages_folder, averages_in
 from zero.commands.cli import main
 
-from ..plain import assert_same_bits
+from ..support.plain import assert_same_bits
 from .saved import add_averages, built, edit_manifest, forge, save_trained
 
 FILE, INDEX = "averages/ema.0-9/ema.0-9-00001-of-00001.safetensors", "averages/ema.0-9/ema.0-9.safetensors.index.json"

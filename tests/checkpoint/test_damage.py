@@ -17,7 +17,7 @@ from torch import nn
 from zero import CheckpointError, ZeroOptimizer, open_checkpoint
 from zero.checkpoint.format.manifest import NAME
 
-from ..descriptors import listed
+from ..support.descriptors import listed
 from .saved import BLOCK, INDEX, MODEL, files_of, save_small, save_trained
 
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 import zero
 from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
 
-from ..launched import launch
-from ..loops import PlainLoop, blocks_of, seeded
-from ..plain import assert_same_bits, assert_same_states
+from ..support.launched import launch
+from ..support.loops import PlainLoop, blocks_of, seeded
+from ..support.plain import assert_same_bits, assert_same_states
 
 PAGE = Path(zero.__file__).parent / "checkpoint" / "DEEPSPEED.md"
 BLOCKS = blocks_of(PAGE.read_text())

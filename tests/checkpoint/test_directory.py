@@ -29,8 +29,8 @@ from zero.checkpoint.read.reader import Checkpoint
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands.checkpoint.command import verify
 
-from ..parts import parts_of
-from ..warned import own
+from ..support.parts import parts_of
+from ..support.warned import own
 from .file_systems import Module
 from .saves import PATIENCE, Training, entries
 

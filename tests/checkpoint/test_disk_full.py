@@ -22,9 +22,9 @@ from zero import CheckpointManager
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
 
-from ..parts import parts_of
-from ..pool import GlooPool
-from ..warned import own
+from ..support.parts import parts_of
+from ..support.pool import GlooPool
+from ..support.warned import own
 from .disk import ERRORS, Call, Disk
 from .saves import PATIENCE, Training, entries
 

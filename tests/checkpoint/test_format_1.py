@@ -21,7 +21,7 @@ from zero.checkpoint.user_state import generators, set_generators
 from zero.commands.cli import main
 from zero.runtime.flat_states import BucketStates, PieceState
 
-from ..plain import assert_same_bits, assert_same_states
+from ..support.plain import assert_same_bits, assert_same_states
 from .format_1.toys import HalfMomentum, OtherShapes, Small, gradients, groups, train
 from .format_1.write import STEPS, trained_other_shapes, write_other_shapes, write_sharded, zero_optimizer
 from .saved import edit_manifest, files_of, save_small

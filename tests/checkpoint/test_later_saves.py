@@ -25,8 +25,8 @@ from zero.checkpoint.single import OnePath, save_one
 from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.saver import Saver, SaveRequest
 
-from ..models import Odd, odd_batches, odd_loss
-from ..programs import locked_build
+from ..support.models import Odd, odd_batches, odd_loss
+from ..support.programs import locked_build
 
 MICRO_BATCHES = 6  # every number of ranks here divides it
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
 
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
 

@@ -25,10 +25,10 @@ from zero.checkpoint.write.save_folder import SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
-from ..parts import parts_of
-from ..plain import assert_same_states
-from ..pool import GROUP_TIMEOUT, GlooPool
-from ..small import blocks
+from ..support.parts import parts_of
+from ..support.plain import assert_same_states
+from ..support.pool import GROUP_TIMEOUT, GlooPool
+from ..support.small import blocks
 from .disk import Disk
 from .saves import PATIENCE, Taker, Training, entries
 

@@ -26,7 +26,7 @@ from zero import CheckpointError, MixedPrecision, ZeroOptimizer, load, open_chec
 from zero.checkpoint.format.manifest import FileSums
 from zero.checkpoint.read.file_reader import FileReader
 
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from .saved import BLOCK, TiedModel, built, files_of, save_small, train
 
 MORE = settings(max_examples=10 * settings().max_examples)

@@ -13,8 +13,8 @@ import zero
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..loops import blocks_of
-from ..plain import assert_same_model, assert_same_states
+from ..support.loops import blocks_of
+from ..support.plain import assert_same_model, assert_same_states
 from .saved import TiedModel, built, train
 
 RECIPE = blocks_of((Path(zero.__file__).parent / "checkpoint" / "README.md").read_text())["From plain dicts"]

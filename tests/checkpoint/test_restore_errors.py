@@ -21,7 +21,7 @@ from zero.checkpoint.read import restorer
 from zero.checkpoint.write.save_folder import SaveError
 from zero.core.bits import same_bits
 
-from ..warned import own
+from ..support.warned import own
 from .saved import BLOCK, OPTIMIZER, save_small
 from .saves import Training
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer, load, open_checkpoint, save
 
-from ..loops import seeded
-from ..quantised import Quantised, assert_same_qlora, qlora
-from ..warned import own
+from ..support.loops import seeded
+from ..support.quantised import Quantised, assert_same_qlora, qlora
+from ..support.warned import own
 from .runs import Topology
 
 pytestmark = pytest.mark.contract
@@ -170,7 +170,7 @@ def test_random_streams_go_on_with_as_many_ranks_and_are_named_otherwise(tmp_pat
 
 
 def _alone() -> Training:
-    from ..trainings import solo_transport
+    from ..support.trainings import solo_transport
 
     return Training(solo_transport(), Topology())
 

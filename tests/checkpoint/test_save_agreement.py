@@ -19,8 +19,8 @@ from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint.write.capture import Capture
 from zero.checkpoint.write.plan import WritePlan
 
-from ..descriptors import opened
-from ..small import blocks
+from ..support.descriptors import opened
+from ..support.small import blocks
 from .disk import Disk
 from .saves import PATIENCE, Training, entries
 

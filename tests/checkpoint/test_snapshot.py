@@ -26,7 +26,7 @@ from zero.checkpoint.format.extents import Chunk, Part
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 from .saves import PATIENCE, Taker, Training, own_file, small_blocks
 
 ALL = 10**6

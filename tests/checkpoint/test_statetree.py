@@ -34,8 +34,8 @@ from zero.core.statetree import (
 )
 from zero.step.equality import same
 
-from ..blockwise import BLOCK, Blocks
-from ..plain import bits
+from ..support.blockwise import BLOCK, Blocks
+from ..support.plain import bits
 
 MORE = settings(max_examples=10 * settings().max_examples)
 NUMPY_DTYPES = [

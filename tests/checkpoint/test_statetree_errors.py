@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zero.core.statetree import FormatError, decode, encode, encode_inline, kinds_in
 
-from ..blockwise import BLOCK, Blocks
+from ..support.blockwise import BLOCK, Blocks
 from .test_statetree import difference, through_json
 
 MORE = settings(max_examples=10 * settings().max_examples)
@@ -128,7 +128,7 @@ ONE = {"dtype": "F32", "shape": [1], "data": "AACAPw=="}
 
 
 SUBCLASS: dict[str, Any] = {
-    "class": "tests.blockwise.Blocks",
+    "class": "tests.support.blockwise.Blocks",
     "parts": {"codes": {"$tensor": "a"}, "scale": {"$tensor": "a"}},
     "facts": {"$tuple": [True, {"$size": [1]}, {"as": {"$dtype": "F32"}}]},
     "shape": [1],

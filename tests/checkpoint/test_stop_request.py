@@ -8,7 +8,7 @@ from typing import Any
 
 from zero import StopOnSignal
 
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 from .saves import Training
 
 

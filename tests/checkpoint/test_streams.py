@@ -13,7 +13,7 @@ import torch
 import zero
 from zero.checkpoint.user_state import digests, generators
 
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 from .saves import Training
 
 

@@ -30,7 +30,7 @@ from zero.checkpoint.format.tensorfile import (
 )
 from zero.core.statetree import DTYPES, NAMES, FormatError
 
-from ..plain import assert_same_bits, bits
+from ..support.plain import assert_same_bits, bits
 
 MORE = settings(max_examples=10 * settings().max_examples)
 STRICTER = {

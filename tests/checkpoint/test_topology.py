@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, load, open_checkpoint, save
 
-from ..models import build
-from ..pool import GlooPool
-from ..programs import locked_build
+from ..support.models import build
+from ..support.pool import GlooPool
+from ..support.programs import locked_build
 from .runs import BF16, Class, Topology, content, digests_of, optimizer_of, run, step_folder, take_steps
 
 pytestmark = pytest.mark.contract

@@ -13,7 +13,7 @@ import torch
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, open_checkpoint, save
 
-from ..ports import reserved_port
+from ..support.ports import reserved_port
 from .runs import Topology, run, step_folder
 from .without_us_fsdp2 import network, train
 

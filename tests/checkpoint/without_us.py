@@ -17,7 +17,7 @@ from torch import Tensor
 
 sys.modules["zero"] = sys.modules["collectives"] = None  # type: ignore[assignment]
 
-from tests.models import build, odd_batches, odd_loss  # noqa: E402
+from tests.support.models import build, odd_batches, odd_loss  # noqa: E402
 
 MICRO_BATCHES = 12
 

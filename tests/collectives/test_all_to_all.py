@@ -26,13 +26,13 @@ from collectives.topology import choose
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import device_of
 
-from ..carried import MIXED, SAME, assert_same_bits, awkward, reduction, whole_numbers
-from ..late import on_late_threads
-from ..models import odd_batches, odd_loss
-from ..plain import assert_same_states
-from ..pool import SIZE, GlooPool
-from ..programs import Program, Round, Step, compare, locked_build, run_rank
-from ..shampoo import Shampoo
+from ..support.carried import MIXED, SAME, assert_same_bits, awkward, reduction, whole_numbers
+from ..support.late import on_late_threads
+from ..support.models import odd_batches, odd_loss
+from ..support.plain import assert_same_states
+from ..support.pool import SIZE, GlooPool
+from ..support.programs import Program, Round, Step, compare, locked_build, run_rank
+from ..support.shampoo import Shampoo
 from .test_collectives import WAYS
 from .test_rendezvous import on_hosts, works
 from .test_shared import Job, equal_numbers, jobs, program

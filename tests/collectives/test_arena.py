@@ -19,8 +19,8 @@ from collectives.backends import arena
 from collectives.backends.arena import PAGE, Arena, Spans, Window
 from collectives.pool import Pool
 
-from ..descriptors import opened
-from ..sockets import mesh
+from ..support.descriptors import opened
+from ..support.sockets import mesh
 
 CPU = torch.device("cpu")
 

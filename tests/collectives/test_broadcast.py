@@ -18,8 +18,8 @@ from collectives.broadcast import AHEAD, CHUNK
 from collectives.messages import HEADER_BYTES
 from zero.consistency import broadcast
 
-from ..carried import FEWER, PATIENT, assert_same_bits, each, jitter, seeds
-from ..pool import GlooPool
+from ..support.carried import FEWER, PATIENT, assert_same_bits, each, jitter, seeds
+from ..support.pool import GlooPool
 
 CHUNKS = {
     "nothing": 0,

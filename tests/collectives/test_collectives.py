@@ -36,7 +36,7 @@ from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL
 from collectives.transport import CHUNK, LEAST, chunks
 
-from ..carried import (
+from ..support.carried import (
     BF16,
     BOTH,
     FEWER,

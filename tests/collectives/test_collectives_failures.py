@@ -25,7 +25,7 @@ from collectives import (
     Transport,
 )
 
-from ..carried import (
+from ..support.carried import (
     EVERY,
     PATIENT,
     SOON,

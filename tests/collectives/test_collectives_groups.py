@@ -26,14 +26,14 @@ from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import DEFAULT_TIMEOUT, _timeout, connect
 from collectives.messages import HEADER_BYTES, LABEL_BYTES, header_offset, with_offset
 
-from ..carried import (
+from ..support.carried import (
     FP32,
     assert_same_bits,
     awkward,
     plain_sum,
     reduction,
 )
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 
 # -- exchange ----------------------------------------------------------------------------------------------------------
 

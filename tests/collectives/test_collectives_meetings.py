@@ -22,7 +22,7 @@ from collectives import (
     on_threads,
 )
 
-from ..carried import (
+from ..support.carried import (
     EVERY,
     FEWER,
     PATIENT,

@@ -25,13 +25,13 @@ from collectives import (
 from collectives.messenger import MOST_DEFERRED, SMALL
 from collectives.pool import Pool
 
-from ..carried import (
+from ..support.carried import (
     BF16,
     CPU,
     FP32,
     reduction,
 )
-from ..sockets import on_wires
+from ..support.sockets import on_wires
 
 # -- buckets in order --------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,9 @@ from collectives import CollectiveError, Kind, Region, Shared, Tag, Transport, o
 from collectives.backends.arena import PAGE
 from zero import ZeroOptimizer
 
-from ..descriptors import opened
-from ..models import build, odd_batches, odd_loss
-from ..sockets import meet, on_sockets
+from ..support.descriptors import opened
+from ..support.models import build, odd_batches, odd_loss
+from ..support.sockets import meet, on_sockets
 from .test_arena import pages_of
 
 host_module = sys.modules["collectives.backends.shared_memory"]

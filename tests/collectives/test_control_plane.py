@@ -31,8 +31,8 @@ from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL, Messenger
 from zero import ZeroOptimizer
 
-from ..carried import FEWER, SOON, each, hosts_of, jitter
-from ..plain import assert_same_model, plain_step
+from ..support.carried import FEWER, SOON, each, hosts_of, jitter
+from ..support.plain import assert_same_model, plain_step
 
 TAG = Tag(Kind.EXCHANGE, "telling")
 

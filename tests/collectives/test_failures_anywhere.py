@@ -34,8 +34,8 @@ from collectives import (
     transport,
 )
 
-from ..carried import FEWER, SOON, reduction
 from ..kills import LABEL, by_tree, halves, launch
+from ..support.carried import FEWER, SOON, reduction
 
 NUMELS = [0, 12, 1 << 17]
 PART = 1 << 13  # the least elements of a part here, so that the last of these is sent in several, and acknowledged

@@ -21,7 +21,7 @@ from collectives import CollectiveError, Kind, PeerError, Tag, Transport
 from collectives.backends.arena import Arena, Window
 from collectives.backends.shared_memory import INLINE, PeerProcess, SharedMemoryBackend
 
-from ..sockets import ARENA, leave, mesh, on_sockets
+from ..support.sockets import ARENA, leave, mesh, on_sockets
 
 SOON = 5.0  # seconds in which an error must come that a message brings, rather than a time limit
 MANY = 300  # messages, more than a socket buffers

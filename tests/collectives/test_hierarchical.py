@@ -19,8 +19,8 @@ from collectives.backends.hybrid import HybridBackend
 from collectives.messages import HEADER_BYTES
 from collectives.peer_links import ACK_PORT, PAYLOAD_PORT, PORTS
 
-from ..carried import splits
-from ..sockets import Wire, routed
+from ..support.carried import splits
+from ..support.sockets import Wire, routed
 
 FEWER = settings(max_examples=settings().max_examples // 3)
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from collectives import ALGORITHMS, Kind, Tag, Transport
 
-from ..carried import assert_same_bits, reduction
-from ..late import LateBackend, on_late_threads
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_states
-from ..programs import Program, Round, Step, compare, run_rank
+from ..support.carried import assert_same_bits, reduction
+from ..support.late import LateBackend, on_late_threads
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_states
+from ..support.programs import Program, Round, Step, compare, run_rank
 
 EVERY_STAGE = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 CAP = 0.001  # MiB: several buckets, and several under way at once

@@ -39,8 +39,8 @@ from zero.core.cuts import EvenCuts
 from zero.state.gather import gather_to
 
 from ..kills import by_tree, halves
-from ..plain import assert_same_model, plain_step
-from ..pool import GlooPool
+from ..support.plain import assert_same_model, plain_step
+from ..support.pool import GlooPool
 
 LARGE = 300  # a unit's buckets have as many rows and columns
 NUMELS = [1, 12, messenger.SMALL, messenger.SMALL + 1]  # some slices are empty, small, large

@@ -25,9 +25,9 @@ from collectives.backends.rendezvous import HostListener, RankInfo, exchange_inf
 from collectives.backends.shared_memory import SharedMemoryBackend
 from collectives.topology import choose, hierarchical, shared
 
-from ..descriptors import opened
-from ..sockets import on_sockets, on_wires
-from ..warned import own
+from ..support.descriptors import opened
+from ..support.sockets import on_sockets, on_wires
+from ..support.warned import own
 
 SOON = 10.0
 FORBIDDEN = OSError(errno.EPERM, "forbidden")

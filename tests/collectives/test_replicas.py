@@ -17,7 +17,7 @@ from torch import Tensor
 from collectives import BucketQueue, CollectiveError, Loopback, Pairwise, Replicated, Transport, Work, on_threads
 from collectives.messages import StagedWork
 
-from ..carried import FP32, assert_same_bits, awkward, each, jitter, plain_sum, reduction
+from ..support.carried import FP32, assert_same_bits, awkward, each, jitter, plain_sum, reduction
 
 BUCKETS, NUMEL, REPLICAS = 6, 200, 4
 

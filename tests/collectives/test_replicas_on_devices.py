@@ -1,7 +1,7 @@
 """Hybrid sharding by process groups of the replicas and of the owners of a slice, as on GPUs with NCCL.
 
-NCCL is not available here. On threads, transfers finish at their wait and detect every earlier access (`tests.late`).
-On processes, gloo's own collectives take NCCL's place.
+NCCL is not available here. On threads, transfers finish at their wait and detect every earlier access (see
+`tests.support.late`). On processes, gloo's own collectives take NCCL's place.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from collectives.backends.gloo import GlooBackend, connect
 from collectives.topology import _replicas_by_nccl, replicate
 from zero import ZeroOptimizer
 
-from ..carried import BF16, FP32, SOON, assert_same_bits, awkward, plain_sum, reduction
-from ..late import LateBackend, LateLoopback, on_late_threads
-from ..plain import assert_same_states
-from ..pool import SIZE, GlooPool
-from ..programs import Program, Round, Step, compare, run_rank
+from ..support.carried import BF16, FP32, SOON, assert_same_bits, awkward, plain_sum, reduction
+from ..support.late import LateBackend, LateLoopback, on_late_threads
+from ..support.plain import assert_same_states
+from ..support.pool import SIZE, GlooPool
+from ..support.programs import Program, Round, Step, compare, run_rank
 from .test_rendezvous import on_hosts, works
 
 BUCKETS = 5

@@ -32,7 +32,7 @@ from collectives import (
 )
 from collectives.algorithms.ordered_sum import ordered_sum
 
-from ..carried import (
+from ..support.carried import (
     MIXED,
     SAME,
     assert_same_bits,
@@ -42,7 +42,7 @@ from ..carried import (
     splits,
     whole_numbers,
 )
-from ..sockets import meet, routed
+from ..support.sockets import meet, routed
 from .test_collectives import WAYS
 
 CPU = torch.device("cpu")

@@ -42,7 +42,7 @@ from ..contract.test_steps import (
     one_step,
     trained,
 )
-from ..models import Odd, build
+from ..support.models import Odd, build
 
 HEADERS = 0
 

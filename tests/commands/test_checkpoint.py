@@ -21,7 +21,7 @@ import zero
 from zero import ZeroOptimizer, open_checkpoint
 from zero.commands import cli
 
-from ..models import Odd, odd_batches, odd_loss
+from ..support.models import Odd, odd_batches, odd_loss
 
 BATCHES = odd_batches(6)
 STATE = {"epoch": 3, "rates": [0.1, float("inf"), None], "seen": torch.arange(3), "scheduler": {"last_epoch": 2}}

@@ -23,9 +23,9 @@ from zero.commands import cli
 from zero.commands.train.rank import RankTraining
 
 from ..elastic import BEGUN, CADENCE, LIMIT, STOPPED, check_disturbed, check_outcome, elastic_job, send, training
-from ..parts import parts_of
-from ..plain import bits
 from ..resumes import Cadence, TrainedRun, undisturbed
+from ..support.parts import parts_of
+from ..support.plain import bits
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("no_launcher")

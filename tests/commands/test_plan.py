@@ -73,7 +73,7 @@ def test_it_draws_pictures_with_room_for_their_words(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure")
-    from ..pictures import misfits
+    from ..support.pictures import misfits
 
     drawn = {}
     monkeypatch.setattr(figure.Figure, "savefig", lambda figure, path, **_: drawn.update({path.name: figure}))

@@ -23,8 +23,8 @@ from collectives import Transport, solo
 from collectives.backends.gloo import connect
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, StopOnSignal, ZeroOptimizer
 
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WAYS = ("step", "scheduled step", "function")

@@ -20,11 +20,11 @@ from torch import nn
 
 from zero import Offload, ZeroOptimizer
 
-from ..models import build, odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_model, assert_same_states, plain_step, share
-from ..pool import GlooPool
-from ..programs import Program, Round, Step, compare, run_rank
+from ..support.models import build, odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_model, assert_same_states, plain_step, share
+from ..support.pool import GlooPool
+from ..support.programs import Program, Round, Step, compare, run_rank
 
 pytestmark = pytest.mark.contract
 

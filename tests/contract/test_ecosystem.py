@@ -21,8 +21,8 @@ from torch.optim import lr_scheduler
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer, load, open_checkpoint, save
 
-from ..launched import launch
-from ..loops import (
+from ..support.launched import launch
+from ..support.loops import (
     BLOCKS,
     ECOSYSTEM,
     SAMPLES,
@@ -36,8 +36,8 @@ from ..loops import (
     network,
     seeded,
 )
-from ..plain import assert_same_bits, assert_same_states, bits, plain_step
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits, assert_same_states, bits, plain_step
+from ..support.pool import GlooPool
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
 

@@ -10,9 +10,9 @@ import torch
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..models import Odd, build, odd_batches, odd_loss
-from ..plain import assert_same_model, assert_same_states, plain_step, share
-from ..programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
+from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.plain import assert_same_model, assert_same_states, plain_step, share
+from ..support.programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
 
 pytestmark = pytest.mark.contract
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from zero import ZeroOptimizer
 
-from ..cases import Net
-from ..plain import assert_same_bits, bits
-from ..pool import GlooPool
+from ..support.cases import Net
+from ..support.plain import assert_same_bits, bits
+from ..support.pool import GlooPool
 
 STEPS = 4
 

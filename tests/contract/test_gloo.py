@@ -18,11 +18,11 @@ from collectives.messages import REPORT_BYTES
 from zero import ZeroOptimizer
 
 from .. import peaks
-from ..models import build, odd_batches, odd_loss
 from ..peaks import BLOCKS
-from ..plain import assert_same_model, assert_same_states, plain_step, share
-from ..pool import GlooPool, ProgramError
-from ..programs import Program, Round, Step, compare, run_rank
+from ..support.models import build, odd_batches, odd_loss
+from ..support.plain import assert_same_model, assert_same_states, plain_step, share
+from ..support.pool import GlooPool, ProgramError
+from ..support.programs import Program, Round, Step, compare, run_rank
 
 PROGRAMS = [
     pytest.param(

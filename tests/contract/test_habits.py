@@ -16,10 +16,10 @@ from collectives import Transport, on_threads, solo
 from collectives.backends.gloo import connect
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..cases import _BUILDING, INPUTS, ROWS, Net
-from ..narrowed import BF16, FP16, Narrowed
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
+from ..support.cases import _BUILDING, INPUTS, ROWS, Net
+from ..support.narrowed import BF16, FP16, Narrowed
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(BF16), "fp16": MixedPrecision(FP16)}

@@ -29,8 +29,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from zero import MixedPrecision, ZeroOptimizer, save
 
-from ..launched import launch
-from ..loops import (
+from ..support.launched import launch
+from ..support.loops import (
     BLOCKS,
     ECOSYSTEM,
     Conditioned,
@@ -50,8 +50,8 @@ from ..loops import (
     uneven,
     with_batch_norm,
 )
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from ..models import odd_batches, odd_loss
-from ..plain import assert_same_bits, assert_same_model, plain_step, share
-from ..programs import locked_build
-from ..trainings import ALL_STAGES, Counting, Two, trained
+from ..support.models import odd_batches, odd_loss
+from ..support.plain import assert_same_bits, assert_same_model, plain_step, share
+from ..support.programs import locked_build
+from ..support.trainings import ALL_STAGES, Counting, Two, trained
 
 pytestmark = pytest.mark.contract
 

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from ..machine import program, trees
-from ..machine.backends import Threads
-from ..machine.hosts import Sockets, ThreadsOnHosts
-from ..machine.program import (
+from ..support.machine import program, trees
+from ..support.machine.backends import Threads
+from ..support.machine.hosts import Sockets, ThreadsOnHosts
+from ..support.machine.program import (
     Backward,
     BackwardOfKept,
     Clip,
@@ -22,10 +22,10 @@ from ..machine.program import (
     Uneven,
     ZeroGrad,
 )
-from ..machine.run import Run, run
-from ..machine.state_machine import STAGES, Collectives, RandomPrograms
-from ..machine.trees import Part
-from ..narrowed import PRECISIONS
+from ..support.machine.run import Run, run
+from ..support.machine.state_machine import STAGES, Collectives, RandomPrograms
+from ..support.machine.trees import Part
+from ..support.narrowed import PRECISIONS
 
 THOROUGH = settings.default.max_examples > 100
 FEW = 8 if settings.default.max_examples > 10 else 4  # examples of a run that is not thorough

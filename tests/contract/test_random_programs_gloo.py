@@ -6,9 +6,9 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from ..machine.backends import Processes
-from ..machine.state_machine import Collectives, RandomPrograms
-from ..pool import SIZE, GlooPool
+from ..support.machine.backends import Processes
+from ..support.machine.state_machine import Collectives, RandomPrograms
+from ..support.pool import SIZE, GlooPool
 
 pytestmark = pytest.mark.contract
 

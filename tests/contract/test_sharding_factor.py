@@ -31,17 +31,17 @@ from collectives import (
 )
 from zero import ZeroOptimizer
 
-from ..carried import FEWER, PATIENT, awkward, between_hosts, reduction
 from ..collectives.test_rendezvous import on_hosts
-from ..models import odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..parts import parts_of
-from ..plain import assert_same_bits, assert_same_states
-from ..pool import GlooPool
-from ..programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
-from ..sockets import on_sockets, on_wires, routed
 from ..state.test_bytes import locked_wide
-from ..trainings import SHARDED, trained
+from ..support.carried import FEWER, PATIENT, awkward, between_hosts, reduction
+from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_states
+from ..support.pool import GlooPool
+from ..support.programs import CLASSES, Program, Round, Step, compare, locked_build, run_rank
+from ..support.sockets import on_sockets, on_wires, routed
+from ..support.trainings import SHARDED, trained
 
 FACTORS = [
     pytest.param(size, factor, marks=() if (size, factor) in ((2, 1), (4, 2), (6, 2)) else pytest.mark.slow)

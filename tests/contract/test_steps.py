@@ -27,9 +27,9 @@ from zero.core.layout import BucketSpec
 from zero.core.stage import STAGES
 from zero.parameters.sharded import ShardedStorage
 
-from ..models import Odd, build, odd_batches, odd_loss
-from ..parts import parts_of
-from ..plain import assert_same_bits, assert_same_states
+from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_states
 
 WORLD_SIZE, STEPS, TURNS, MAX_NORM = 2, 3, 2, 0.5
 ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))

@@ -22,9 +22,9 @@ from zero.gradients.backward_schedule import BackwardSchedule, Phase
 from zero.parameters.gathered.buffers import GatheredUnit, State
 from zero.parameters.unit_manager import Unit
 
-from ..models import Odd, build, odd_batches, odd_loss
-from ..plain import assert_same_model, assert_same_states, plain_step
-from ..programs import CLASSES
+from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.plain import assert_same_model, assert_same_states, plain_step
+from ..support.programs import CLASSES
 from .test_steps import ALL_STAGES, PLACES, Stop, assert_plain_loop, batch_of, trained
 
 # -- nothing on parameters but data, grad and class -------------------------------------------------------------------

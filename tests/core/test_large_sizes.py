@@ -29,7 +29,7 @@ from zero.runtime.streams import Streams
 from zero.step.inner import InnerOptimizer, _param_groups
 
 from ..contract.test_steps import ALL_STAGES
-from ..plain import bits
+from ..support.plain import bits
 
 META = torch.device("meta")
 LIMIT = 2**31 - 1

@@ -24,7 +24,7 @@ from zero.core.names import (
     remark_on_prefix,
 )
 
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 

@@ -22,8 +22,8 @@ from zero import ZeroOptimizer, clip_grad_norm_
 from zero.core.norm import PowerSum
 from zero.step.clip import check_norm_arguments, clip_factor, in_memory_order
 
-from ..plain import assert_same_bits, assert_same_model, plain_step
-from ..small import TwoVectors, with_sgd
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.small import TwoVectors, with_sgd
 from ..test_errors import linear
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -39,11 +39,11 @@ from ..contract.test_cuda import (
     on,
     whole_program,
 )
-from ..models import build, odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_model, assert_same_states, plain_step, share
-from ..pool import SIZE, GlooPool
-from ..programs import Program, Round, Step, compare
+from ..support.models import build, odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_model, assert_same_states, plain_step, share
+from ..support.pool import SIZE, GlooPool
+from ..support.programs import Program, Round, Step, compare
 
 pytestmark = pytest.mark.full
 

@@ -18,9 +18,9 @@ from zero import CheckpointManager, Offload, ZeroOptimizer, load, save
 
 from ..contract.test_cuda import DEVICES, STAGES, deterministic, deterministic_products, on
 from ..contract.test_cuda import train as train_odd
-from ..models import build, odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.models import build, odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from .streams import PATTERNS, train, train_plainly
 
 pytestmark = pytest.mark.contract

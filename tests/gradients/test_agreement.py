@@ -15,10 +15,10 @@ from collectives.messenger import Messenger
 from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 from zero.gradients.agreement import LONGEST_REPORT
 
-from ..narrowed import BF16
-from ..parts import parts_of
-from ..plain import assert_same_bits, assert_same_model
-from ..small import TwoVectors, plain_two, with_sgd
+from ..support.narrowed import BF16
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.small import TwoVectors, plain_two, with_sgd
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WORLD = 3

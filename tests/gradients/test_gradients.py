@@ -18,12 +18,12 @@ from zero import ZeroOptimizer, clip_grad_norm_
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime.accumulator import GradAccumulator
 
-from ..models import odd_batches, odd_loss
-from ..plain import assert_same_bits, assert_same_model, plain_step
-from ..programs import Clear, clear, locked_build
-from ..small import TwoVectors, plain_two, with_sgd
+from ..support.models import odd_batches, odd_loss
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.programs import Clear, clear, locked_build
+from ..support.small import TwoVectors, plain_two, with_sgd
+from ..support.trainings import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from ..test_errors import chain, linear, on_ranks
-from ..trainings import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 
 READS: dict[str, Callable[[Tensor], Any]] = {
     "torch.nn.utils.clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),

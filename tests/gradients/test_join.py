@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
-from ..machine.hosts import HOSTS
-from ..narrowed import BF16, Narrowed
-from ..plain import assert_same_bits, assert_same_model
-from ..programs import _BUILDING
-from ..sockets import meet
+from ..support.machine.hosts import HOSTS
+from ..support.narrowed import BF16, Narrowed
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.programs import _BUILDING
+from ..support.sockets import meet
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3, "3, in common memory"])
 COUNTS = ((3, 1), (1, 4), (0, 2), (2, 2), (1, 0, 3), (2, 5, 3))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..loops import even, network, seeded
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
+from ..support.loops import even, network, seeded
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
 

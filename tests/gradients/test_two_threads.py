@@ -21,8 +21,8 @@ from zero.gradients.owned_means import FoundInf
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import backward_tracker
 
-from ..parts import parts_of
-from ..plain import assert_same_bits
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits
 
 COUNT, NUMEL, STEPS = 8, 40, 3
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])

@@ -83,7 +83,7 @@ def drawn(
 
 def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], jobs: int, results: Path | None) -> int:
     """Judge mutants, and print the outcome: the survivors, and the numbers by room."""
-    from ..processor import spare_matrix_unit
+    from ..support.processor import spare_matrix_unit
     from ..zoo import forked
 
     spare_matrix_unit()

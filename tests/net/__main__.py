@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..processor import spare_matrix_unit
+from ..support.processor import spare_matrix_unit
 from .compare import differences
 
 ROOT = Path(__file__).resolve().parent.parent.parent

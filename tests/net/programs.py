@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from hypothesis.internal.conjecture import providers
 from hypothesis.stateful import initialize, run_state_machine_as_test
 
-from ..machine import program as p
-from ..machine.oracle import Oracle
-from ..machine.program import Command, Config, Setting
-from ..machine.run import Run
-from ..machine.state_machine import Collectives, RandomPrograms, configs
-from ..machine.trees import Part
-from ..narrowed import PRECISIONS
+from ..support.machine import program as p
+from ..support.machine.oracle import Oracle
+from ..support.machine.program import Command, Config, Setting
+from ..support.machine.run import Run
+from ..support.machine.state_machine import Collectives, RandomPrograms, configs
+from ..support.machine.trees import Part
+from ..support.narrowed import PRECISIONS
 
 ON_THREADS = Collectives(("auto", "shared", "two hosts"), ("ring",))
 ON_PROCESSES = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))

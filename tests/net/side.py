@@ -16,8 +16,8 @@ import torch
 import collectives
 import zero
 
-from ..generator import one_call_at_a_time
-from ..pool import GlooPool, stop_forkserver
+from ..support.generator import one_call_at_a_time
+from ..support.pool import GlooPool, stop_forkserver
 from . import programs, trained, watched
 
 

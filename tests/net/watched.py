@@ -15,12 +15,12 @@ from torch import Tensor
 
 from collectives import Algorithm, Collective, Hierarchical, Transport
 
-from ..machine import program as p
-from ..machine.backends import Backend, Processes, Threads
-from ..machine.program import Command
-from ..machine.ranks import Rank
-from ..plain import bits
-from ..pool import GlooPool
+from ..support.machine import program as p
+from ..support.machine.backends import Backend, Processes, Threads
+from ..support.machine.program import Command
+from ..support.machine.ranks import Rank
+from ..support.plain import bits
+from ..support.pool import GlooPool
 from .compare import ERROR
 from .programs import Program
 

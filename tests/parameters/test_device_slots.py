@@ -20,8 +20,8 @@ from zero.step.throwaway import Setting
 from zero.step.trial import placed
 
 from ..checkpoint.runs import BF16, Topology, content, digests_of, run
-from ..models import odd_batches, odd_loss
-from ..programs import Program, compare, locked_build, run_rank
+from ..support.models import odd_batches, odd_loss
+from ..support.programs import Program, compare, locked_build, run_rank
 
 BOUNDARY = 512
 SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets

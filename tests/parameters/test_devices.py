@@ -25,9 +25,9 @@ from zero.core.stage import stage_of, why_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
 
-from ..plain import assert_same_model
-from ..pool import SIZE, GlooPool
-from ..sockets import on_sockets, on_wires
+from ..support.plain import assert_same_model
+from ..support.pool import SIZE, GlooPool
+from ..support.sockets import on_sockets, on_wires
 from ..test_close import BATCH, build, train
 from ..test_errors import linear_locked
 from .test_stage3_errors import error_of, zero

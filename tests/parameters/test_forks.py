@@ -22,10 +22,10 @@ from collectives import CollectiveError
 from collectives.backends.shared_memory import PeerProcess
 from zero import ZeroOptimizer
 
-from ..forks import Child, said_by_a_child
-from ..models import Odd, build, odd_batches, odd_loss
-from ..plain import assert_same_model, plain_step
-from ..pool import GlooPool
+from ..support.forks import Child, said_by_a_child
+from ..support.models import Odd, build, odd_batches, odd_loss
+from ..support.plain import assert_same_model, plain_step
+from ..support.pool import GlooPool
 
 RANKS, STEPS = 2, 3
 CAP = 0.0005

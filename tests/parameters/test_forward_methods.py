@@ -22,7 +22,8 @@ import zero
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..cases import (
+from ..contract.test_habits import MICRO_BATCHES, STAGES, STEPS, batch, build
+from ..support.cases import (
     INPUTS,
     ROWS,
     WIDTH,
@@ -40,9 +41,8 @@ from ..cases import (
     sharded,
     train,
 )
-from ..contract.test_habits import MICRO_BATCHES, STAGES, STEPS, batch, build
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
 
 
 class Acting(Block):

@@ -16,10 +16,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, verify
 
-from ..loops import PlainLoop, seeded
-from ..plain import assert_same_bits, assert_same_model, assert_same_states, share
-from ..pool import GlooPool
-from ..quantised import KINDS, WIDTH, Packed, QLora, Quantised, Tagged, assert_same_qlora, inside, qlora
+from ..support.loops import PlainLoop, seeded
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, share
+from ..support.pool import GlooPool
+from ..support.quantised import KINDS, WIDTH, Packed, QLora, Quantised, Tagged, assert_same_qlora, inside, qlora
 
 pytestmark = pytest.mark.contract
 

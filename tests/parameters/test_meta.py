@@ -20,8 +20,8 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 from zero.core.parameter_specs import is_released
 
-from ..plain import assert_same_bits
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits
+from ..support.pool import GlooPool
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MIB = 1 << 20

@@ -35,8 +35,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 
-from ..plain import bits
-from ..wrong_moments import (
+from ..support.plain import bits
+from ..support.wrong_moments import (
     NAME,
     OF_A_UNIT,
     OUTSIDE,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ..sockets import on_sockets
-from ..wrong_moments import OUTSIDE, Forks
+from ..support.sockets import on_sockets
+from ..support.wrong_moments import OUTSIDE, Forks
 from .test_released import ACTIONS, EDITS, KEPT, MOMENTS, OF_KEPT, SCENES, UNCHANGED, WHOLE, expected, program_of
 
 

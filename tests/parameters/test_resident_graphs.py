@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..plain import assert_same_model
-from ..sockets import on_sockets
+from ..support.plain import assert_same_model
+from ..support.sockets import on_sockets
 from .test_stage3_errors import error_of
 
 LIMIT = 8.0

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 
-from ..plain import assert_same_bits, assert_same_model
-from ..sockets import on_sockets
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.sockets import on_sockets
 from .test_resident_graphs import BY_RANKS, LIMIT, RELEASED, Chain, Plain, Ranks, X, loss_of, plain, zero
 from .test_stage3_errors import error_of
 

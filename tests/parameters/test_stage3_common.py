@@ -24,8 +24,8 @@ from zero import ZeroOptimizer
 from zero.parameters.resident_units import SharedBucketMemory
 from zero.parameters.unit_manager import UnitManager
 
-from ..plain import assert_same_bits, assert_same_model, plain_step
-from ..sockets import on_sockets
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.sockets import on_sockets
 from .test_stage3_errors import error_of
 
 RANKS = pytest.mark.parametrize("ranks", [on_threads, on_sockets])

@@ -13,13 +13,13 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import as_plain
 
-from ..cases import Case, batches_of, one_backward, sharded
-from ..cases import Net as CasesNet
-from ..plain import assert_same_bits, assert_same_model
-from ..small import blocks, with_sgd
-from ..sockets import on_sockets
+from ..support.cases import Case, batches_of, one_backward, sharded
+from ..support.cases import Net as CasesNet
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.small import blocks, with_sgd
+from ..support.sockets import on_sockets
+from ..support.wrong_moments import Net, loss_of
 from ..test_errors import on_ranks
-from ..wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, plain, train, zero
 
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"

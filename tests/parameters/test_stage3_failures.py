@@ -17,10 +17,10 @@ from collectives import Transport, on_threads
 from collectives.backends.threads import Loopback
 from zero import ZeroOptimizer
 
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GROUP_TIMEOUT, GlooPool
-from ..warned import own
-from ..wrong_moments import Net, loss_of
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GROUP_TIMEOUT, GlooPool
+from ..support.warned import own
+from ..support.wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
 
 Call = Callable[[Net, ZeroOptimizer], Any]

@@ -20,11 +20,11 @@ from collectives import Transport, on_threads, solo
 from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 
-from ..cases import ROWS, WIDTH, Net, assert_nothing_is_here
 from ..contract.test_habits import MICRO_BATCHES, STEPS, batch, build
-from ..plain import assert_same_bits, assert_same_model
-from ..pool import GlooPool
-from ..sockets import on_sockets
+from ..support.cases import ROWS, WIDTH, Net, assert_nothing_is_here
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
+from ..support.sockets import on_sockets
 
 Gradients = list[tuple[Tensor | None, ...]]
 Run = Callable[[Net, Tensor], Gradients]

@@ -22,9 +22,9 @@ from zero import ZeroOptimizer
 from zero.parameters.unit_hooks import in_forward
 from zero.parameters.unit_manager import UnitManager
 
-from ..models import build, odd_batches, odd_loss
-from ..plain import assert_same_model, plain_step
-from ..sockets import on_sockets
+from ..support.models import build, odd_batches, odd_loss
+from ..support.plain import assert_same_model, plain_step
+from ..support.sockets import on_sockets
 
 LIMIT = 60.0  # seconds for which a thread waits for another, which may compile meanwhile
 STEPS = 3

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 
-from ..cases import (
+from ..support.cases import (
     WIDTH,
     WORLD_SIZES,
     Batch,

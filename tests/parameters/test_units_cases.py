@@ -12,7 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ..cases import WIDTH, WORLD_SIZES, Apart, Batch, Block, Case, Fails, Net, check, loss_of, net_of, one_backward
+from ..support.cases import (
+    WIDTH,
+    WORLD_SIZES,
+    Apart,
+    Batch,
+    Block,
+    Case,
+    Fails,
+    Net,
+    check,
+    loss_of,
+    net_of,
+    one_backward,
+)
 
 # -- several forwards -------------------------------------------------------------------------------------------------
 

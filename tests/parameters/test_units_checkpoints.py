@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from collectives import solo
 
-from ..cases import Case, Fails, assert_parameters, check, net_of, plain_loop, sharded, train
+from ..support.cases import Case, Fails, assert_parameters, check, net_of, plain_loop, sharded, train
 
 
 def every_unit(model: Any) -> None:

@@ -25,7 +25,7 @@ from collectives.backends.gloo import connect
 from zero import ZeroOptimizer
 from zero.core.units import find_units
 
-from ..cases import (
+from ..support.cases import (
     INPUTS,
     OUTPUTS,
     WIDTH,
@@ -42,7 +42,7 @@ from ..cases import (
     sharded,
     train,
 )
-from ..pool import GlooPool
+from ..support.pool import GlooPool
 
 BACKEND = "aot_eager"
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..cases import (
+from ..support.cases import (
     Block,
     Case,
     Net,
@@ -27,8 +27,8 @@ from ..cases import (
     sharded,
     train,
 )
-from ..plain import assert_same_bits, assert_same_model
-from ..sockets import on_sockets
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.sockets import on_sockets
 
 SIZES = [1, 2, 3]
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 from collectives import Transport, on_threads
 
-from ..cases import (
+from ..support.cases import (
     WIDTH,
     WORLD_SIZES,
     Apart,
@@ -37,8 +37,8 @@ from ..cases import (
     manager_of,
     net_of,
 )
-from ..plain import assert_same_bits, assert_same_model
-from ..small import blocks, with_sgd
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.small import blocks, with_sgd
 
 # -- checkpointing and saved tensors ----------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collectives import Pairwise, Tag, Transport, Work, on_threads
 from zero.parameters.gathered.buffers import State
 from zero.parameters.unit_manager import UnitManager
 
-from ..cases import (
+from ..support.cases import (
     TURNS,
     WORLD_SIZES,
     Block,
@@ -33,8 +33,8 @@ from ..cases import (
     sharded,
     train,
 )
-from ..plain import share
-from ..small import blocks, with_sgd
+from ..support.plain import share
+from ..support.small import blocks, with_sgd
 
 DEEP = 12
 Events = list[tuple[str, str]]

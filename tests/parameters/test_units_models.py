@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import weight_norm
 
-from ..cases import INPUTS, OUTPUTS, WIDTH, WORLD_SIZES, Batch, Block, Case, Net, check, loss_of, net_of
+from ..support.cases import INPUTS, OUTPUTS, WIDTH, WORLD_SIZES, Batch, Block, Case, Net, check, loss_of, net_of
 
 # -- tied weights -----------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ..cases import WIDTH, WORLD_SIZES, Batch, Block, Case, Net, check, loss_of, net_of
+from ..support.cases import WIDTH, WORLD_SIZES, Batch, Block, Case, Net, check, loss_of, net_of
 
 # -- outputs ----------------------------------------------------------------------------------------------------------
 

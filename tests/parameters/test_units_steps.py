@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 
-from ..cases import (
+from ..support.cases import (
     INPUTS,
     LEARNING_RATE,
     TURNS,
@@ -36,7 +36,7 @@ from ..cases import (
     sharded,
     train,
 )
-from ..plain import assert_same_bits, assert_same_states, share
+from ..support.plain import assert_same_bits, assert_same_states, share
 
 STEPS = 3
 

@@ -14,11 +14,11 @@ from collectives import Transport, on_threads
 from collectives.pool import holders
 from zero import ZeroOptimizer
 
-from ..models import odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..parts import parts_of
-from ..plain import assert_same_model, plain_step
-from ..programs import Program, Round, Step, compare, locked_build, run_rank
+from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
+from ..support.plain import assert_same_model, plain_step
+from ..support.programs import Program, Round, Step, compare, locked_build, run_rank
 
 SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
 STEPS = (

@@ -27,10 +27,10 @@ from zero.runtime.flat_states import BucketStates
 from zero.runtime.offload import DiskOffload, OffloadedStates
 
 from ..contract.test_sharding_factor import STEPS, check
-from ..models import odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_model, assert_same_states
-from ..programs import CLASSES, Program, locked_build
+from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_model, assert_same_states
+from ..support.programs import CLASSES, Program, locked_build
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MIB = 1 << 20

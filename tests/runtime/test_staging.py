@@ -27,10 +27,10 @@ from zero.runtime.offload import DiskOffload, HostOffload, OffloadBackend, Offlo
 from zero.runtime.staging import Staging
 
 from ..contract.test_sharding_factor import STEPS, check
-from ..models import odd_batches, odd_loss
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_model
-from ..programs import Program, locked_build
+from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_model
+from ..support.programs import Program, locked_build
 
 CPU = torch.device("cpu")
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])

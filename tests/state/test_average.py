@@ -18,8 +18,8 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ShardedAverage, ZeroOptimizer
 
-from ..plain import assert_same_bits, assert_same_model, plain_step
-from ..pool import GlooPool
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.pool import GlooPool
 
 STAGES = (0, 1, 2, 3)
 TOGETHER = 12  # micro-batches of a step

@@ -9,7 +9,7 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..trainings import ALL_STAGES
+from ..support.trainings import ALL_STAGES
 
 pytestmark = pytest.mark.contract
 
@@ -55,7 +55,7 @@ def test_bytes_of_a_rank_are_those_of_the_formulas(stage: int, world_size: int, 
 
 
 def locked_wide() -> nn.Module:
-    from ..programs import _BUILDING
+    from ..support.programs import _BUILDING
 
     with _BUILDING:
         return wide()

@@ -18,10 +18,10 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
-from ..programs import BY_PARAMETER, CLASSES, Program, Round, Step, compare, run_rank
-from ..small import blocks
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
+from ..support.programs import BY_PARAMETER, CLASSES, Program, Round, Step, compare, run_rank
+from ..support.small import blocks
 
 pytestmark = pytest.mark.contract
 

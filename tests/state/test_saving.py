@@ -19,14 +19,14 @@ from zero import MixedPrecision, ZeroOptimizer, load, save
 from zero.checkpoint.format.manifest import NAME
 
 from ..checkpoint.saved import edit_manifest
-from ..models import odd_batches, odd_loss
-from ..parts import engine_of
-from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
-from ..pool import GlooPool
-from ..programs import locked_build
-from ..small import TwoVectors, adam_steps
+from ..support.models import odd_batches, odd_loss
+from ..support.parts import engine_of
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
+from ..support.pool import GlooPool
+from ..support.programs import locked_build
+from ..support.small import TwoVectors, adam_steps
+from ..support.trainings import ALL_STAGES, SGD, Two, trained
 from ..test_errors import linear
-from ..trainings import ALL_STAGES, SGD, Two, trained
 
 
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
@@ -157,7 +157,7 @@ def test_states_are_this_ranks_pieces_and_live(stage: int) -> None:
 @given(st.data())
 def test_training_on_from_a_saved_dict_is_exact_at_another_stage_and_number_of_ranks(data: st.DataObject) -> None:
     """a + b steps must equal a steps, save, load elsewhere (or into the class itself, or from it), b steps."""
-    from ..programs import CLASSES
+    from ..support.programs import CLASSES
 
     name = data.draw(st.sampled_from(sorted(CLASSES)))
     cls, arguments = CLASSES[name]

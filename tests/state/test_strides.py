@@ -26,11 +26,11 @@ from zero.commands.cli import main
 from zero.core.bits import copied
 
 from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
-from ..loops import seeded
-from ..parts import parts_of
-from ..plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
-from ..pool import GlooPool
-from ..shampoo import Rotated
+from ..support.loops import seeded
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
+from ..support.pool import GlooPool
+from ..support.shampoo import Rotated
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Rotated is not element-wise", "ignore:not restored from"),

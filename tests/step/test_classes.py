@@ -17,10 +17,10 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 from zero.commands.cli import main
 
-from ..loops import Several
-from ..plain import assert_same_bits, assert_same_model, assert_same_states
-from ..pool import GlooPool
-from ..shampoo import Shampoo
+from ..support.loops import Several
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.pool import GlooPool
+from ..support.shampoo import Shampoo
 from .test_partition import batch, train, train_plainly
 
 STAGES = (0, 1, 2, 3)

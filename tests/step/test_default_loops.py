@@ -15,7 +15,7 @@ from zero.step.classes import InnerOptimizers
 from zero.step.partition import check_classes, choose_partitions
 from zero.step.trial import Trial
 
-from ..shampoo import Shampoo
+from ..support.shampoo import Shampoo
 
 
 def refusal(cls: type[torch.optim.Optimizer], devices: tuple[str, ...], monkeypatch: Any, **options: Any) -> str:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from ..plain import assert_same_bits
-from ..programs import CLASSES, FOR_LOOP
+from ..support.plain import assert_same_bits
+from ..support.programs import CLASSES, FOR_LOOP
 
 pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("every_trial_runs")]
 

@@ -12,9 +12,9 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..narrowed import BF16, FP16, PRECISIONS
-from ..plain import assert_same_bits
-from ..programs import Program, Round, Step
+from ..support.narrowed import BF16, FP16, PRECISIONS
+from ..support.plain import assert_same_bits
+from ..support.programs import Program, Round, Step
 from .test_mixed_precision import EVERY_SIZE, EVERY_STAGE, check
 
 pytestmark = pytest.mark.contract

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..narrowed import BF16, FP16, FP32, PRECISIONS, Narrowed
-from ..plain import assert_same_bits, assert_same_states
-from ..programs import _BUILDING
+from ..support.narrowed import BF16, FP16, FP32, PRECISIONS, Narrowed
+from ..support.plain import assert_same_bits, assert_same_states
+from ..support.programs import _BUILDING
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WIDTH = 64  # a multiple of the alignment: no padding

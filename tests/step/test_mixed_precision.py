@@ -8,9 +8,9 @@ from torch import Tensor
 
 from collectives import on_threads
 
-from ..narrowed import PRECISIONS
-from ..plain import assert_same_bits, assert_same_states
-from ..programs import Program, Round, Step, compare, run_rank
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_states
+from ..support.programs import Program, Round, Step, compare, run_rank
 
 pytestmark = pytest.mark.contract
 

@@ -14,8 +14,8 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..plain import assert_same_model, plain_step
-from ..small import blocks
+from ..support.plain import assert_same_model, plain_step
+from ..support.small import blocks
 
 pytestmark = pytest.mark.contract
 

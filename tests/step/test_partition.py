@@ -18,12 +18,12 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from ..narrowed import PRECISIONS
-from ..parts import parts_of
-from ..plain import assert_same_model, assert_same_states, plain_step
-from ..programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
-from ..shampoo import Shampoo
-from ..warned import own
+from ..support.narrowed import PRECISIONS
+from ..support.parts import parts_of
+from ..support.plain import assert_same_model, assert_same_states, plain_step
+from ..support.programs import BY_PARAMETER, Program, Round, Step, compare, run_rank
+from ..support.shampoo import Shampoo
+from ..support.warned import own
 from .test_elementwise import OPTIONS, REFUSED, EstimatesTogether, net
 
 TRIED = pytest.mark.usefixtures("every_trial_runs")

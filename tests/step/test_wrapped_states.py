@@ -17,8 +17,8 @@ import zero
 from collectives import Transport, on_threads, solo
 from zero import CheckpointError, ZeroOptimizer
 
-from ..blockwise import Blocks, Blockwise
-from ..plain import assert_same_model, assert_same_states, plain_step
+from ..support.blockwise import Blocks, Blockwise
+from ..support.plain import assert_same_model, assert_same_states, plain_step
 
 QUIET = pytest.mark.filterwarnings("ignore:.* is not element-wise")
 pytestmark = [pytest.mark.contract, QUIET]

@@ -23,7 +23,7 @@ STALE = 5  # bugs that may be stale
 
 def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
-    from ..processor import spare_matrix_unit
+    from ..support.processor import spare_matrix_unit
     from . import forked
     from .bug import bugs, write
 

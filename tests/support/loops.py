@@ -16,7 +16,7 @@ from zero import MixedPrecision, clip_grad_norm_
 
 from .narrowed import Narrowed
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 ECOSYSTEM = (
     "accelerate",
     "accelerate with autocast and accumulation",

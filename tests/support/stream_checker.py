@@ -41,7 +41,7 @@ from zero.runtime.streams import Streams
 
 from .stream_autograd import Backward
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = (f"{ROOT / 'zero'}/", f"{ROOT / 'collectives'}/")
 RUNS_TESTS = f"{ROOT}/collectives/backends/threads.py"  # a rank that is a thread begins there
 TESTS = f"{ROOT / 'tests'}/"

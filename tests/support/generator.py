@@ -3,8 +3,8 @@
 `Generator.get_state` holds the generator's lock while it creates a Python object. A garbage collection at that moment
 may free a tensor and switch to another thread. If that thread calls the generator, it waits for the generator's lock
 and keeps the interpreter's, for which the first thread waits: the process hangs, and handles no signal (torch 2.13,
-reproduced by `python -m tests.generator`). In a rank's own process, and in a plain loop, only one thread calls the
-generator.
+reproduced by `python -m tests.support.generator`). In a rank's own process, and in a plain loop, only one thread calls
+the generator.
 
 Knows: the functions of torch that call the default generator. Does not know: ranks.
 """

@@ -1,7 +1,7 @@
 """Hypothesis drives the plain loop and the ranks side by side: every rule is a command of a random program.
 
 Knows: which programs make sense, so which command may follow which. Does not know: how a command is executed. A failure
-prints the program as source text: paste it into a test that imports from `tests.machine`.
+prints the program as source text: paste it into a test that imports from `tests.support.machine`.
 """
 
 from __future__ import annotations

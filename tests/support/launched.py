@@ -1,7 +1,7 @@
 """Run a block of zero/recipes as `torchrun` would: after the block `Start`, in one process per rank.
 
-``python -m tests.launched MODULE:FUNCTION FILE`` runs that block, and passes its variables to the function. Rank 0
-writes the function's result to FILE.
+``python -m tests.support.launched MODULE:FUNCTION FILE`` runs that block, and passes its variables to the function.
+Rank 0 writes the function's result to FILE.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_S
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",  # forbid downloads
         }
-        command = [sys.executable, "-m", "tests.launched", function, str(folder / "result.pt")]
+        command = [sys.executable, "-m", "tests.support.launched", function, str(folder / "result.pt")]
         processes = [
             subprocess.Popen(
                 command,

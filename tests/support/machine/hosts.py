@@ -1,6 +1,6 @@
 """Ranks of a program that are threads and share memory, as processes of one host do.
 
-Knows: the internals of `collectives`, through `tests.sockets`; no other module of this package does.
+Knows: the internals of `collectives`, through `tests.support.sockets`; no other module of this package does.
 """
 
 from __future__ import annotations

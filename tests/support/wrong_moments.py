@@ -311,7 +311,7 @@ class Forks:
 
     def __init__(self, module: str) -> None:
         command = [sys.executable, "-c", f"from {__name__} import serve; serve({module!r})"]
-        root = Path(__file__).resolve().parent.parent
+        root = Path(__file__).resolve().parents[2]
         self._process = subprocess.Popen(
             command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )

@@ -1,0 +1,1 @@
+"""What every commit must keep beside the default tests: `python -m pytest tests/ci`."""

@@ -1,0 +1,1 @@
+"""Further sizes, versions and peers, which no commit waits for: `python -m pytest tests/nightly`."""

@@ -1,0 +1,1 @@
+"""What tests share: the plain loop, models, programs, ranks, faults."""
