@@ -143,7 +143,7 @@ class Tree:
     def __init__(self, messenger: Messenger, hosts: Sequence[Sequence[int]]) -> None:
         """``hosts``: the ranks of each host, the same on every rank."""
         self._messenger = messenger
-        messenger.by_tree = True
+        messenger.use_tree()
         place = Place.of(messenger.rank, hosts)
         self._parent, self._below = place.parent, place.below
         self._neighbours = [*place.below] if place.parent is None else [*place.below, place.parent]

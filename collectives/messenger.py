@@ -60,6 +60,10 @@ class Messenger(PeerLinks):
         self._unposted: deque[Recv] = deque()  # parts behind the first ones of messages
         self.by_tree = False  # control messages go by a tree, and not from each rank to every other
 
+    def use_tree(self) -> None:
+        """Note that control messages go by a tree."""
+        self.by_tree = True
+
     # -- headers --------------------------------------------------------------------------------------------------
 
     def packed(self, tag: Tag, size: int) -> bytes:

@@ -164,7 +164,7 @@ class Transport:
         if control:
             self._messenger.counted.control_sent += size
         else:
-            self._messenger.counted.sent += size
+            self._messenger.counted.payload_sent += size
         return work
 
     def irecv(
@@ -198,7 +198,7 @@ class Transport:
         if control:
             self._messenger.counted.control_received += size
         else:
-            self._messenger.counted.received += size
+            self._messenger.counted.payload_received += size
         return works
 
     def post_remaining(self) -> None:
@@ -328,13 +328,12 @@ class Transport:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        c = self._messenger.counted
-        return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
+        return replace(self._messenger.counted)
 
     def count_payload(self, sent: int, received: int) -> None:
         """Count payload that does not pass through `isend` and `irecv`."""
-        self._messenger.counted.sent += sent
-        self._messenger.counted.received += received
+        self._messenger.counted.payload_sent += sent
+        self._messenger.counted.payload_received += received
 
 
 def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> UntypedStorage:
