@@ -82,7 +82,7 @@ def test_only_the_arrival_of_a_gradient_is_called_for_each_parameter(stage: int)
     assert {function.rpartition(":")[2]: calls for function, calls in grown.items()} == {
         "_Arrival.__call__": 40,
         "Reducer.gradient_ready": 40,
-        "GradSlots.put_placeholder": 40,
+        "Bucket.take_gradient": 40,
         "GradAccumulator.stash": 40,
     }
 

@@ -55,7 +55,7 @@ def from_the_second_step_on_views_are_elsewhere(real: Any) -> Any:
 def a_bucket_is_launched_one_gradient_early(real: Any) -> Any:
     def wrong(self: Any, bucket: Any, slot: int, gradient: Any) -> None:
         real(self, bucket, slot, gradient)
-        if bucket.missing == 1:
+        if bucket.grad.missing == 1:
             self._schedule.arrived(bucket)
 
     return wrong

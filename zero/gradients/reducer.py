@@ -121,16 +121,16 @@ class Reducer:
                 f"rank {self._transport.rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
                 "sparse gradients are not supported; build the Embedding with sparse=False"
             )
-        bucket.used[slot] = 1
-        refused = self._slots.put_placeholder(bucket, slot)
-        if refused is not None:
+        try:
+            bucket.take_gradient(slot, self._slots.make_placeholder)
+        except RuntimeError as refused:
+            bucket.publish(slot, None)
             problem = changed(bucket.parameters[slot], bucket.specs[slot])
             raise RuntimeError(
                 f"rank {self._transport.rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
             ) from refused
         bucket.grad.stash(slot, gradient)
-        bucket.missing -= 1
-        if not bucket.missing:
+        if not bucket.grad.missing:
             self._schedule.arrived(bucket)
 
     def backward_ended(self) -> None:

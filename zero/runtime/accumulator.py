@@ -80,6 +80,7 @@ class GradAccumulator:
         self._empty_row, self._row_places = self._nothing()
         self._contiguous = all(spec.stride == _contiguous_stride(spec.shape) for spec in specs)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
+        self.missing = 0  # gradients that the backward under way has not brought yet
 
     def _nothing(self) -> tuple[list[Tensor], list[int]]:
         """Return tensors which, concatenated, form an empty contribution, and each slot's index among them.
@@ -105,12 +106,17 @@ class GradAccumulator:
         """True if this rank has a contribution that was not reduced yet."""
         return self._local is not None or bool(self.arrived)
 
+    def begin_backward(self, missing: int) -> None:
+        """Note that a backward begins that brings so many gradients."""
+        self.touched, self.missing = True, missing
+
     def stash(self, slot: int, gradient: Tensor) -> None:
         """Hold the gradient of a slot, as autograd returned it, until the next `flush`."""
         if slot in self.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self._specs[slot].name!r} received two gradients in one backward")
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
+        self.missing -= 1
 
     def flush(self, *, travels: bool) -> None:
         """Add the stashed gradients to this rank's contribution. A slot's first gradient is assigned, as by autograd.
