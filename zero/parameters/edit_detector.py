@@ -50,9 +50,13 @@ class EditDetector:
     def note_released(self, buffer: UnitBuffer, slot: int) -> None:
         """Record that the parameter of a slot was edited, or swapped for another tensor, while it was released."""
         if type(buffer.parameters[slot]) is not buffer.released[slot]:
-            self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
+            self.note_lasting(f"{buffer.name(slot)!r} was swapped for another tensor")
         else:
             self.note(f"{buffer.name(slot)!r} was edited while it was released")
+
+    def note_lasting(self, problem: str) -> None:
+        """Record what cannot be undone."""
+        self.lasting = f"{problem}: build a new model and optimizer"
 
     def note(self, problem: str) -> None:
         """Record an edit. Only the first one is kept."""

@@ -45,9 +45,7 @@ class ResidentBuffer(UnitBuffer):
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
         self.whole = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
         self.address = self.whole.data_ptr()
-        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
-            parameter.data = view
-        self.note()
+        self.set_data(self.views(self.whole))
 
     @property
     def moved(self) -> bool:
@@ -194,9 +192,9 @@ class ResidentUnits:
     def _put_back(self, buffer: ResidentBuffer) -> None:
         """Make the parameters views of the whole again if the memory of one was replaced. Note their data."""
         if buffer.moved and buffer.common is not None:
-            self._edits.lasting = (
+            self._edits.note_lasting(
                 f"the memory of {buffer.name(0)!r} was moved (by share_memory_() or a queue between processes), and "
-                "what was moved does not follow the parameter: send a copy; build a new model and optimizer"
+                "what was moved does not follow the parameter: send a copy"
             )
         if buffer.displaced():
             with usable_later():
@@ -216,10 +214,7 @@ class ResidentUnits:
     def commit(self, buffer: ResidentBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are equal on all ranks, into this rank's shard."""
         if buffer.common is not None:
-            low, high = buffer.bucket.owned(self._shards.rank)
-            for piece in buffer.bucket.pieces(low, high):
-                if piece.slot in slots:
-                    buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+            buffer.commit(slots, buffer.whole, self._shards.rank)
 
     def announce(self) -> None:
         """Announce that this rank has written its slices, and wait until every rank has. Collective."""

@@ -7,7 +7,7 @@ is, or when a unit is installed or released. Each policy, `resident_units` and `
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +58,20 @@ class UnitBuffer:
         for offset, shape, stride in self._geometry:
             yield flat.as_strided(shape, stride, begin + offset)
 
+    def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
+        """Copy the values of these slots from a tensor that holds the whole bucket into this rank's shard."""
+        low, high = self.bucket.owned(rank)
+        for piece in self.bucket.pieces(low, high):
+            if piece.slot in slots:
+                self.shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
+
     # -- a parameter's data: for parameters that have their own classes, or under `as_plain` ---------------------------
+
+    def set_data(self, data: Iterable[Tensor]) -> None:
+        """Give each parameter, which must have its own class, its data. This counts as no edit."""
+        for parameter, tensor in zip(self.parameters, data, strict=True):
+            parameter.data = tensor
+        self.note()
 
     def edited(self) -> list[int]:
         """Return the slots whose parameter's data was edited or replaced since it was noted."""

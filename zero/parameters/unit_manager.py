@@ -239,8 +239,7 @@ class UnitManager:
     def free_post_forward_shards(self) -> None:
         """Free the slices that were kept for a backward."""
         for unit in self.units:
-            for buffer in unit.gathered.buffers:
-                buffer.post_forward_shard = None
+            self.gathered.free_post_forward_shards(unit.gathered)
 
     def abandon(self) -> None:
         """Abandon the gathers under way and release everything, after a failure of the ranks' communication."""
@@ -327,11 +326,3 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
 def _in_recomputation() -> bool:
     """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
     return any(code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINTS for code in callers())
-
-
-def _no_method() -> None:
-    return None
-
-
-def _nothing(_: object) -> None:
-    return None

@@ -35,15 +35,11 @@ class GatheredBuffer(UnitBuffer):
     def put_whole(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
         assert self.whole is not None
-        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
-            parameter.data = view
-        self.note()
+        self.set_data(self.views(self.whole))
 
     def put_nans(self) -> None:
         """Put a NaN into the data of each parameter, which must have its own class."""
-        for parameter, nan in zip(self.parameters, self._nans, strict=True):
-            parameter.data = nan
-        self.note()
+        self.set_data(self._nans)
 
     def renew_nan(self, slot: int) -> None:
         """Put another NaN in the place of one that was edited."""

@@ -14,19 +14,22 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from collectives import Choice, Collective, Transport, Work
+from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.pool import Pool, holders
 
+from ...core.cuts import Cuts
+from ...core.layout import BucketSpec
 from ...core.parameter_specs import as_plain
 from ...runtime.joining import Joining
 from ..edit_detector import EditDetector
 from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
-from .gathers import UnitGathers
 from .saved_tensor_index import SavedTensorIndex
 
 
@@ -43,8 +46,8 @@ class GatheredUnits:
     ) -> None:
         """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
         self._rank, self._edits, self._joining = shards.rank, edits, joining
+        self._collective, self._post_forward_group = collective, post_forward_group
         self.pool = Pool(exact=True)
-        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
 
@@ -87,9 +90,28 @@ class GatheredUnits:
             self._externally_held.remove(buffer)
             buffer.whole, buffer.externally_held = buffer.externally_held, None
         else:
-            buffer.whole = self._gathers.room(buffer)
-        target = buffer.whole.data  # with a version counter of its own: to gather again is no edit
-        return self._gathers.start(unit, buffer, target)
+            buffer.whole = self._room(buffer, buffer.bucket.numel)
+        return self._start(unit, buffer, buffer.whole.data)  # with a version counter of its own: this is no edit
+
+    def _room(self, buffer: GatheredBuffer, numel: int) -> Tensor:
+        bucket = buffer.bucket
+        return self.pool.take(numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
+
+    def _start(self, unit: GatheredUnit, buffer: GatheredBuffer, target: Tensor) -> Work:
+        """Launch the all-gather of a bucket into ``target``, in the post-forward group if its slice was kept."""
+        bucket, (kept, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
+        if kept is not None and self._post_forward_group is not None:
+            cuts, (low, high) = self._kept(self._post_forward_group, bucket)
+            target[low:high].copy_(kept)
+            return self._post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
+        low, high = bucket.owned(self._rank)
+        target[low:high].copy_(buffer.shard)
+        return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
+
+    def _kept(self, group: Choice, bucket: BucketSpec) -> tuple[Cuts, tuple[int, int]]:
+        """Return the cuts of a whole bucket in the post-forward group, and the interval that this rank keeps."""
+        cuts = bucket.even_cuts(group.shards.world_size)
+        return cuts, cuts.owned(group.shards.rank)
 
     def wait(self, unit: GatheredUnit) -> None:
         """Wait for the all-gathers under way."""
@@ -105,11 +127,18 @@ class GatheredUnits:
         of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
-            if for_now and self._gathers.post_forward_group and not self._joining.gathers_are_broadcast:
-                buffer.post_forward_shard = self._gathers.keep(buffer)
+            if for_now and self._post_forward_group and not self._joining.gathers_are_broadcast:
+                assert buffer.whole is not None
+                _, (low, high) = self._kept(self._post_forward_group, buffer.bucket)
+                buffer.post_forward_shard = self._room(buffer, high - low).copy_(buffer.whole.data[low:high])
             buffer.externally_held, buffer.whole = buffer.whole, None
             self._externally_held.append(buffer)
         self._sweep()
+
+    def free_post_forward_shards(self, unit: GatheredUnit) -> None:
+        """Free the slices that were kept for a backward."""
+        for buffer in unit.buffers:
+            buffer.post_forward_shard = None
 
     def abandon(self, unit: GatheredUnit) -> None:
         """Abandon the all-gathers under way, after a failure of the ranks' communication."""
@@ -166,10 +195,7 @@ class GatheredUnits:
     def commit(self, buffer: GatheredBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are whole and equal on all ranks, into this rank's shard."""
         assert buffer.whole is not None
-        low, high = buffer.bucket.owned(self._rank)
-        for piece in buffer.bucket.pieces(low, high):
-            if piece.slot in slots:
-                buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+        buffer.commit(slots, buffer.whole, self._rank)
 
     def undo_edits(self, unit: GatheredUnit) -> None:
         """Undo the edits of an installed unit."""
@@ -178,3 +204,8 @@ class GatheredUnits:
             if buffer.whole is not None:
                 low, high = buffer.bucket.owned(self._rank)
                 buffer.whole.data[low:high].copy_(buffer.shard)
+
+
+def _tag(unit: GatheredUnit, buffer: GatheredBuffer) -> Tag:
+    digest = zlib.crc32(f"{unit.name} {buffer.updated}".encode())  # the label may be cut
+    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=buffer.bucket.index, digest=digest)
