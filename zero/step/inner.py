@@ -97,6 +97,10 @@ class InnerOptimizer:
         """Note the names of further states that are as large as their parameter."""
         self._elementwise |= names
 
+    def note_kinds(self, kinds: Mapping[str, Rebuild]) -> None:
+        """Note the tensor subclasses among states."""
+        self.kinds |= kinds
+
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.
 

@@ -135,5 +135,5 @@ def _check(
     if not parameters:
         return frozenset()
     names, kinds = partition(inner, groups, parameters).run()
-    inner.kinds |= kinds
+    inner.note_kinds(kinds)
     return names

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -61,15 +60,6 @@ class Watcher(Protocol):
         """Return when the states of a bucket, given by its index, may change."""
 
 
-class _Events:
-    """The profiler's events of one bucket."""
-
-    def __init__(self, bucket: int, rank: str) -> None:
-        self.updating = Event(f"update bucket {bucket}", rank)
-        self.gathering = Event(f"all_gather bucket {bucket}", rank)
-        self.waiting = Event(f"wait_for_all_gather bucket {bucket}", rank)
-
-
 class Update:
     """The clip and the step of one optimizer on one rank. All ranks must call each, after `Reducer.finalize_grads`."""
 
@@ -85,7 +75,6 @@ class Update:
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._means, self._inners = storage, means, inners
-        self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
         self.watchers: list[Watcher] = []
         self._place, self._pool = shards.rank, shards.pool
         self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
@@ -134,13 +123,11 @@ class Update:
                     watcher.before_update(bucket.spec.index)
 
             present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
-            event = self._events_of(bucket).updating
-            gradient = bucket.grad.final_grad()
             return BucketUpdate(
                 bucket.states,
-                gradient,
+                bucket.grad.final_grad(),
                 present,
-                event,
+                self._event("update", bucket.spec.index),
                 partial(queue.ready, bucket.spec.index),
                 begin if self.watchers else None,
                 bucket.specs[0].optimizer_class,
@@ -155,13 +142,11 @@ class Update:
 
     def _gather(self, index: int) -> Work:
         bucket = self._storage.buckets[index]
-        weights, cuts, events = bucket.weights, bucket.spec.cuts, self._events_of(bucket)
+        weights, cuts = bucket.weights, bucket.spec.cuts
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
-        with events.gathering():
+        with self._event("all_gather", index)():
             work = redistribute(weights.shard(cuts, self._place), weights, cuts, self._collective, tag)
-            return Waited(work, events.waiting)
+            return Waited(work, self._event("wait_for_all_gather", index))
 
-    def _events_of(self, bucket: Bucket) -> _Events:
-        if bucket not in self._events:
-            self._events[bucket] = _Events(bucket.spec.index, self._transport.rank_label)
-        return self._events[bucket]
+    def _event(self, what: str, bucket: int) -> Event:
+        return Event(f"{what} bucket {bucket}", self._transport.rank_label)
