@@ -119,7 +119,7 @@ class Engine:
         """Make another rank's call together with it."""
         LOG.debug("%s: follows another rank's %s", self._transport.rank_label, call.name)
         adopt_options(groups, call.options)
-        if self._reducer.divisor != call.divisor:
+        if self._reducer.schedule.divisor != call.divisor:
             self._reducer.set_divisor(call.divisor)
         match call.name:
             case "exchange":
@@ -178,7 +178,7 @@ class Engine:
         for number, options in changed.items():
             groups[number].update(options)
             self._counted.update(options)
-        self._reducer.stepped()
+        self._reducer.schedule.stepped()
         self.dicts.forget()
 
     @_followed

@@ -196,7 +196,7 @@ class ZeroOptimizer(WithLiveStates):
         It can be set before the first clip or step of a step. The division is a true one, as in
         ``p.grad.div_(divisor)``.
         """
-        return self._reducer.divisor
+        return self._reducer.schedule.divisor
 
     @divisor.setter
     def divisor(self, value: float) -> None:

@@ -259,7 +259,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     check_one_device([*storage.layout.parameters, *described], why_one_device(parts.stage, parts.offload is not None))
     named = [(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)]
     check_free(named)
-    if first and parts.reducer.is_open:  # else zero_grad() is due, which clears them, too
+    if first and parts.reducer.schedule.is_open:  # else zero_grad() is due, which clears them, too
         check_no_gradients(named)
     storage.prepare(found)
     described, said, states = choose_partitions(parts.inners, all_groups, described, asked)

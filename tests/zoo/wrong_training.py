@@ -56,7 +56,7 @@ def a_bucket_is_launched_one_gradient_early(real: Any) -> Any:
     def wrong(self: Any, bucket: Any, slot: int, gradient: Any) -> None:
         real(self, bucket, slot, gradient)
         if bucket.grad.missing == 1:
-            self._schedule.arrived(bucket)
+            self.schedule.arrived(bucket)
 
     return wrong
 
@@ -300,8 +300,8 @@ def names_are_not_in_the_digest(real: Any) -> Any:
 def the_divisor_is_the_classs(real: Any) -> Any:
     def wrong(self: Any, value: float) -> None:
         real(self, value)
-        vars(self._schedule).pop("divisor")
-        type(self._schedule).divisor = value
+        vars(self.schedule).pop("divisor")
+        type(self.schedule).divisor = value
 
     return wrong
 
