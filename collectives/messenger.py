@@ -266,7 +266,7 @@ class Messenger(PeerLinks):
         sent.ack_number = ack_number
         return sent
 
-    def send_rest(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
+    def send_body(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
         """Send the bytes that `send_control` left to several ranks, of which this rank has asked for theirs."""
         sends = list[Send]()
         many = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) > SMALL else None
@@ -351,7 +351,7 @@ class ControlRecv:
             self._pending = messenger.recv_bytes(size, source, CONTROL_PORT, tag)
             messenger.counted.control_received += size
 
-    def post_rest(self) -> None:
+    def post_body(self) -> None:
         """Post the receive of bytes that follow, which are sent when all headers have come."""
         if not self._follows:
             return
@@ -368,10 +368,10 @@ class ControlRecv:
     def wait(self) -> bytes:
         """Return the bytes; none if they follow and were not asked for."""
         if self._pending is not None:
-            told = self._messenger.wait_bytes(self._pending, self._source, self._tag)
-            if self._follows and told.startswith(FAILED):
+            received = self._messenger.wait_bytes(self._pending, self._source, self._tag)
+            if self._follows and received.startswith(FAILED):
                 raise self._messenger.aborted(self._source, self._tag)
-            return told[len(MARKER) :] if self._follows else told
+            return received[len(MARKER) :] if self._follows else received
         if self._rest is None:
             return b""
         work, data = self._rest

@@ -146,7 +146,7 @@ class Choice:
     hosts: int = 1
 
     @property
-    def shards(self) -> Transport:
+    def shard_group(self) -> Transport:
         """The ranks that own the slices. Memory for the slices comes from this transport."""
         return self.collective.transport if self.replica is None else self.replica
 
@@ -277,8 +277,8 @@ def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
             made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
         except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
             problem = " ".join(str(error).split())
-    told = transport.exchange(problem.encode(), tag)
-    for rank, text in enumerate(told):
+    problems = transport.exchange(problem.encode(), tag)
+    for rank, text in enumerate(problems):
         if text:
             raise CollectiveError(f"rank {rank}, in {tag.label}: {text.decode(errors='replace')}")
     assert made is not None, "a part that was not made is a problem"

@@ -2,7 +2,7 @@
 
 Knows: the order of operations in a call, and what ranks agree on before it. The parts do the work: `setup` (registers
 parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to means), `update` (clip and step),
-`inners` (the user's classes), `plain_dicts`.
+`user_optimizers` (the user's classes), `plain_dicts`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
 from .parts import Parts
 from .runtime.compiled_calls import untraced_context
-from .runtime.events import LOG, Event
 from .runtime.flat_states import Options
+from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States
@@ -37,7 +37,7 @@ TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")
 
 
-def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
+def _joinable(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a method so that, inside `join`, ranks that have run out of batches call it, too."""
 
     @functools.wraps(method)
@@ -55,17 +55,17 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
-        self._inners, self._update, self._joining = parts.inners, parts.update, parts.joining
+        self._user_optimizers, self._update, self._joining = parts.user_optimizers, parts.update, parts.joining
         self.watchers = self._update.watchers
         self.state = States(self._storage, self.watchers)
-        self.dicts = PlainDicts(parts.stage, self._storage, self._inners, parts.transport, parts.shards)
+        self.dicts = PlainDicts(parts.stage, self._storage, self._user_optimizers, parts.transport, parts.shard_group)
         rank = self._transport.rank_label
-        self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
+        self._stepping, self._clipping = ProfilerRange("step", rank), ProfilerRange("clip", rank)
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
         self.averages = Averages(
-            parts.stage, self._storage, self._reducer, parts.transport, parts.shards, parts.collective
+            parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
         )
         self._gathered = 0  # blocks of `gathered` around this moment
 
@@ -132,14 +132,14 @@ class Engine:
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
             case "gathered":
-                block = self._storage.gathered(self._storage.at(call.arguments["places"]))
+                block = self._storage.gathered(self._storage.parameters_at(call.arguments["positions"]))
                 block.__enter__()
                 self._blocks.append(block)
             case "end of gathered":
                 block = self._blocks.pop()
                 try:
                     if call.arguments["write"]:
-                        self._overwrite(self._storage.at(call.arguments["places"]))
+                        self._overwrite(self._storage.parameters_at(call.arguments["positions"]))
                 finally:
                     block.__exit__(None, None, None)
             case _:
@@ -147,14 +147,14 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    @_followed
+    @_joinable
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm. Returns the norm before clipping."""
         self.averages.refuse_applied("clip_grad_norm_()")
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
-                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._inners.changed(),
+                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(),
                 norm=lambda: self._update.norm_part(norm_type),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
@@ -168,8 +168,8 @@ class Engine:
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
         free = self._storage.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose_unfrozen() or self._inners.changed(groups)
-        told = digests_of(groups, self._inners.option_names() - self._counted)
+        problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
+        told = digests_of(groups, self._user_optimizers.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=told)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
@@ -181,32 +181,32 @@ class Engine:
         self._reducer.schedule.stepped()
         self.dicts.forget()
 
-    @_followed
+    @_joinable
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient. Local, but every rank must make the call."""
         self._reducer.zero_grad(set_to_none)
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
-    @_followed
+    @_joinable
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
-        return self._reducer.full_gradient(*self._storage.place(index))
+        return self._reducer.full_gradient(*self._storage.slot_of(index))
 
-    @_followed
+    @_joinable
     def full_master(self, index: int) -> Tensor:
         """Return a copy of the whole master weights of a parameter."""
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
-        bucket, number = self._storage.place(index)
-        return gather_master(bucket, number, self.parts.shards.rank, self.parts.collective)
+        bucket, number = self._storage.slot_of(index)
+        return gather_master(bucket, number, self.parts.shard_group.rank, self.parts.collective)
 
-    @_followed
+    @_joinable
     def update_average(self, average: str) -> None:
         """Take the weights of this moment into an average. Without a message, outside `join`."""
         self.averages.update(average)
 
-    @_followed
+    @_joinable
     def gather_average(self, average: str, to: int | None) -> dict[str, Tensor] | None:
         """Return a whole average on rank ``to``, or on every rank."""
         self._check_rank(to, "gather")
@@ -228,16 +228,16 @@ class Engine:
         With ``write`` every rank has rank 0's values after the block.
         """
         self.check()
-        places = self._storage.places(chosen) if self._joining.active else None
+        positions = self._storage.positions(chosen) if self._joining.active else None
         with ExitStack() as block:
-            with self._joining.broadcast("gathered", places=places):
+            with self._joining.broadcast("gathered", positions=positions):
                 block.enter_context(self._storage.gathered(chosen))
             self._gathered += 1
             try:
                 yield
             finally:
                 self._gathered -= 1
-                with self._joining.broadcast("end of gathered", places=places, write=write):
+                with self._joining.broadcast("end of gathered", positions=positions, write=write):
                     if write:
                         self._overwrite(chosen)
 
@@ -245,19 +245,19 @@ class Engine:
         self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())
         self._storage.overwrite(chosen)
 
-    @_followed
+    @_joinable
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
         self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
         self._storage.broadcast_buffers()
 
-    @_followed
+    @_joinable
     def check_replicas(self) -> str:
         """Compare the parameters over the ranks, and return the SHA-256 over them."""
         self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
-    @_followed
+    @_joinable
     def consolidate_state_dict(self, to: int | None) -> None:
         """Send all states to rank ``to``, or to every rank."""
         self._check_rank(to, "consolidate_state_dict")
@@ -298,7 +298,7 @@ class Engine:
         problem = None if self._is_free() else "reset_states() inside gathered() or inside a forward: leave it first"
         indices = agree_to_forget(self._reducer, self._storage, chosen, problem)
         self.before_load()
-        forget_states(self._storage, self._inners, groups, indices)
+        forget_states(self._storage, self._user_optimizers, groups, indices)
         self.dicts.forget()
 
     def agree_to_load(self, purpose: str) -> None:
@@ -356,10 +356,10 @@ class Engine:
                 warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"
-            self.parts.release()
+            self.parts.make_plain()
             self.state.close()
             self._transport.pool.trim()
-            self.parts.shards.pool.trim()
+            self.parts.shard_group.pool.trim()
             self._closed = "the model is plain again"
 
     def _lost(self) -> str | None:

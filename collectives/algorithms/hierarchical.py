@@ -141,7 +141,7 @@ class _HierarchicalReduceScatter:
         """Receive a sum that its sender forms chunk by chunk: one message a chunk."""
         target = self._scratch(self._out.dtype, owner)
         works = [
-            self._onward.irecv(target[low:high], source, self._tag, whole=True, one_way=True)
+            self._onward.irecv(target[low:high], source, self._tag, in_one_part=True, one_way=True)
             for low, high in self._chunks(owner)
         ]
         return _Arriving(target, works)
@@ -191,7 +191,7 @@ class _HierarchicalReduceScatter:
             # host synchronisation: copies parts that came through the host's memory to the device of the sum
             ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
-                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True, one_way=True))
+                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, in_one_part=True, one_way=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:

@@ -141,10 +141,10 @@ class Replicated:
     def __init__(self, transport: Transport, inner: Collective, owners: Backend | None = None) -> None:
         """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks. ``owners``: of
         `_OnDevice`, if sums go from device to device."""
-        self.transport, self.inner, self.shards = transport, inner, inner.transport
-        width = self.shards.world_size
-        first = transport.rank - self.shards.rank
-        transport.attach(self.shards, range(first, first + width))
+        self.transport, self.inner, self.shard_group = transport, inner, inner.transport
+        width = self.shard_group.world_size
+        first = transport.rank - self.shard_group.rank
+        transport.attach(self.shard_group, range(first, first + width))
         self.name, self.exact = inner.name, inner.exact
         before = transport.rank - width if transport.rank >= width else None
         after = transport.rank + width if transport.rank + width < transport.world_size else None
@@ -181,7 +181,7 @@ class _HybridReduceScatter:
         hops, works = algorithm.hops, [announced]
         if hops.before is not None:
             if start is None:
-                start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
+                start = algorithm.shard_group.scratch(out.numel(), out.dtype, out.device)
             works.append(hops.arriving(start, tag))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
         hops.onward.post_remaining()

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 
 class Hosts:
-    """``ranks``: of each host, ascending. ``of``: rank -> host. ``runs``: all ranks in order, cut at each new host."""
+    """``ranks``: of each host, ascending. ``of``: rank -> host. ``segments``: all ranks in order, cut at each new host."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = tuple(map(tuple, ranks))
         self.of = {rank: host for host, members in enumerate(self.ranks) for rank in members}
-        self.runs = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
+        self.segments = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
 
     def delegate(self, owner: int, host: int) -> int:
         """Return the rank of ``host`` that works for ``owner``: the owner itself at home, else evenly spread."""
@@ -51,8 +51,8 @@ class Plan:
 
     @classmethod
     def of(cls, hosts: Hosts, owner: int, length: int, started: bool, travel: int, accumulate: int) -> Plan:
-        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.runs[:length]]
-        rest = tuple(rank for run in hosts.runs[length:] for rank in run)
+        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.segments[:length]]
+        rest = tuple(rank for run in hosts.segments[length:] for rank in run)
         if stops and stops[-1].at == owner:
             rest = stops.pop().adds + rest
         stops.append(Stop(owner, rest))
@@ -105,7 +105,7 @@ def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: 
 
 def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:
     """Return all plans with the fewest bytes, the shortest first."""
-    found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
+    found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.segments) + 1)]
     least = min(plan.bytes_per_element for plan in found)
     return [plan for plan in found if plan.bytes_per_element == least]
 

@@ -84,14 +84,18 @@ class Ring:
         t = self.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
         recvs = [
-            [t.irecv(target[begin:end], left, tag, whole=True, one_way=True) for begin, end in chunks(target.numel())]
+            [
+                t.irecv(target[begin:end], left, tag, in_one_part=True, one_way=True)
+                for begin, end in chunks(target.numel())
+            ]
             for target in arriving
         ]
         first = order[0]
         sends: list[Work] = []
         if arriving:
             sends = [
-                t.isend(first[begin:end], right, tag, whole=True, one_way=True) for begin, end in chunks(first.numel())
+                t.isend(first[begin:end], right, tag, in_one_part=True, one_way=True)
+                for begin, end in chunks(first.numel())
             ]
         for part, target, works in zip(order[1:], arriving, recvs, strict=True):
             for (begin, end), work in zip(chunks(part.numel()), works, strict=True):
@@ -99,5 +103,5 @@ class Ring:
                 if add is not None:
                     add(part[begin:end], target[begin:end])
                 if part is not order[-1]:
-                    sends.append(t.isend(part[begin:end], right, tag, whole=True, one_way=True))
+                    sends.append(t.isend(part[begin:end], right, tag, in_one_part=True, one_way=True))
         Chain(sends).wait()

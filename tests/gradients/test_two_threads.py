@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport
 from zero import ZeroOptimizer
 from zero.gradients import hooks
-from zero.gradients.owned_means import FoundInf
 from zero.gradients.placeholder import ShardedGradient
+from zero.gradients.reduced_grads import FoundInf
 from zero.runtime import backward_tracker
 
 from ..parts import parts_of

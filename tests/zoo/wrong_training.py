@@ -95,10 +95,10 @@ def narrow_sums(real: Any) -> Any:
 
 
 def a_fresh_gradient_beside_wide_ones_is_nothing(real: Any) -> Any:
-    def wrong(self: Any, *, travels: bool) -> None:
-        if travels and self._local is not None and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
+    def wrong(self: Any, *, final: bool) -> None:
+        if final and self._local is not None and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
             self.arrived = {slot: each for slot, each in self.arrived.items() if slot not in self._unwritten}
-        real(self, travels=travels)
+        real(self, final=final)
 
     return wrong
 

@@ -98,7 +98,7 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces, whole = bucket.pieces(low, high), specs[0].whole
+    pieces, whole = bucket.pieces(low, high), specs[0].one_owner
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
@@ -186,7 +186,7 @@ def peak_bounds(
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
     def in_flight(bucket: BucketSpec) -> int:
-        is_whole = layout.parameters[bucket.slots[0].parameter].whole
+        is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
         return max(bucket.numel, layout.world_size * bucket.cuts.largest()) if is_whole else bucket.numel
 
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
@@ -216,7 +216,7 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
 
 def spread_of_owners(layout: Layout, stage: Stage) -> str:
     """Return, as text, how parameters that have one owner each are spread over the ranks."""
-    whole = [spec for spec in layout.parameters if spec.whole]
+    whole = [spec for spec in layout.parameters if spec.one_owner]
     if not whole:
         return ""
     ranks = layout.world_size
@@ -245,7 +245,7 @@ def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:
     found: dict[int, int] = {}
     for which in (layout,) if rest is None else (layout, rest):
         for bucket in which.buckets:
-            for unit, first, last in which.runs(bucket):
+            for unit, first, last in which.unit_spans(bucket):
                 part = bucket.part(first, last)
                 found[unit] = found.get(unit, 0) + part.numel * part.dtypes.param_dtype.itemsize
     return found

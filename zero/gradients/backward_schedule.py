@@ -97,7 +97,7 @@ class BackwardSchedule:
         self._entered = True
         self.number += 1
         self._rounds_since_clear += 1
-        self._queue.begin([bucket.spec.index for bucket in self._active])
+        self._queue.begin_round([bucket.spec.index for bucket in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
         self._active = [bucket for bucket in self.buckets if bucket.begin_backward(pending=bucket.spec.index in also)]
@@ -108,7 +108,7 @@ class BackwardSchedule:
         if self._entered:
             self._queue.ready(bucket.spec.index)
         elif not self._in_round:
-            bucket.grad.flush(travels=False)
+            bucket.grad.flush(final=False)
 
     def _launch(self, index: int) -> Work:
         bucket = self.buckets[index]
@@ -120,7 +120,7 @@ class BackwardSchedule:
         return True; the round is over when `end_round` is called. After an interrupt, call this again."""
         if not self._in_round:
             for bucket in self._active:
-                bucket.grad.flush(travels=False)
+                bucket.grad.flush(final=False)
             self._active = []
             return False
         if not self._entered:
@@ -197,10 +197,10 @@ class BackwardSchedule:
         """Note that all ranks hold the means, divided by the divisor."""
         self.means_divisor = self.divisor
 
-    def agree_used(self, told: Sequence[bytes]) -> None:
-        """Set "used" to the parameters that any rank used. ``told``: the result of `used` on every rank."""
-        merged, begin = bytearray(told[0]), 0
-        for flags in told[1:]:
+    def agree_used(self, by_rank: Sequence[bytes]) -> None:
+        """Set "used" to the parameters that any rank used. ``by_rank``: the result of `used` on every rank."""
+        merged, begin = bytearray(by_rank[0]), 0
+        for flags in by_rank[1:]:
             merged = either(merged, flags)
         for bucket in self.buckets:
             end = begin + len(bucket.used)

@@ -24,17 +24,17 @@ from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
-from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.joining import Joining
+from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, inside_backward
-from .grad_slots import GradSlots
+from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
-from .owned_means import FoundInf, OwnedMeans
+from .reduced_grads import FoundInf, ReducedGrads
 
 
 class Reducer:
@@ -45,7 +45,7 @@ class Reducer:
         buckets: Sequence[Bucket],
         stage: Stage,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         streams: Streams,
         backwards: BackwardTracker,
@@ -54,16 +54,16 @@ class Reducer:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``buckets``: the list itself, which may grow; ``shards``: the ranks that own their shards; ``unit_order``: of
-        `Agreement`; ``means_may_be_shown``: of `GradSlots`."""
+        """``buckets``: the list itself, which may grow; ``shard_group``: the ranks that own their shards; ``unit_order``: of
+        `Agreement`; ``means_may_be_shown``: of `GradPublisher`."""
         self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
-        self._shards, self._streams, self._joining = shards, streams, joining
-        replicas = transport.world_size // shards.world_size
+        self._shard_group, self._streams, self._joining = shard_group, streams, joining
+        replicas = transport.world_size // shard_group.world_size
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
-        self.means = OwnedMeans(buckets)
-        self._slots = GradSlots(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
-        self.agreement = Agreement(transport, shards.world_size, unit_order)
-        events = (Event(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
+        self.means = ReducedGrads(buckets)
+        self._slots = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
+        self.agreement = Agreement(transport, shard_group.world_size, unit_order)
+        events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
         self._sync, self._found = True, FoundInf()
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
@@ -124,14 +124,14 @@ class Reducer:
             raise RuntimeError(
                 f"rank {self._transport.rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
             ) from refused
-        bucket.grad.stash(slot, gradient)
+        bucket.grad.add(slot, gradient)
         if not bucket.grad.missing:
             self.schedule.arrived(bucket)
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._complete()
-        self._shards.pool.drop_cheap()
+        self._shard_group.pool.drop_cheap()
         self._slots.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
@@ -310,7 +310,7 @@ class Reducer:
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self.schedule.number, self.agreement.number)
-            self._found.tell(found, any(told[0] for told in self._transport.exchange(mine, tag)))
+            self._found.note(found, any(told[0] for told in self._transport.exchange(mine, tag)))
 
     @property
     def has_new_gradients(self) -> bool:
@@ -362,7 +362,7 @@ class Reducer:
             total = bucket.grad.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
             tag = Tag(Kind.ALL_GATHER, purpose, self.schedule.number, bucket.spec.index)
-            whole = gather_slot(total, slot, bucket.spec.cuts, self._shards.rank, self._collective, tag)
+            whole = gather_slot(total, slot, bucket.spec.cuts, self._shard_group.rank, self._collective, tag)
             if self.schedule.is_open:
                 whole.div_(self.schedule.divisor)
         return whole.as_strided(spec.shape, spec.stride)
@@ -370,5 +370,5 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._slots.release()
+        self._slots.hand_over()
         self.schedule.close()

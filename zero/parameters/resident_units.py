@@ -3,7 +3,7 @@
 Knows: where the whole of a bucket is, who may write there, which pages this rank has written. Does not know: modules,
 autograd, or when a unit is needed: its caller installs and uninstalls.
 
-A parameter is a view of the whole from `put` to `take_out`. To release it is to change its class alone. In common
+A parameter is a view of the whole from `add_buffer` to `remove_buffer`. To release it is to change its class alone. In common
 memory every rank writes its slices for all, and what it writes into the whole stays private to it, by pages:
 
     agreement   look at the written pages: a private page hides what the others write from now on
@@ -39,23 +39,23 @@ class ResidentBuffer(UnitBuffer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.put_whole()
+        self.put_unsharded()
 
-    def put_whole(self) -> None:
+    def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
-        self.whole = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
-        self.address = self.whole.data_ptr()
-        self.set_data(self.views(self.whole))
+        self.unsharded = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
+        self.address = self.unsharded.data_ptr()
+        self.set_data(self.views(self.unsharded))
 
     @property
     def moved(self) -> bool:
-        """True if the whole has another address than at `put_whole`: `share_memory_` moves a storage, with all that
+        """True if the whole has another address than at `put_unsharded`: `share_memory_` moves a storage, with all that
         lies there."""
-        return self.whole.data_ptr() != self.address
+        return self.unsharded.data_ptr() != self.address
 
     def _differing(self, now: list[tuple[int, int, torch.dtype]]) -> list[int]:
         if self.moved and self.common is None:  # the shard was moved, too: the parameters are still views of it
-            self.put_whole()
+            self.put_unsharded()
             return []
         return super()._differing(now)
 
@@ -123,19 +123,19 @@ class SharedBucketMemory:
 class ResidentUnits:
     """The policy of units that are resident."""
 
-    def __init__(self, shards: Transport, edits: EditDetector) -> None:
-        self._shards, self._edits = shards, edits
+    def __init__(self, shard_group: Transport, edits: EditDetector) -> None:
+        self._shard_group, self._edits = shard_group, edits
         self._common: list[SharedBucketMemory] = []
         self._writing: Work | None = None  # done when every rank has written its slices
 
-    def put(self, buffer: ResidentBuffer) -> None:
+    def add_buffer(self, buffer: ResidentBuffer) -> None:
         """Register a buffer."""
         if buffer.common is not None:
             buffer.common.buffers.append(buffer)
             if buffer.common not in self._common:
                 self._common.append(buffer.common)
 
-    def take_out(self, buffer: ResidentBuffer) -> None:
+    def remove_buffer(self, buffer: ResidentBuffer) -> None:
         """Unregister a buffer, whose parameters have other memory now."""
         if buffer.common is not None:
             buffer.common.buffers.remove(buffer)
@@ -198,7 +198,7 @@ class ResidentUnits:
             )
         if buffer.displaced():
             with usable_later():
-                buffer.put_whole()
+                buffer.put_unsharded()
         buffer.note()
 
     # -- edits and changes ----------------------------------------------------------------------------------------
@@ -214,13 +214,13 @@ class ResidentUnits:
     def commit(self, buffer: ResidentBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are equal on all ranks, into this rank's shard."""
         if buffer.common is not None:
-            buffer.commit(slots, buffer.whole, self._shards.rank)
+            buffer.commit(slots, buffer.unsharded, self._shard_group.rank)
 
     def announce(self) -> None:
         """Announce that this rank has written its slices, and wait until every rank has. Collective."""
         if self._common:
             self.wait_for_writes()
-            self._writing = self._shards.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+            self._writing = self._shard_group.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
             self.wait_for_writes()
 
     def wait_for_writes(self) -> None:

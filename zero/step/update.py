@@ -21,20 +21,20 @@ from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 from ..core.norm import PowerSum
 from ..core.stage import GATHERS_IN_FLIGHT, Stage
 from ..runtime.bucket import Bucket
-from ..runtime.events import Event, Waited
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
-from .classes import InnerOptimizers
+from ..runtime.profiler_ranges import ProfilerRange, Waited
+from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
-from .inner import BucketUpdate
+from .user_optimizer import BucketUpdate
 
 
 class _Means(Protocol):
-    """The mean gradients of the slices that this rank owns, as in `OwnedMeans`."""
+    """The mean gradients of the slices that this rank owns, as in `ReducedGrads`."""
 
     def slices(self) -> list[Tensor]: ...
 
-    def any_is_double(self) -> bool: ...
+    def any_is_fp64(self) -> bool: ...
 
 
 class _Parameters(Protocol):
@@ -50,7 +50,7 @@ class _Parameters(Protocol):
         """Note that all buckets were updated."""
 
 
-class Watcher(Protocol):
+class UpdateListener(Protocol):
     """An object that reads states while training goes on, as a save does."""
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
@@ -67,17 +67,17 @@ class Update:
         self,
         stage: Stage,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         storage: _Parameters,
         means: _Means,
-        inners: InnerOptimizers,
+        user_optimizers: UserOptimizers,
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._storage, self._means, self._inners = storage, means, inners
-        self.watchers: list[Watcher] = []
-        self._place, self._pool = shards.rank, shards.pool
-        self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
+        self._storage, self._means, self._user_optimizers = storage, means, user_optimizers
+        self.watchers: list[UpdateListener] = []
+        self._place, self._pool = shard_group.rank, shard_group.pool
+        self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same slices
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""
@@ -96,7 +96,7 @@ class Update:
         total = PowerSum.of([], norm_type)
         for data in parts:
             total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._means.any_is_double() else torch.float32)
+        norm = total.norm(torch.float64 if self._means.any_is_fp64() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
@@ -115,7 +115,7 @@ class Update:
         buckets = self._storage.buckets
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            queue.begin([bucket.spec.index for bucket in buckets if 1 in bucket.used])
+            queue.begin_round([bucket.spec.index for bucket in buckets if 1 in bucket.used])
 
         def update(bucket: Bucket) -> BucketUpdate:
             def begin() -> None:
@@ -134,7 +134,7 @@ class Update:
             )
 
         self._storage.stepping()
-        changed = self._inners.step([update(bucket) for bucket in buckets], groups)
+        changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
         self._pool.drop_cheap()
         self._storage.stepped()
@@ -148,5 +148,5 @@ class Update:
             work = redistribute(weights.shard(cuts, self._place), weights, cuts, self._collective, tag)
             return Waited(work, self._event("wait_for_all_gather", index))
 
-    def _event(self, what: str, bucket: int) -> Event:
-        return Event(f"{what} bucket {bucket}", self._transport.rank_label)
+    def _event(self, what: str, bucket: int) -> ProfilerRange:
+        return ProfilerRange(f"{what} bucket {bucket}", self._transport.rank_label)

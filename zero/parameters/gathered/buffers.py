@@ -13,7 +13,7 @@ from torch import Tensor
 
 from collectives import Work
 
-from ...runtime.events import Event
+from ...runtime.profiler_ranges import ProfilerRange
 from ..unit_buffer import UnitBuffer
 
 
@@ -21,7 +21,7 @@ from ..unit_buffer import UnitBuffer
 class GatheredBuffer(UnitBuffer):
     """A bucket, or the part of one that belongs to a unit, whose slices are gathered from the ranks."""
 
-    whole: Tensor | None = None
+    unsharded: Tensor | None = None
     post_forward_shard: Tensor | None = None  # slice of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
     address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
@@ -32,10 +32,10 @@ class GatheredBuffer(UnitBuffer):
         dtype = self.bucket.dtypes.param_dtype
         self._nans = [nan_like(parameter, dtype) for parameter in self.parameters]
 
-    def put_whole(self) -> None:
+    def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
-        assert self.whole is not None
-        self.set_data(self.views(self.whole))
+        assert self.unsharded is not None
+        self.set_data(self.views(self.unsharded))
 
     def put_nans(self) -> None:
         """Put a NaN into the data of each parameter, which must have its own class."""
@@ -56,7 +56,7 @@ class State(Enum):
 
     SHARDED = "nowhere: each rank has its slices"
     GATHERING = "on its way"
-    WHOLE = "in buffers"
+    UNSHARDED = "in buffers"
 
 
 @dataclass(eq=False)
@@ -71,6 +71,6 @@ class GatheredUnit:
     work: list[Work] = field(default_factory=list)  # the all-gathers under way
 
     def __post_init__(self, rank: str) -> None:
-        self.unsharding = Event(f"unshard unit {self.name}", rank)
-        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
-        self.resharding = Event(f"reshard unit {self.name}", rank)
+        self.unsharding = ProfilerRange(f"unshard unit {self.name}", rank)
+        self.waiting = ProfilerRange(f"wait_for_unshard unit {self.name}", rank)
+        self.resharding = ProfilerRange(f"reshard unit {self.name}", rank)

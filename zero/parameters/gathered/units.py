@@ -38,28 +38,28 @@ class GatheredUnits:
 
     def __init__(
         self,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         post_forward_group: Choice | None,
         edits: EditDetector,
         joining: Joining,
     ) -> None:
         """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
-        self._rank, self._edits, self._joining = shards.rank, edits, joining
+        self._rank, self._edits, self._joining = shard_group.rank, edits, joining
         self._collective, self._post_forward_group = collective, post_forward_group
         self.pool = Pool(exact=True)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
 
-    def put(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+    def add_buffer(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Add a buffer. Its parameters lose their own memory."""
         unit.buffers.append(buffer)
         buffer.put_nans()
 
-    def take_out(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+    def remove_buffer(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Remove a buffer, whose parameters have other memory now."""
         unit.buffers.remove(buffer)
-        buffer.whole = None
+        buffer.unsharded = None
         self.saved_tensors.forget(buffer)
 
     # -- unshard and reshard --------------------------------------------------------------------------------------
@@ -81,17 +81,17 @@ class GatheredUnits:
                 self._sweep()
                 for buffer in unit.buffers:
                     unit.work.append(self._gather(unit, buffer))
-                    assert buffer.whole is not None
-                    self.saved_tensors.remember(unit.number, buffer, buffer.whole)
+                    assert buffer.unsharded is not None
+                    self.saved_tensors.remember(unit.number, buffer, buffer.unsharded)
             unit.state = State.GATHERING
 
     def _gather(self, unit: GatheredUnit, buffer: GatheredBuffer) -> Work:
         if buffer.externally_held is not None:
             self._externally_held.remove(buffer)
-            buffer.whole, buffer.externally_held = buffer.externally_held, None
+            buffer.unsharded, buffer.externally_held = buffer.externally_held, None
         else:
-            buffer.whole = self._room(buffer, buffer.bucket.numel)
-        return self._start(unit, buffer, buffer.whole.data)  # with a version counter of its own: this is no edit
+            buffer.unsharded = self._room(buffer, buffer.bucket.numel)
+        return self._start(unit, buffer, buffer.unsharded.data)  # with a version counter of its own: this is no edit
 
     def _room(self, buffer: GatheredBuffer, numel: int) -> Tensor:
         bucket = buffer.bucket
@@ -110,8 +110,8 @@ class GatheredUnits:
 
     def _kept(self, group: Choice, bucket: BucketSpec) -> tuple[Cuts, tuple[int, int]]:
         """Return the cuts of a whole bucket in the post-forward group, and the interval that this rank keeps."""
-        cuts = bucket.even_cuts(group.shards.world_size)
-        return cuts, cuts.owned(group.shards.rank)
+        cuts = bucket.even_cuts(group.shard_group.world_size)
+        return cuts, cuts.owned(group.shard_group.rank)
 
     def wait(self, unit: GatheredUnit) -> None:
         """Wait for the all-gathers under way."""
@@ -120,18 +120,18 @@ class GatheredUnits:
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)
-            unit.state = State.WHOLE
+            unit.state = State.UNSHARDED
 
-    def reshard(self, unit: GatheredUnit, for_now: bool) -> None:
-        """Free the buffers of a unit that is whole and not installed. ``for_now``: a backward will need it; the slices
+    def reshard(self, unit: GatheredUnit, after_forward: bool) -> None:
+        """Free the buffers of a unit that is whole and not installed. ``after_forward``: a backward will need it; the slices
         of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
-            if for_now and self._post_forward_group and not self._joining.gathers_are_broadcast:
-                assert buffer.whole is not None
+            if after_forward and self._post_forward_group and not self._joining.gathers_are_broadcast:
+                assert buffer.unsharded is not None
                 _, (low, high) = self._kept(self._post_forward_group, buffer.bucket)
-                buffer.post_forward_shard = self._room(buffer, high - low).copy_(buffer.whole.data[low:high])
-            buffer.externally_held, buffer.whole = buffer.whole, None
+                buffer.post_forward_shard = self._room(buffer, high - low).copy_(buffer.unsharded.data[low:high])
+            buffer.externally_held, buffer.unsharded = buffer.unsharded, None
             self._externally_held.append(buffer)
         self._sweep()
 
@@ -144,7 +144,7 @@ class GatheredUnits:
         """Abandon the all-gathers under way, after a failure of the ranks' communication."""
         unit.work = []
         if unit.state is State.GATHERING:
-            unit.state = State.WHOLE
+            unit.state = State.UNSHARDED
 
     def _sweep(self) -> None:
         """Reclaim the resharded buffers that have no external references any more."""
@@ -167,7 +167,7 @@ class GatheredUnits:
                     self._edits.note_released(buffer, slot)
                     buffer.renew_nan(slot)
                 buffer.set_classes(buffer.bases)
-                buffer.put_whole()
+                buffer.put_unsharded()
 
     def uninstall(self, unit: GatheredUnit) -> None:
         """Release the parameters of a unit, and put a NaN into each. Edits are noted."""
@@ -176,8 +176,8 @@ class GatheredUnits:
                 self._edits.note_slot(buffer, slot)
             buffer.put_nans()
             buffer.set_classes(buffer.released)
-            if buffer.whole is not None:
-                self._edits.compare(buffer, buffer.whole)
+            if buffer.unsharded is not None:
+                self._edits.compare(buffer, buffer.unsharded)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -187,23 +187,23 @@ class GatheredUnits:
         for slot in slots:
             buffer.versions[slot] += 1
         self._sweep()
-        if buffer.whole is not None:
-            torch.autograd.graph.increment_version(buffer.whole)
+        if buffer.unsharded is not None:
+            torch.autograd.graph.increment_version(buffer.unsharded)
         if buffer.externally_held is not None:
             buffer.externally_held.fill_(float("nan"))
 
     def commit(self, buffer: GatheredBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are whole and equal on all ranks, into this rank's shard."""
-        assert buffer.whole is not None
-        buffer.commit(slots, buffer.whole, self._rank)
+        assert buffer.unsharded is not None
+        buffer.commit(slots, buffer.unsharded, self._rank)
 
     def undo_edits(self, unit: GatheredUnit) -> None:
         """Undo the edits of an installed unit."""
         for buffer in unit.buffers:
             buffer.note()
-            if buffer.whole is not None:
+            if buffer.unsharded is not None:
                 low, high = buffer.bucket.owned(self._rank)
-                buffer.whole.data[low:high].copy_(buffer.shard)
+                buffer.unsharded.data[low:high].copy_(buffer.shard)
 
 
 def _tag(unit: GatheredUnit, buffer: GatheredBuffer) -> Tag:

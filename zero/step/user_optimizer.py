@@ -52,7 +52,7 @@ class BucketUpdate:
     optimizer_class: int = 0
 
 
-class InnerOptimizer:
+class UserOptimizer:
     """The user's class: one instance for each bucket, whose parameters are the bucket's runs.
 
     So buckets can be stepped one after the other, while counters that the class keeps for itself are as if it had been
@@ -98,9 +98,9 @@ class InnerOptimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
         return self.optimizer_class(groups, **copy.deepcopy(self.arguments))
 
-    def another(self, **changed: Any) -> InnerOptimizer:
-        """Return an empty `InnerOptimizer` of the same class, with the arguments in ``changed`` replaced."""
-        return InnerOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed})
+    def another(self, **changed: Any) -> UserOptimizer:
+        """Return an empty `UserOptimizer` of the same class, with the arguments in ``changed`` replaced."""
+        return UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed})
 
     def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
@@ -114,7 +114,7 @@ class InnerOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def begin(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
+    def create_states(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
         """Let a class that creates its states in the constructor (Adagrad) create those of the pieces that are ``new``,
         a byte each, 0 or 1. None: of all."""
         if not self._begins_with_state:
@@ -162,12 +162,12 @@ class InnerOptimizer:
                     states.evict()
                 if 1 in update.present:
                     if len(behind) == STATES_BEHIND:
-                        behind.popleft().release()
+                        behind.popleft().free_copies()
                     behind.append(states)
                 update.done()
         finally:
             for update in updates:
-                update.states.release()
+                update.states.free_copies()
         changed = {number: _changed(number, group, found) for number, group in groups.items()}
         return {number: options for number, options in changed.items() if options}
 

@@ -28,10 +28,10 @@ from ..runtime.joining import Joining
 from .backward_schedule import BackwardSchedule
 from .placeholder import PlaceholderListener, ShardedGradient
 
-Place = tuple[Bucket, int]  # a bucket, and the number of a slot
+SlotRef = tuple[Bucket, int]  # a bucket, and the number of a slot
 
 
-class GradSlots:
+class GradPublisher:
     """The p.grad of all parameters of one optimizer on one rank."""
 
     def __init__(
@@ -94,7 +94,7 @@ class GradSlots:
                 if published is not None:
                     self._put_placeholder(bucket, slot)
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
         for bucket in self._schedule.buckets:
             for slot, published in enumerate(bucket.published):
@@ -120,7 +120,7 @@ class GradSlots:
 
     def detect_changes(self) -> str | None:
         """Apply the user's changes since gradients were published. Return the error for one that is not allowed."""
-        foreign, cleared = dict[int, str](), list[Place]()
+        foreign, cleared = dict[int, str](), list[SlotRef]()
         for bucket, slot, gradient in self._read(trainable=True):
             published = bucket.published[slot]
             if gradient is None:
@@ -164,11 +164,11 @@ class GradSlots:
             self._zero(bucket, slot, known=True)
             self._schedule.renewed(bucket, slot)
 
-    def cleared(self) -> list[Place]:
+    def cleared(self) -> list[SlotRef]:
         """Return the gradients that were set to None since they were published."""
         return [(bucket, slot) for bucket, slot, gradient in self._read(trainable=False) if gradient is None]
 
-    def forget(self, cleared: Sequence[Place]) -> None:
+    def forget(self, cleared: Sequence[SlotRef]) -> None:
         """Reset the sums of gradients that the user set to None."""
         for bucket, slot in cleared:
             bucket.clear_slot(slot)
