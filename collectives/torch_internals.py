@@ -32,8 +32,8 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _backward_pre_hooks             Module           zero.parameters.module_hooks
     _compiled_call_impl             Module           zero.parameters.module_hooks
     _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
-    _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are not
-                                                     copied)
+    _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are
+                                                     not copied)
     hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
     _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)

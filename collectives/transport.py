@@ -160,10 +160,10 @@ class Transport:
     ) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
 
-        ``in_one_part``: not in `chunks`, for a tensor that is one of `chunks` itself. ``one_way``: the receiver acknowledges the
-        message, whatever its size. Pass it unless this rank, before it waits for this send, waits for something that
-        ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if that rank is
-        killed, since a network does not always report that. The receiver must pass the same options.
+        ``in_one_part``: not in `chunks`, for a tensor that is one of `chunks` itself. ``one_way``: the receiver
+        acknowledges the message, whatever its size. Pass it unless this rank, before it waits for this send, waits for
+        something that ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if
+        that rank is killed, since a network does not always report that. The receiver must pass the same options.
         """
         self.check()
         work = self._messenger.send(_parts(tensor, in_one_part), to, tag, one_way=one_way)

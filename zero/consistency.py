@@ -60,8 +60,8 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     for rank, theirs in enumerate(replies):
         if theirs != replies[0]:
             raise ValueError(
-                f"the ranks built different models or optimizers: rank 0 asked for {replies[0].decode()}, but rank {rank} "
-                f"for {theirs.decode()}"
+                f"the ranks built different models or optimizers: rank 0 asked for {replies[0].decode()}, but rank "
+                f"{rank} for {theirs.decode()}"
             )
     check_sharding_factor(factor, group.world_size, stage)
     return check_reshard(reshard, group.world_size if factor is None else factor, stage)

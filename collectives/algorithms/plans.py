@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 
 class Hosts:
-    """``ranks``: of each host, ascending. ``of``: rank -> host. ``segments``: all ranks in order, cut at each new host."""
+    """``ranks``: of each host, ascending. ``of``: rank -> host. ``segments``: the ranks in order, cut at each new
+    host."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = tuple(map(tuple, ranks))

@@ -54,8 +54,8 @@ class Reducer:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``buckets``: the list itself, which may grow; ``shard_group``: the ranks that own their shards; ``unit_order``: of
-        `Agreement`; ``means_may_be_shown``: of `GradPublisher`."""
+        """``buckets``: the list itself, which may grow; ``shard_group``: the ranks that own their shards;
+        ``unit_order``: of `Agreement`; ``means_may_be_shown``: of `GradPublisher`."""
         self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
         self._shard_group, self._streams, self._joining = shard_group, streams, joining
         replicas = transport.world_size // shard_group.world_size

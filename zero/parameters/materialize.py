@@ -230,8 +230,8 @@ def materializer_of(
 ) -> Materializer | None:
     """Return the materializer of a model's meta tensors; None if it has none.
 
-    ``default_device`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get values, or
-    if there are none although ``init`` or ``state_dict`` is given.
+    ``default_device`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get
+    values, or if there are none although ``init`` or ``state_dict`` is given.
     """
     without_memory = [parameter for parameter in parameters if is_meta(parameter)]
     if module is not None:

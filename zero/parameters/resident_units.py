@@ -3,8 +3,8 @@
 Knows: where the whole of a bucket is, who may write there, which pages this rank has written. Does not know: modules,
 autograd, or when a unit is needed: its caller installs and uninstalls.
 
-A parameter is a view of the whole from `add_buffer` to `remove_buffer`. To release it is to change its class alone. In common
-memory every rank writes its slices for all, and what it writes into the whole stays private to it, by pages:
+A parameter is a view of the unsharded memory from `add_buffer` to `remove_buffer`. To release it is to change its class
+alone. In common memory every rank writes its shards for all, and what it writes elsewhere stays private to it, by pages:
 
     agreement   look at the written pages: a private page hides what the others write from now on
     meeting     every rank has looked, and released its units

@@ -54,7 +54,8 @@ class ParameterStorage:
         precision: MixedPrecision | None,
         materializer: Materializer | None,
     ) -> None:
-        """``shard_group``: the ranks that own the slices of buckets; ``materializer``: of tensors on the meta device."""
+        """``shard_group``: the ranks that own the shards of buckets; ``materializer``: of tensors on the meta
+        device."""
         self._transport, self._shard_group = transport, shard_group
         self._module, self._precision = module, precision
         self._materializer = materializer  # until every tensor has memory
@@ -241,7 +242,8 @@ class ParameterStorage:
         return bucket.weights.interval(slot.offset, slot.end)
 
     def positions(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
-        """The places of parameters among all that are stored here, also those not updated: the argument of `parameters_at`."""
+        """The positions of parameters among all that are stored here, updated or not: the argument of
+        `parameters_at`."""
         known = {id(parameter): place for place, parameter in enumerate(self._all())}
         for parameter in parameters or ():
             if id(parameter) not in known:
@@ -249,7 +251,7 @@ class ParameterStorage:
         return None if parameters is None else [known[id(parameter)] for parameter in parameters]
 
     def parameters_at(self, positions: Sequence[int] | None) -> list[Tensor] | None:
-        """The parameters at these places."""
+        """The parameters at these positions."""
         known = self._all()
         return None if positions is None else [known[position] for position in positions]
 

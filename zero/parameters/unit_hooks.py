@@ -70,8 +70,8 @@ class UnitHooks:
     ) -> None:
         """Create hooks, of which no module has any before `watch`.
 
-        ``unit_order``: of the units that are used beside training; ``keeps_unsharded``: units that a forward gathered stay
-        whole for its backward.
+        ``unit_order``: of the units that are used beside training; ``keeps_unsharded``: units that a forward gathered
+        stay unsharded for its backward.
         """
         self.manager, self._streams, self._keeps_unsharded = manager, streams, keeps_unsharded
         self._unit_order, self._entries, self._units = unit_order, units.entries, len(units.names)

@@ -49,8 +49,8 @@ class GradAccumulator:
         shard_group: Transport,
         streams: Streams,
     ) -> None:
-        """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that own
-        the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
+        """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that
+        own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
         self.bucket, self._streams = bucket, streams
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)

@@ -13,8 +13,8 @@ elements of a parameter stay the last ones of a tensor: the class then does the 
 themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
-Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape. The class may then
-keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars here.
+Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape. The class may
+then keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
 """
 
 from __future__ import annotations

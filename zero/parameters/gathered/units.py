@@ -123,8 +123,8 @@ class GatheredUnits:
             unit.state = State.UNSHARDED
 
     def reshard(self, unit: GatheredUnit, after_forward: bool) -> None:
-        """Free the buffers of a unit that is whole and not installed. ``after_forward``: a backward will need it; the slices
-        of the ``post_forward_group`` are kept."""
+        """Free the buffers of a unit that is unsharded and not installed. ``after_forward``: a backward will need it; the
+        shards of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
             if after_forward and self._post_forward_group and not self._joining.gathers_are_broadcast:
