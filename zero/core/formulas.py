@@ -124,7 +124,7 @@ def formula_bytes(
     rest: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
-    slices_are_exposed: bool = False,
+    shards_are_exposed: bool = False,
     states_on_disk: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
@@ -135,7 +135,7 @@ def formula_bytes(
         rank: its number among the ranks that share a copy.
         states: returns what the rank keeps for a bucket of ``layout``.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
-        reshard_group_size: see `peak_bounds`, as for ``slices_are_exposed``.
+        reshard_group_size: see `peak_bounds`, as for ``shards_are_exposed``.
         states_on_disk: see `bucket_bytes`.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -153,7 +153,7 @@ def formula_bytes(
             if which is layout:
                 found["gradients"] += here.gradients
                 found["optimizer"] += here.states + here.scalars + here.masters
-    return found | peak_bounds(layout, stage, rest, reshard_group_size, slices_are_exposed=slices_are_exposed)
+    return found | peak_bounds(layout, stage, rest, reshard_group_size, shards_are_exposed=shards_are_exposed)
 
 
 def peak_bounds(
@@ -162,12 +162,12 @@ def peak_bounds(
     rest: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
-    slices_are_exposed: bool = False,
+    shards_are_exposed: bool = False,
 ) -> dict[str, int]:
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
     The first is the root's rest, the two largest units, and the shards that are kept for the backward. The second is
-    three of the largest bucket, plus with ``slices_are_exposed`` a copy of this rank's shards of those units. A bucket
+    three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket
     of whole parameters counts as W of the largest slice that a rank owns of it: the owner may receive so many, one of
     each rank.
 
@@ -176,12 +176,12 @@ def peak_bounds(
         stage: the row of the stage table.
         rest: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
-        slices_are_exposed: whether peers read this rank's shards in place, in its memory.
+        shards_are_exposed: whether peers read this rank's shards in place, in its memory.
     """
     units = unit_bytes(layout, rest)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
-    exposed = sharded_bytes(gathered, layout.world_size) if slices_are_exposed else 0
+    exposed = sharded_bytes(gathered, layout.world_size) if shards_are_exposed else 0
     if reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 

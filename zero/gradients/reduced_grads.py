@@ -21,7 +21,7 @@ class ReducedGrads:
         """``buckets``: the list itself, which may grow."""
         self._buckets = buckets
 
-    def slices(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor]:
         """Return the means in the shards that this rank owns, 1-D: over all owners, every element once."""
         return self._intervals(lambda bucket: bucket.grad.pieces)
 

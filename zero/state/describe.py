@@ -112,7 +112,7 @@ def describe(
         lambda spec: _kept(buckets[spec.index]),
         storage.unlisted_layout,
         reshard_group_size,
-        slices_are_exposed=bool(stage.gathers(1)) and storage.needs_gather and shard_group.memory is not None,
+        shards_are_exposed=bool(stage.gathers(1)) and storage.needs_gather and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes

@@ -32,7 +32,7 @@ from .user_optimizer import BucketUpdate
 class _Means(Protocol):
     """The mean gradients of the slices that this rank owns, as in `ReducedGrads`."""
 
-    def slices(self) -> list[Tensor]: ...
+    def shards(self) -> list[Tensor]: ...
 
     def any_is_fp64(self) -> bool: ...
 
@@ -81,7 +81,7 @@ class Update:
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""
-        pieces = self._means.slices() if self._is_first_copy else []
+        pieces = self._means.shards() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
         return mine.to_bytes()
 
