@@ -10,7 +10,7 @@
     replicas on GPUs, with NCCL       these two by process groups of their ranks, and sums from GPU to GPU
     memory that cannot be shared      pairwise, with a warning
 
-If slices have several holders (`replicate`), these lines are about the ranks of one replica.
+If shards have several holders (`replicate`), these lines are about the ranks of one replica.
 
 Knows: the ranks' hosts, found by the ranks themselves, and what each algorithm needs. Does not know: bytes.
 """
@@ -147,7 +147,7 @@ class Choice:
 
     @property
     def shard_group(self) -> Transport:
-        """The ranks that own the slices. Memory for the slices comes from this transport."""
+        """The ranks that own the shards. Memory for the shards comes from this transport."""
         return self.collective.transport if self.replica is None else self.replica
 
 
@@ -155,7 +155,7 @@ def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1) -
     """Return the name of the algorithm that "auto" takes for ranks in processes that can share memory on each host.
 
     Args:
-        ranks: how many own the slices: all, or those of one replica.
+        ranks: how many own the shards: all, or those of one replica.
         hosts: on how many hosts they are; of several replicas, the most.
         by_nccl: whether NCCL moves their tensors.
         replicas: how many groups of such ranks there are.

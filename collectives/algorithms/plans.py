@@ -1,7 +1,7 @@
 """How a sum is formed over several hosts: the ranks at which it stops, and what crosses between hosts.
 
-With no sum so far a slice crosses at least hosts - 1 times. With one rank a host it crosses exactly so often, by direct
-exchange, as in a ring. With several ranks a host: hosts - 1 times for slices of the last host (in rank order), and once
+With no sum so far a shard crosses at least hosts - 1 times. With one rank a host it crosses exactly so often, by direct
+exchange, as in a ring. With several ranks a host: hosts - 1 times for shards of the last host (in rank order), and once
 more for the others, as the sum has to come home; on average over H equal hosts H - 1/H times. A sum so far, which has
 to reach the first host, costs up to one crossing more.
 
@@ -35,7 +35,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Stop:
-    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a slice."""
+    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a shard."""
 
     at: int
     adds: tuple[int, ...]
@@ -43,7 +43,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sum of one owner's slice is formed. The last stop is the owner. The other stops add contributions of
+    """How the sum of one owner's shard is formed. The last stop is the owner. The other stops add contributions of
     their neighbours only. A sum so far is sent to the first stop."""
 
     owner: int
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes that cross between hosts, for an element of the owner's slice."""
+        """Bytes that cross between hosts, for an element of the owner's shard."""
         return sum(size for _, _, size in self.links)
 
 
@@ -73,7 +73,7 @@ def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Pla
     keeps the load of the busiest link low.
 
     ``started``: the owner has a sum so far. ``travel`` and ``accumulate``: bytes of an element of a contribution and of
-    a sum. Slices count as equally long.
+    a sum. Shards count as equally long.
     """
     choices = {owner: _cheapest(hosts, owner, started, travel, accumulate) for owner in sorted(hosts.of)}
     load: Counter[tuple[int, bool]] = Counter()  # (host, outwards) -> bytes
@@ -85,7 +85,7 @@ def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Pla
 
 
 def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: int) -> int:
-    """Return the bytes that cross between hosts for one element of every owner's slice, as the sum over `plans` of
+    """Return the bytes that cross between hosts for one element of every owner's shard, as the sum over `plans` of
     ``hosts`` hosts with ``ranks`` neighbouring ranks each. It needs no plans, whose number grows with the ranks.
 
     A plan stops at the first hosts, ends at home, and gets what is left directly. Its bytes are linear in the number

@@ -168,7 +168,7 @@ def peak_bounds(
 
     The first is the root's rest, the two largest units, and the shards that are kept for the backward. The second is
     three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket
-    of whole parameters counts as W of the largest slice that a rank owns of it: the owner may receive so many, one of
+    of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of
     each rank.
 
     Args:

@@ -1,6 +1,6 @@
 """Materialization of models that were built under ``torch.device("meta")``: memory and values, module by module.
 
-Knows: modules in order of registration, and the sources of their values. Does not know: ranks, or which slices a rank
+Knows: modules in order of registration, and the sources of their values. Does not know: ranks, or which shards a rank
 keeps afterwards.
 
     values of a module                its own `reset_parameters()`, or the user's function of the module

@@ -4,11 +4,11 @@ Knows: where the whole of a bucket is, who may write there, which pages this ran
 autograd, or when a unit is needed: its caller installs and uninstalls.
 
 A parameter is a view of the unsharded memory from `add_buffer` to `remove_buffer`. To release it is to change its class
-alone. In common memory every rank writes its shards for all, and what it writes elsewhere stays private to it, by pages:
+alone. In common memory every rank writes its shards for all. What it writes elsewhere stays private to it, by pages:
 
     agreement   look at the written pages: a private page hides what the others write from now on
     meeting     every rank has looked, and released its units
-    step        every rank counts the changes, which makes graphs of before raise, then writes its slices
+    step        every rank counts the changes, which makes graphs of before raise, then writes its shards
     announce    and returns when every rank has written
 """
 
@@ -126,7 +126,7 @@ class ResidentUnits:
     def __init__(self, shard_group: Transport, edits: EditDetector) -> None:
         self._shard_group, self._edits = shard_group, edits
         self._common: list[SharedBucketMemory] = []
-        self._writing: Work | None = None  # done when every rank has written its slices
+        self._writing: Work | None = None  # done when every rank has written its shards
 
     def add_buffer(self, buffer: ResidentBuffer) -> None:
         """Register a buffer."""
@@ -217,14 +217,14 @@ class ResidentUnits:
             buffer.commit(slots, buffer.unsharded, self._shard_group.rank)
 
     def announce(self) -> None:
-        """Announce that this rank has written its slices, and wait until every rank has. Collective."""
+        """Announce that this rank has written its shards, and wait until every rank has. Collective."""
         if self._common:
             self.wait_for_writes()
-            self._writing = self._shard_group.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+            self._writing = self._shard_group.announce(Tag(Kind.ALL_GATHER, "shards of units in common memory"))
             self.wait_for_writes()
 
     def wait_for_writes(self) -> None:
-        """Wait until every rank has written its slices."""
+        """Wait until every rank has written its shards."""
         if self._writing is not None:
             self._writing.wait()
             self._writing = None

@@ -1,4 +1,4 @@
-"""The memory of the parameters if a rank holds slices: the same interface as `storage`, with parameters in units.
+"""The memory of the parameters if a rank holds shards: the same interface as `storage`, with parameters in units.
 
 Knows: which parameters lie in which unit, and which of them the optimizer updates. Every parameter of the module that
 can lie in buckets is sharded: the listed ones in the layout's buckets, the others in buckets of their own.
@@ -49,7 +49,7 @@ class _Request:
 
 
 class ShardedStorage(ParameterStorage):
-    """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
+    """Parameters in units, of which each rank holds its shards: the weights of its buckets are shards."""
 
     manager: UnitManager
 
@@ -70,7 +70,7 @@ class ShardedStorage(ParameterStorage):
         joining: Joining,
         unit_order: UnitOrder,
     ) -> None:
-        """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
+        """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
         None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
         ``unit_order``: of the units that this rank uses beside its training."""
         super().__init__(transport, shard_group, module, precision, materializer)
@@ -158,7 +158,7 @@ class ShardedStorage(ParameterStorage):
         return _requests(self.unlisted_layout, parameters, None)
 
     def _fill_all(self, requests: Sequence[_Request]) -> list[StoredBucket]:
-        """Fill buckets with rank 0's values, of which this rank keeps its slices. Collective."""
+        """Fill buckets with rank 0's values, of which this rank keeps its shards. Collective."""
         specs = [request.spec for request in requests]
         on_host = all(spec.device == "cpu" for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]

@@ -1,5 +1,5 @@
 """The memory of the parameters if every rank holds them whole: one flat tensor per bucket, with the parameters as
-views. `sharded` is its counterpart for ranks that hold slices.
+views. `sharded` is its counterpart for ranks that hold shards.
 
 Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, steps.
 """
@@ -334,7 +334,7 @@ class ParameterStorage:
         """Note that every parameter will change. Every rank calls it before its first write."""
 
     def stepped(self) -> None:
-        """Return when every rank has changed its slices. Collective."""
+        """Return when every rank has changed its shards. Collective."""
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""

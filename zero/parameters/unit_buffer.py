@@ -1,4 +1,4 @@
-"""A bucket of a unit on one rank: its parameters by slot, this rank's slice, and what was last seen of their data.
+"""A bucket of a unit on one rank: its parameters by slot, this rank's shard, and what was last seen of their data.
 
 Knows: slots, names, and the classes, versions and addresses of parameters. Does not know: where the whole of a bucket
 is, or when a unit is installed or released. Each policy, `resident_units` and `gathered`, has a subclass of it.
@@ -23,7 +23,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 @dataclass(eq=False)
 class UnitBuffer:
     """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, and this rank's
-    slice."""
+    shard."""
 
     bucket: BucketSpec
     layout: Layout

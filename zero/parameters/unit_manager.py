@@ -4,7 +4,7 @@ Knows: the class of each parameter, who needs a unit, which edits were found. Do
 or when a unit is needed: its callers unshard, install, uninstall and reshard.
 
     resident    every rank sees the whole at all times (`resident_units`)
-    gathered    each rank has its slices, and the whole is gathered (`gathered`)
+    gathered    each rank has its shards, and the whole is gathered (`gathered`)
 
 To install a unit is to give its parameters their values and their own classes, to uninstall it is to release them. A
 buffer is of one policy from `add_buffer` on; a unit has buffers of both only if memory ran out between two calls of
@@ -84,7 +84,7 @@ class UnitManager:
         needed_in_backward: Callable[[int], object],
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward;
+        """``post_forward_group``: the ranks that share the shards kept between a forward and its backward;
         ``needed_in_backward``: is called with a unit that a backward needs."""
         self.shard_group = shard_group
         self.units = [Unit(number, name, shard_group.rank_label) for number, name in enumerate(names)]
@@ -237,7 +237,7 @@ class UnitManager:
         return not [unit for unit in self.units if unit.installed or unit.gathered.state is not State.SHARDED]
 
     def free_post_forward_shards(self) -> None:
-        """Free the slices that were kept for a backward."""
+        """Free the shards that were kept for a backward."""
         for unit in self.units:
             self.gathered.free_post_forward_shards(unit.gathered)
 

@@ -1,11 +1,11 @@
-"""The gradients of one bucket on one rank: its next contribution, and the running sum of the slice that it owns.
+"""The gradients of one bucket on one rank: its next contribution, and the running sum of the shard that it owns.
 
 Knows: the bucket's geometry, the buffers that the stage keeps, and the difference between a zero gradient and none.
 Does not know: when a backward begins or ends, other buckets, optimizers.
 
-    stage      local (this rank's contribution)   sum (owner's slice, undivided)     final (read by the update)
-    0          whole, kept                        kept in a buffer of its own        whole: means of all slices
-    1          whole, kept                        the owned slice of the whole       sum / divisor
+    stage      local (this rank's contribution)   sum (owner's shard, undivided)     final (read by the update)
+    0          whole, kept                        kept in a buffer of its own        whole: means of all shards
+    1          whole, kept                        the owned shard of the whole       sum / divisor
     2, 3       whole, scratch during reduction    kept                               sum / divisor
 
 If ``reduce_dtype`` is narrower than ``accumulate_dtype``, the whole means and the sum each have a buffer of their own.
@@ -340,11 +340,11 @@ class GradAccumulator:
 
     @property
     def shows_means(self) -> bool:
-        """True while this rank holds the means of the whole bucket, and also the sum of the slice that it owns."""
+        """True while this rank holds the means of the whole bucket, and also the sum of the shard that it owns."""
         return self._stage.grads_replicated and self._whole is not None and self.has_sum and self._local is None
 
     def edited(self, divisor: float) -> Tensor:
-        """Return whether the means of the owned slice were edited since `gather_means`: 0-dim, bool, on the bucket's
+        """Return whether the means of the owned shard were edited since `gather_means`: 0-dim, bool, on the bucket's
         device, without a host synchronisation."""
         assert self._whole is not None
         own, total = self._whole.interval(self.low, self.high), self._sum().data
@@ -353,7 +353,7 @@ class GradAccumulator:
         return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
 
     def edits(self, divisor: float, used: bytearray) -> list[int]:
-        """Return the slots whose mean was edited since `gather_means`, as far as the owned slice shows it.
+        """Return the slots whose mean was edited since `gather_means`, as far as the owned shard shows it.
 
         A mean that was set to zero is no edit: its gradient counts as zeroed, and its sum is set to zero, too.
         ``used``: whether each slot's parameter was used.

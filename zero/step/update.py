@@ -2,9 +2,9 @@
 
 Knows: the order of these. Does not know: the user's calls, and what the ranks agree on before.
 
-    clip:    norm of all slices, one factor                          all ranks
+    clip:    norm of all shard_group, one factor                          all ranks
     update:  the inner optimizer on this rank's intervals            each rank alone
-    gather:  the slices of all owners, if the stage keeps them whole all ranks
+    gather:  the shards of all owners, if the stage keeps them whole all ranks
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .user_optimizer import BucketUpdate
 
 
 class _Means(Protocol):
-    """The mean gradients of the slices that this rank owns, as in `ReducedGrads`."""
+    """The mean gradients of the shards that this rank owns, as in `ReducedGrads`."""
 
     def shards(self) -> list[Tensor]: ...
 
@@ -77,7 +77,7 @@ class Update:
         self._storage, self._means, self._user_optimizers = storage, means, user_optimizers
         self.watchers: list[UpdateListener] = []
         self._place, self._pool = shard_group.rank, shard_group.pool
-        self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same slices
+        self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same shards
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""

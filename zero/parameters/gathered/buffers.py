@@ -19,10 +19,10 @@ from ..unit_buffer import UnitBuffer
 
 @dataclass(eq=False)
 class GatheredBuffer(UnitBuffer):
-    """A bucket, or the part of one that belongs to a unit, whose slices are gathered from the ranks."""
+    """A bucket, or the part of one that belongs to a unit, whose shards are gathered from the ranks."""
 
     unsharded: Tensor | None = None
-    post_forward_shard: Tensor | None = None  # slice of the whole, between a forward and its backward, for the group
+    post_forward_shard: Tensor | None = None  # shard of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
     address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
 
@@ -54,7 +54,7 @@ def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 class State(Enum):
     """Where the whole of a unit is."""
 
-    SHARDED = "nowhere: each rank has its slices"
+    SHARDED = "nowhere: each rank has its shards"
     GATHERING = "on its way"
     UNSHARDED = "in buffers"
 

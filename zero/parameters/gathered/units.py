@@ -3,9 +3,9 @@
 Knows: shards, gathered buffers, the tensor in each parameter's ``data``. Does not know: modules, autograd, or when a
 unit is needed: its caller unshards, installs, uninstalls and reshards.
 
-    SHARDED --unshard--> GATHERING --wait--> WHOLE     installed in WHOLE alone: parameters are views of the buffers
-       ^                                       |       else: each parameter's data is one NaN
-       +--------------- reshard ---------------+
+    SHARDED --unshard--> GATHERING --wait--> UNSHARDED    installed there alone: parameters are views of the buffers
+       ^                                         |          else: each parameter's data is one NaN
+       +---------------- reshard ----------------+
 
 A buffer lives as long as its storage is referenced. If something outside of this package references it (a view that a
 module cached, an array that shares the memory), the next gather writes into the same buffer, so that the view follows
@@ -44,7 +44,7 @@ class GatheredUnits:
         edits: EditDetector,
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
+        """``post_forward_group``: the ranks that share the shards kept between a forward and its backward."""
         self._rank, self._edits, self._joining = shard_group.rank, edits, joining
         self._collective, self._post_forward_group = collective, post_forward_group
         self.pool = Pool(exact=True)
@@ -73,7 +73,7 @@ class GatheredUnits:
         else:
             with self._joining.broadcast("gather", unit=unit.number):
                 self._unshard(unit)
-                self.wait(unit)  # a rank that gathers only for others waits until all have read its slices
+                self.wait(unit)  # a rank that gathers only for others waits until all have read its shards
 
     def _unshard(self, unit: GatheredUnit) -> None:
         with unit.unsharding():
@@ -98,7 +98,7 @@ class GatheredUnits:
         return self.pool.take(numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
 
     def _start(self, unit: GatheredUnit, buffer: GatheredBuffer, target: Tensor) -> Work:
-        """Launch the all-gather of a bucket into ``target``, in the post-forward group if its slice was kept."""
+        """Launch the all-gather of a bucket into ``target``, in the post-forward group if its shard was kept."""
         bucket, (kept, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
         if kept is not None and self._post_forward_group is not None:
             cuts, (low, high) = self._kept(self._post_forward_group, bucket)
@@ -123,8 +123,8 @@ class GatheredUnits:
             unit.state = State.UNSHARDED
 
     def reshard(self, unit: GatheredUnit, after_forward: bool) -> None:
-        """Free the buffers of a unit that is unsharded and not installed. ``after_forward``: a backward will need it; the
-        shards of the ``post_forward_group`` are kept."""
+        """Free the buffers of a unit that is unsharded and not installed. ``after_forward``: a backward will need it;
+        the shards of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
             if after_forward and self._post_forward_group and not self._joining.gathers_are_broadcast:
@@ -136,7 +136,7 @@ class GatheredUnits:
         self._sweep()
 
     def free_post_forward_shards(self, unit: GatheredUnit) -> None:
-        """Free the slices that were kept for a backward."""
+        """Free the shards that were kept for a backward."""
         for buffer in unit.buffers:
             buffer.post_forward_shard = None
 
