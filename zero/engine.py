@@ -87,7 +87,7 @@ class Engine:
         self.check()
         if self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        if not self._storage.end_iteration():
+        if not self._storage.unit_hooks.end_iteration():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
 
     # -- join ---------------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
-        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.needs_gather)
-        self._storage.reset_order()
+        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.unit_hooks.needs_gather)
+        self._storage.unit_hooks.reset_order()
         try:
             with self.parts.streams.block():
                 yield
-            self._storage.reset_order()
+            self._storage.unit_hooks.reset_order()
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
@@ -111,7 +111,7 @@ class Engine:
             while self._blocks:
                 self._blocks.pop().__exit__(None, None, None)
             try:
-                self._storage.reset_order()
+                self._storage.unit_hooks.reset_order()
             finally:
                 self._reducer.end_join()
 
@@ -166,7 +166,7 @@ class Engine:
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
-        free = self._storage.end_iteration()
+        free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
         told = digests_of(groups, self._user_optimizers.option_names() - self._counted)
@@ -332,7 +332,7 @@ class Engine:
                 watcher.before_update(bucket.spec.index)
 
     def _is_free(self) -> bool:
-        return not self._gathered and self._storage.end_iteration()
+        return not self._gathered and self._storage.unit_hooks.end_iteration()
 
     def _check_between_steps(self, purpose: str) -> None:
         self.check()
@@ -349,7 +349,7 @@ class Engine:
     def close(self) -> None:
         """Make the model plain again. Warns of values that are lost."""
         self._transport.check_process()
-        if self._storage.busy() or self._joining.active:
+        if self._storage.unit_hooks.busy() or self._joining.active:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
             if (lost := self._lost()) is not None:

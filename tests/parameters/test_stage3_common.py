@@ -522,7 +522,7 @@ class Sharded:
     def _scribble(self, number: int) -> None:
         """Write into memory that somebody holds: in common memory an edit of the parameter, elsewhere nothing."""
         self._held[number].fill(77)
-        if not self._optimizer._storage.needs_gather:
+        if not self._optimizer._storage.unit_hooks.needs_gather:
             message = error_of(self._optimizer.check_replicas)
             assert f"'{number}.weight' was edited while its unit was gathered" in message
 

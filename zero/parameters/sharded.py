@@ -52,6 +52,7 @@ class ShardedStorage(ParameterStorage):
     """Parameters in units, of which each rank holds its shards: the weights of its buckets are shards."""
 
     manager: UnitManager
+    unit_hooks: UnitHooks
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class ShardedStorage(ParameterStorage):
             weakly(self._needed_in_backward),
             joining,
         )
-        self._unit_hooks = UnitHooks(
+        self.unit_hooks = UnitHooks(
             self._units, self.manager, streams, backwards, unit_order, keeps_unsharded=keeps_unsharded
         )
         self._unlisted: Sequence[StoredBucket] | None = None  # None: these parameters are plain
@@ -136,8 +137,8 @@ class ShardedStorage(ParameterStorage):
         self._cast_others()
         self.manager.resident.announce()
         self._copy(self.replicas())
-        if not self._unit_hooks.watching:
-            self._unit_hooks.watch()
+        if not self.unit_hooks.watching:
+            self.unit_hooks.watch()
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
@@ -263,25 +264,12 @@ class ShardedStorage(ParameterStorage):
 
     # -- units ----------------------------------------------------------------------------------------------------
 
-    @property
-    def needs_gather(self) -> bool:
-        return self._unit_hooks.needs_gather
-
-    def busy(self) -> bool:
-        return self._unit_hooks.busy()
-
-    def end_iteration(self) -> bool:
-        return self._unit_hooks.end_iteration()
-
-    def reset_order(self) -> None:
-        self._unit_hooks.reset_order()
-
     def gather(self, unit: int) -> None:
         self.manager.unshard(unit)
         self.manager.reshard(unit)
 
     def _needed_in_backward(self, unit: int) -> None:
-        self._unit_hooks.needed_again(unit)
+        self.unit_hooks.needed_again(unit)
 
     # -- from outside ---------------------------------------------------------------------------------------------
 
@@ -301,8 +289,8 @@ class ShardedStorage(ParameterStorage):
 
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        self._unit_hooks.note_order(numbers)
-        with self._unit_hooks.saving(), self.manager.unsharded(numbers), self._streams.block():
+        self.unit_hooks.note_order(numbers)
+        with self.unit_hooks.saving(), self.manager.unsharded(numbers), self._streams.block():
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
@@ -343,8 +331,8 @@ class ShardedStorage(ParameterStorage):
         return self._unlisted or ()
 
     def make_plain(self) -> None:
-        self._unit_hooks.end_iteration()
-        self._unit_hooks.remove()
+        self.unit_hooks.end_iteration()
+        self.unit_hooks.remove()
         self._make_plain(list(self.manager.buffers()))
         self.buckets.clear()
         self._slots.clear()

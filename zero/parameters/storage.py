@@ -35,16 +35,33 @@ from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
 from .materialize import Materializer
+from .unit_hooks import UnitHooks
 from .unit_manager import UnitManager
 
 TAKING_OVER = "while parameters were taken over"
 Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
 
 
+class NoUnitHooks:
+    """What `UnitHooks` are at stages without units."""
+
+    needs_gather = False
+
+    def busy(self) -> bool:
+        return False
+
+    def end_iteration(self) -> bool:
+        return True
+
+    def reset_order(self) -> None:
+        return None
+
+
 class ParameterStorage:
     """Parameters, by index in the layout, and their memory. Identity, name, shape and strides of a parameter stay."""
 
     manager: UnitManager | None = None  # of units; None at stages without units
+    unit_hooks: UnitHooks | NoUnitHooks = NoUnitHooks()
 
     def __init__(
         self,
@@ -278,22 +295,6 @@ class ParameterStorage:
         return "no (every rank holds whole parameters)"
 
     # -- units ----------------------------------------------------------------------------------------------------
-
-    @property
-    def needs_gather(self) -> bool:
-        """True if a forward needs values that other ranks must send."""
-        return False
-
-    def busy(self) -> bool:
-        """True inside a forward, or a backward, that uses units."""
-        return False
-
-    def end_iteration(self) -> bool:
-        """Begin a step: free the memory that was kept for a backward. Return False if whole parameters are in use."""
-        return True
-
-    def reset_order(self) -> None:
-        """Reshard everything and forget the order of units. For ranks whose forwards differ."""
 
     def gather(self, unit: int) -> None:
         """Take part in the other ranks' gather of a unit. Collective."""

@@ -112,7 +112,9 @@ def describe(
         lambda spec: _kept(buckets[spec.index]),
         storage.unlisted_layout,
         reshard_group_size,
-        shards_are_exposed=bool(stage.gathers(1)) and storage.needs_gather and shard_group.memory is not None,
+        shards_are_exposed=bool(stage.gathers(1))
+        and storage.unit_hooks.needs_gather
+        and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
@@ -149,7 +151,7 @@ def describe(
             backwards,
             synchronised,
             storage.unlisted_layout,
-            units_need_gather=storage.needs_gather,
+            units_need_gather=storage.unit_hooks.needs_gather,
             means_are_shown=reducer.means_are_shown,
             replicas=transport.world_size // shard_group.world_size,
             reshard_group_size=reshard_group_size,
