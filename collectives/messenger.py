@@ -142,7 +142,7 @@ class Messenger(PeerLinks):
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag, *, one_way: bool = False) -> Send:
         """Send a header, and the parts of a tensor of bytes, of which none is empty. ``one_way``: see
         `Transport.isend`."""
-        work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
+        work, rank = Send(self, to, tag, sum(part.numel() for part in parts)), self.ranks[to]
         large, remote = work.size > SMALL, self.states[to].remote
         try:
             if remote and (large or one_way):
@@ -162,7 +162,7 @@ class Messenger(PeerLinks):
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag, *, one_way: bool = False) -> list[Recv]:
         """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
-        size, state = _size(parts), self.states[source]
+        size, state = sum(part.numel() for part in parts), self.states[source]
         expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=False) for part in parts[:-1]]
         works.append(Recv(self, expected, parts[-1] if parts else None, last=True))
@@ -294,10 +294,6 @@ class Messenger(PeerLinks):
             read = Expected(source, tag, 0, b"")
             read.ack_number = state.acks_due
             self.acknowledge(read)
-
-
-def _size(parts: Sequence[Tensor]) -> int:
-    return sum(part.numel() for part in parts)
 
 
 class Send:

@@ -263,7 +263,6 @@ class ZeroOptimizer(WithLiveStates):
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
         All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
-        self._engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         return self._engine.clip_grad_norm_(
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
@@ -349,7 +348,6 @@ class ZeroOptimizer(WithLiveStates):
 
         With None every rank gets them, and holds them whole in the host's memory until the next step.
         """
-        self._engine.check()
         self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:

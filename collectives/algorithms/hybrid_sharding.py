@@ -62,7 +62,7 @@ class _Messages:
         self.onward, self.before, self.after = transport.sibling(1), before, after
 
     def arriving(self, start: Tensor, tag: Tag) -> Work:
-        assert self.before is not None, "the first replica adds to nobody's sum"
+        assert self.before is not None, "the first replica has no sum before its own"
         return self.onward.irecv(start, self.before, tag, one_way=True)
 
     def forth(self, out: Tensor, tag: Tag) -> Work:
@@ -88,7 +88,7 @@ class _OnDevice:
         self.before, self.after = before, after
 
     def arriving(self, start: Tensor, tag: Tag) -> Work:
-        assert self.before is not None, "the first replica adds to nobody's sum"
+        assert self.before is not None, "the first replica has no sum before its own"
         announced = self.onward.irecv(start[:0], self.before, _digested(tag, start), one_way=True)
         return _Announced(self._transport, announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
 
