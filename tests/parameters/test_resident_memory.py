@@ -255,7 +255,7 @@ def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> No
         begin, further = listed(model)
         optimizer = ZeroOptimizer(begin, torch.optim.SGD, stage=3, process_group=transport, module=model, lr=0.1)
         storage: Any = optimizer._storage
-        storage._shards.common = lambda sizes: None
+        storage._shard_group.common = lambda sizes: None
         optimizer.add_param_group({"params": further})
         kinds = [(len(unit.resident), len(unit.gathered.buffers)) for unit in storage.manager.units[1:]]
         for _ in range(2):

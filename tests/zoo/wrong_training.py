@@ -125,7 +125,7 @@ def a_reduce_scatter_is_an_all_reduce(real: Any) -> Any:
 
 
 def owners_by_another_number(real: Any) -> Any:
-    return lambda self, index: [rank - self._transport.rank + self._shards.rank for rank in real(self, index)]
+    return lambda self, index: [rank - self._transport.rank + self._shard_group.rank for rank in real(self, index)]
 
 
 def the_owner_is_looked_up_by_another_number(real: Any) -> Any:
