@@ -610,7 +610,7 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
-        post_forward_group = manager.gathered._post_forward_group.shards
+        post_forward_group = manager.gathered._post_forward_group.shard_group
         return [post_forward_group.rank_label, parts_of(optimizer).shard_group.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
