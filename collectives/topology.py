@@ -275,7 +275,7 @@ def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
     with as_a_whole(transport, f"in {tag.label}"):
         try:
             made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
-        except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
+        except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is reported below
             problem = " ".join(str(error).split())
     problems = transport.exchange(problem.encode(), tag)
     for rank, text in enumerate(problems):

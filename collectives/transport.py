@@ -353,7 +353,7 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
 def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> Iterator[None]:
     """Abort the transport if one of these errors ends the block, since what was sent or changed is unknown then.
 
-    ``doing``: the block in the error of the other ranks, as "in step()". A transport that is broken has told them.
+    ``doing``: the block in the error of the other ranks, as "in step()". A broken transport has sent it already.
     """
     try:
         yield

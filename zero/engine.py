@@ -169,8 +169,8 @@ class Engine:
         free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
-        told = digests_of(groups, self._user_optimizers.option_names() - self._counted)
-        self._reducer.finalize_grads("step()", problem, options=told)
+        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
+        self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
         with as_a_whole(self._transport, "in step()", Exception):
@@ -274,8 +274,8 @@ class Engine:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             rank = self._transport.rank
             raise TypeError(f"rank {rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
-        told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
-        return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
+        values = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
+        return sum(values) if all(isinstance(each, int) for each in values) else math.fsum(values)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
@@ -303,8 +303,8 @@ class Engine:
 
     def agree_to_load(self, purpose: str) -> None:
         """Return if all ranks may load now. Raises the same error, which names ``purpose``, on every rank otherwise."""
-        told = self._agree(purpose, "which are those of other weights", None, self.averages.names())
-        self.averages.compare(told)
+        names = self._agree(purpose, "which are those of other weights", None, self.averages.names())
+        self.averages.compare(names)
 
     def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
         """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""

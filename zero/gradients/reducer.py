@@ -256,8 +256,9 @@ class Reducer:
 
         def record() -> Record:
             attachment = message if norm is None or self.schedule.is_open else norm()
-            told = dict(options or {})
-            return replace(self._record(), error=problem, scale=scale, options=told, attachment=attachment)
+            return replace(
+                self._record(), error=problem, scale=scale, options=dict(options or {}), attachment=attachment
+            )
 
         with self._agreeing():
             return self.agreement.agree(purpose, self.schedule.number, self._empty_round, record, self._name)
@@ -310,7 +311,7 @@ class Reducer:
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(inverse)])
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self.schedule.number, self.agreement.number)
-            self._found.note(found, any(told[0] for told in self._transport.exchange(mine, tag)))
+            self._found.note(found, any(flag[0] for flag in self._transport.exchange(mine, tag)))
 
     @property
     def has_new_gradients(self) -> bool:

@@ -144,9 +144,9 @@ class UnitManager:
     def _recall(self, parameter: Tensor) -> bool:
         """Install the unit of a released parameter if a backward uses it. Return whether it was installed.
 
-        Most often the unit's outputs have told that the backward reaches it. They do not where a checkpoint computes
-        anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
-        backward in Python, which has saved the parameter.
+        Most often the graph of the unit's outputs has reported that the backward reaches it. It does not where a
+        checkpoint computes anew what used the parameter inside `gathered`, and where a loss that the unit kept beside
+        its output leads to a backward in Python, which has saved the parameter.
         """
         node = current_autograd_node()
         if node is None or not (_in_recomputation() or _has_saved(node, parameter)):

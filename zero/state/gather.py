@@ -92,10 +92,10 @@ def gather(
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
     """
-    told, large, problem = _described(buckets, transport.rank_label)
-    lists = [told]
+    described, large, problem = _described(buckets, transport.rank_label)
+    lists = [described]
     if not whole_here:
-        found = [json.loads(data) for data in transport.exchange(json.dumps([told, problem]).encode(), tag)]
+        found = [json.loads(data) for data in transport.exchange(json.dumps([described, problem]).encode(), tag)]
         problem = next((other for _, other in found if other), None)
         first = transport.rank // shard_group.world_size * shard_group.world_size
         lists = [facts for facts, _ in found[first : first + shard_group.world_size]]  # other replicas hold the same
@@ -163,7 +163,7 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
 
     Large are those of more than one element: states that whole parameters may have.
     """
-    told: list[Any] = []
+    described: list[Any] = []
     tensors: list[list[Tensor]] = []
     problem: str | None = None
     for bucket in buckets:
@@ -185,8 +185,8 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
             shapes = {name: _facts(value) for name, value in large.items()}
             pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
-        told.append((pieces, flat, states.master is not None and states.master.exists))
-    return told, tensors, problem
+        described.append((pieces, flat, states.master is not None and states.master.exists))
+    return described, tensors, problem
 
 
 def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective) -> Tensor:
