@@ -382,7 +382,7 @@ class ParameterStorage:
         return names
 
     def unlisted_buckets(self) -> Sequence[StoredBucket]:
-        """The buckets of `rest`."""
+        """The buckets of `unlisted_layout`."""
         return ()
 
     def make_plain(self) -> None:
