@@ -265,7 +265,7 @@ def _ours(stage: int, fused: bool) -> Build:
         )
         training = _training(model, model, optimizer)
         storage: Any = optimizer._storage
-        training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.rest_buckets())]
+        training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.unlisted_buckets())]
         training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
         training.buckets = lambda: len(storage.buckets)
         if stage == 3:

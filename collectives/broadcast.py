@@ -49,7 +49,7 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
             continue
         for chunk in _arriving(transport, torch.split(as_bytes(buffer), CHUNK), tag):
             if transport.rank + 1 < transport.world_size:
-                sends.append(transport.isend(chunk, transport.rank + 1, tag, whole=True, one_way=True))
+                sends.append(transport.isend(chunk, transport.rank + 1, tag, in_one_part=True, one_way=True))
             if len(sends) > AHEAD:
                 sends.popleft().wait()
     Chain(sends).wait()
@@ -62,7 +62,7 @@ def _arriving(transport: Transport, chunks: Sequence[Tensor], tag: Tag) -> Itera
         return
     recvs = deque[tuple[Tensor, Work]]()
     for chunk in chunks:
-        recvs.append((chunk, transport.irecv(chunk, transport.rank - 1, tag, whole=True, one_way=True)))
+        recvs.append((chunk, transport.irecv(chunk, transport.rank - 1, tag, in_one_part=True, one_way=True)))
         if len(recvs) == AHEAD:
             yield _arrived(recvs)
     while recvs:

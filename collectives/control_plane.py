@@ -93,8 +93,8 @@ class Mesh:
                 return None
             arriving[source] = found
         for recv in arriving.values():
-            recv.post_rest()
-        self._sends += messenger.send_rest(data, arriving, tag)
+            recv.post_body()
+        self._sends += messenger.send_body(data, arriving, tag)
         result = [data] * (1 + len(arriving))
         for source, recv in arriving.items():
             result[source] = recv.wait()
@@ -104,7 +104,7 @@ class Mesh:
 
 
 @dataclass(frozen=True)
-class Place:
+class TreeNode:
     """A rank's place in the tree.
 
     ``parent``: the rank to which it sends; None for the root. ``below``: for each rank that sends to it, all ranks
@@ -117,7 +117,7 @@ class Place:
     chains: dict[int, int]
 
     @classmethod
-    def of(cls, rank: int, hosts: Sequence[Sequence[int]]) -> Place:
+    def of(cls, rank: int, hosts: Sequence[Sequence[int]]) -> TreeNode:
         """``hosts``: the ranks of each host. Host n is below host n without its lowest bit."""
         number = next(number for number, host in enumerate(hosts) if rank in host)
         depth, deepest = number.bit_count(), (len(hosts) - 1).bit_length() + 1
@@ -143,8 +143,8 @@ class Tree:
     def __init__(self, messenger: Messenger, hosts: Sequence[Sequence[int]]) -> None:
         """``hosts``: the ranks of each host, the same on every rank."""
         self._messenger = messenger
-        messenger.by_tree = True
-        place = Place.of(messenger.rank, hosts)
+        messenger.use_tree()
+        place = TreeNode.of(messenger.rank, hosts)
         self._parent, self._below = place.parent, place.below
         self._neighbours = [*place.below] if place.parent is None else [*place.below, place.parent]
         self._order = [rank for host in hosts for rank in host]
@@ -184,11 +184,11 @@ class Tree:
     def _up_and_down(self, data: bytes, tag: Tag, most: int | None) -> bytes | None:
         messages, too_long = [data], False
         for child, ranks in self._below.items():
-            told = self._hear(child, tag, self._neighbours)
-            if told is None:
+            below = self._hear(child, tag, self._neighbours)
+            if below is None:
                 return None
-            too_long = too_long or told == TOO_LONG
-            messages += [b""] * len(ranks) if too_long else unpack_messages(told)
+            too_long = too_long or below == TOO_LONG
+            messages += [b""] * len(ranks) if too_long else unpack_messages(below)
         packed = TOO_LONG if too_long else pack_messages(messages)
         if most is not None and len(packed) > most:
             packed = TOO_LONG
@@ -199,7 +199,7 @@ class Tree:
 
     def _send(self, data: bytes, ranks: Iterable[int], tag: Tag, *, acked: bool = False) -> None:
         self._sends += [self._messenger.send_control(data, to, tag, acked=acked) for to in ranks]
-        self._sends += self._messenger.send_rest(data, ranks, tag)
+        self._sends += self._messenger.send_body(data, ranks, tag)
 
     def _hear(self, source: int, tag: Tag, waiting: Sequence[int]) -> bytes | None:
         """Return a neighbour's bytes; None if it has entered a later round. ``waiting``: those that may wait for this
@@ -208,7 +208,7 @@ class Tree:
         if recv is None:
             return None
         self._tell(waiting, tag)
-        recv.post_rest()
+        recv.post_body()
         data = recv.wait()
         if source == self._parent and recv.size <= SMALL:
             self._messenger.acknowledge_control(source, tag)

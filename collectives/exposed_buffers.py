@@ -42,7 +42,7 @@ class ExposedBuffer:
                     state.exposed[number] = tensor
                     self._left.append((to, number))
                     sent += size
-            messenger.counted.sent += sent
+            messenger.counted.payload_sent += sent
         except BaseException as error:
             raise messenger.cut_off(error, to, tag) from error
         self._left.reverse()
@@ -79,7 +79,7 @@ class PeerBuffers:
                     state.times_mapped = number = state.times_mapped + 1
                     self._numbers.append((source, number))
                     received += size
-            messenger.counted.received += received
+            messenger.counted.payload_received += received
         except BaseException as error:
             raise messenger.cut_off(error, source, tag) from error
 

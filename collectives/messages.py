@@ -117,7 +117,7 @@ class Failure:
         return cls(culprit, data[_REPORT.size :][:length].decode(errors="replace"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traffic:
     """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges, without
     acks and markers, which are single bytes."""

@@ -60,6 +60,10 @@ class Messenger(PeerLinks):
         self._unposted: deque[Recv] = deque()  # parts behind the first ones of messages
         self.by_tree = False  # control messages go by a tree, and not from each rank to every other
 
+    def use_tree(self) -> None:
+        """Note that control messages go by a tree."""
+        self.by_tree = True
+
     # -- headers --------------------------------------------------------------------------------------------------
 
     def packed(self, tag: Tag, size: int) -> bytes:
@@ -138,7 +142,7 @@ class Messenger(PeerLinks):
     def send(self, parts: Sequence[Tensor], to: int, tag: Tag, *, one_way: bool = False) -> Send:
         """Send a header, and the parts of a tensor of bytes, of which none is empty. ``one_way``: see
         `Transport.isend`."""
-        work, rank = Send(self, to, tag, _size(parts)), self.ranks[to]
+        work, rank = Send(self, to, tag, sum(part.numel() for part in parts)), self.ranks[to]
         large, remote = work.size > SMALL, self.states[to].remote
         try:
             if remote and (large or one_way):
@@ -158,7 +162,7 @@ class Messenger(PeerLinks):
 
     def recv(self, parts: Sequence[Tensor], source: int, tag: Tag, *, one_way: bool = False) -> list[Recv]:
         """Expect what `send` sends. The parts are waited for in order. Without parts there is still a header."""
-        size, state = _size(parts), self.states[source]
+        size, state = sum(part.numel() for part in parts), self.states[source]
         expected = Expected(source, tag, size, self.packed(tag, size))
         works = [Recv(self, expected, part, last=False) for part in parts[:-1]]
         works.append(Recv(self, expected, parts[-1] if parts else None, last=True))
@@ -262,7 +266,7 @@ class Messenger(PeerLinks):
         sent.ack_number = ack_number
         return sent
 
-    def send_rest(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
+    def send_body(self, data: bytes, ranks: Iterable[int], tag: Tag) -> list[Send]:
         """Send the bytes that `send_control` left to several ranks, of which this rank has asked for theirs."""
         sends = list[Send]()
         many = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) > SMALL else None
@@ -290,10 +294,6 @@ class Messenger(PeerLinks):
             read = Expected(source, tag, 0, b"")
             read.ack_number = state.acks_due
             self.acknowledge(read)
-
-
-def _size(parts: Sequence[Tensor]) -> int:
-    return sum(part.numel() for part in parts)
 
 
 class Send:
@@ -347,7 +347,7 @@ class ControlRecv:
             self._pending = messenger.recv_bytes(size, source, CONTROL_PORT, tag)
             messenger.counted.control_received += size
 
-    def post_rest(self) -> None:
+    def post_body(self) -> None:
         """Post the receive of bytes that follow, which are sent when all headers have come."""
         if not self._follows:
             return
@@ -364,10 +364,10 @@ class ControlRecv:
     def wait(self) -> bytes:
         """Return the bytes; none if they follow and were not asked for."""
         if self._pending is not None:
-            told = self._messenger.wait_bytes(self._pending, self._source, self._tag)
-            if self._follows and told.startswith(FAILED):
+            received = self._messenger.wait_bytes(self._pending, self._source, self._tag)
+            if self._follows and received.startswith(FAILED):
                 raise self._messenger.aborted(self._source, self._tag)
-            return told[len(MARKER) :] if self._follows else told
+            return received[len(MARKER) :] if self._follows else received
         if self._rest is None:
             return b""
         work, data = self._rest

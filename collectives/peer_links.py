@@ -32,7 +32,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -47,6 +46,7 @@ from .messages import (
     MismatchError,
     PeerError,
     Tag,
+    Traffic,
     describe,
     is_abort,
     with_offset,
@@ -59,17 +59,6 @@ NOTHING_READ = ACK.pack(0)
 REPORT_KEPT = 60.0  # seconds for which a failed rank's messages are kept for their receivers
 GRACE = 1.0  # seconds added to the time limit for ranks of this host, which may themselves wait for ranks of others
 REPORT_WAIT = 0.5  # seconds to wait for the failure report of a rank that is gone, and to try to send one
-
-
-@dataclass
-class Counters:
-    """`messages.Traffic` while it grows."""
-
-    sent: int = 0
-    received: int = 0
-    control_sent: int = 0
-    control_received: int = 0
-    messages: int = 0
 
 
 class PeerState:
@@ -116,7 +105,7 @@ class PeerLinks:
         self.labels: tuple[int, ...] = tuple(range(len(self.ranks))) if like is None else like.labels
         self._header_slot = self.slot(HEADER_PORT)
         self.peers = [(self.rank + i) % len(ranks) for i in range(1, len(ranks))]
-        self.counted: Counters = Counters() if like is None else like.counted
+        self.counted: Traffic = Traffic() if like is None else like.counted
         self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.advice: str = "" if like is None else like.advice  # what errors of ranks in different collectives end with

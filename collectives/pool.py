@@ -29,7 +29,7 @@ Allocate = Callable[[int, torch.device], UntypedStorage]
 @dataclass(eq=False)
 class _Block:
     storage: UntypedStorage
-    asked: int
+    requested: int
 
     @property
     def free(self) -> bool:
@@ -91,7 +91,7 @@ class Pool:
         _check_use_counts()
         self._allocate, self._exact = allocate, exact
         self._blocks: list[_Block] = []
-        self._most_asked = 0
+        self._most_requested = 0
         self.peak_bytes = 0
 
     @property
@@ -112,15 +112,15 @@ class Pool:
             return result
         self.drop_cheap()
         free = [block for block in self._blocks if block.free]
-        in_use = sum(block.asked for block in self._blocks) - sum(block.asked for block in free)
-        self._most_asked = max(self._most_asked, in_use + need)
+        in_use = sum(block.requested for block in self._blocks) - sum(block.requested for block in free)
+        self._most_requested = max(self._most_requested, in_use + need)
         block = self._best(free, need, device)
         if block is None:
             self._make_room(free, need, device)
             block = _Block(self._allocate(need, device), need)
             self._blocks.append(block)
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        block.asked = need
+        block.requested = need
         return result.set_(block.storage, 0, (numel,), (1,))
 
     def drop_cheap(self) -> None:
@@ -150,7 +150,7 @@ class Pool:
             self._drop(by_size[-1:])
             return
         for block in by_size:
-            if self.held_bytes + need <= self._most_asked:
+            if self.held_bytes + need <= self._most_requested:
                 return
             self._drop([block])
 

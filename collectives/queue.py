@@ -38,7 +38,7 @@ class BucketQueue:
         """True if every bucket of the round was launched."""
         return self._next == len(self._order)
 
-    def begin(self, order: Sequence[int]) -> None:
+    def begin_round(self, order: Sequence[int]) -> None:
         """Begin a round over the buckets of ``order``. The last round must be complete."""
         if not self.done:
             raise RuntimeError("a round of buckets was begun before the last one was complete")

@@ -10,7 +10,7 @@
     replicas on GPUs, with NCCL       these two by process groups of their ranks, and sums from GPU to GPU
     memory that cannot be shared      pairwise, with a warning
 
-If slices have several holders (`replicate`), these lines are about the ranks of one replica.
+If shards have several holders (`replicate`), these lines are about the ranks of one replica.
 
 Knows: the ranks' hosts, found by the ranks themselves, and what each algorithm needs. Does not know: bytes.
 """
@@ -97,35 +97,42 @@ def _through_shared_memory(transport: Transport, neighbours: Neighbours) -> Tran
     return transport.over(HybridBackend(transport.backend, neighbours.local, transport.backend_ranks(mine)))
 
 
+Build = Callable[[Transport], Collective]
+
+
+def _builds(neighbours: Neighbours | None, ranks: Sequence[int]) -> dict[str, Build]:
+    """Return what builds each algorithm on a transport of ``ranks``. ``neighbours``: None if these are threads, which
+    are on one host."""
+    hosts = [range(len(ranks))] if neighbours is None else neighbours.among(ranks)
+    return {"pairwise": Pairwise, "shared": Shared, "hierarchical": lambda transport: Hierarchical(transport, hosts)}
+
+
 def shared(transport: Transport) -> Collective:
     """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
-    if isinstance(transport.backend, ThreadBackend):
-        return Shared(transport)
-    neighbours = connect_neighbours(transport)
-    _check_shared(neighbours, [range(transport.world_size)])
-    return Shared(_through_shared_memory(transport, neighbours))
-
-
-def _check_shared(neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
-    if neighbours.local is None:
-        raise CollectiveError(f"collective 'shared': {neighbours.problem}")
-    if any(len(neighbours.among(ranks)) > 1 for ranks in groups):
-        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
+    return _by_name(transport, "shared")
 
 
 def hierarchical(transport: Transport) -> Collective:
     """Build `Hierarchical` among the hosts of the ranks. Raise `CollectiveError` if ranks of a host cannot share
     memory. Collective."""
+    return _by_name(transport, "hierarchical")
+
+
+def _by_name(transport: Transport, name: str) -> Collective:
+    world = range(transport.world_size)
     if isinstance(transport.backend, ThreadBackend):
-        return Hierarchical(transport, [range(transport.world_size)])
+        return _builds(None, world)[name](transport)
     neighbours = connect_neighbours(transport)
-    _check_hierarchical(neighbours)
-    return Hierarchical(_through_shared_memory(transport, neighbours), neighbours.hosts)
+    _check(name, neighbours, [world])
+    return _builds(neighbours, world)[name](_through_shared_memory(transport, neighbours))
 
 
-def _check_hierarchical(neighbours: Neighbours) -> None:
+def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -> None:
+    """Raise `CollectiveError` if an algorithm that was asked for by name cannot work in each group of ranks."""
     if neighbours.local is None:
-        raise CollectiveError(f"collective 'hierarchical': {neighbours.problem}")
+        raise CollectiveError(f"collective {name!r}: {neighbours.problem}")
+    if name == "shared" and any(len(neighbours.among(ranks)) > 1 for ranks in groups):
+        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
 
 
 @dataclass(frozen=True)
@@ -139,8 +146,8 @@ class Choice:
     hosts: int = 1
 
     @property
-    def shards(self) -> Transport:
-        """The ranks that own the slices. Memory for the slices comes from this transport."""
+    def shard_group(self) -> Transport:
+        """The ranks that own the shards. Memory for the shards comes from this transport."""
         return self.collective.transport if self.replica is None else self.replica
 
 
@@ -148,7 +155,7 @@ def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1) -
     """Return the name of the algorithm that "auto" takes for ranks in processes that can share memory on each host.
 
     Args:
-        ranks: how many own the slices: all, or those of one replica.
+        ranks: how many own the shards: all, or those of one replica.
         hosts: on how many hosts they are; of several replicas, the most.
         by_nccl: whether NCCL moves their tensors.
         replicas: how many groups of such ranks there are.
@@ -175,14 +182,15 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     hosts = neighbours.hosts
     if neighbours.local is None:
         return Choice(Pairwise(transport), _warned(transport, neighbours))
-    name = algorithm_for(transport.world_size, len(hosts), by_nccl=False)
-    if name == "shared":
-        reason = f"all {transport.world_size} ranks are on one host"
-        return Choice(Shared(_through_shared_memory(transport, neighbours)), reason)
-    if name == "pairwise":
-        return Choice(Pairwise(transport), f"each of the {len(hosts)} ranks has a host of its own")
-    reason = f"{transport.world_size} ranks are on {len(hosts)} hosts"
-    return Choice(Hierarchical(_through_shared_memory(transport, neighbours), hosts), reason)
+    ranks = transport.world_size
+    name = algorithm_for(ranks, len(hosts), by_nccl=False)
+    reason = {
+        "shared": f"all {ranks} ranks are on one host",
+        "pairwise": f"each of the {len(hosts)} ranks has a host of its own",
+        "hierarchical": f"{ranks} ranks are on {len(hosts)} hosts",
+    }[name]
+    near = transport if name == "pairwise" else _through_shared_memory(transport, neighbours)
+    return Choice(_builds(neighbours, range(ranks))[name](near), reason)
 
 
 def _warned(transport: Transport, neighbours: Neighbours) -> str:
@@ -192,28 +200,22 @@ def _warned(transport: Transport, neighbours: Neighbours) -> str:
     return reason
 
 
-def replicate(
-    transport: Transport, factor: int, algorithm: str | Callable[[Transport], Collective], device: torch.device = CPU
-) -> Choice:
+def replicate(transport: Transport, factor: int, algorithm: str | Build, device: torch.device = CPU) -> Choice:
     """Make replicas of ``factor`` neighbouring ranks. ``algorithm`` of each: "auto", "shared", "hierarchical", or a
     class. Collective."""
     world = range(transport.world_size)
     replicas = [world[first : first + factor] for first in world[::factor]]
     mine = replicas[transport.rank // factor]
 
-    def choice(near: Transport, build: Callable[[Transport], Collective], reason: str, within: bool = False) -> Choice:
+    def choice(near: Transport, build: Build, reason: str, within: bool = False) -> Choice:
         inner = build(near.split(mine, may_have_common=within))
         return Choice(Replicated(near, inner), f"{len(replicas)} replicas of {factor}; {reason}", inner.transport)
 
     if not isinstance(algorithm, str):
         return choice(transport, algorithm, "asked for")
     if isinstance(transport.backend, ThreadBackend):
-        builds: dict[str, Callable[[Transport], Collective]] = {
-            "auto": Pairwise,
-            "shared": Shared,
-            "hierarchical": _on_one_host,
-        }
-        return choice(transport, builds[algorithm], "the ranks are threads")
+        name = "pairwise" if algorithm == "auto" else algorithm
+        return choice(transport, _builds(None, mine)[name], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
         if transport.backend.has_parts:
             return _replicas_by_nccl(transport, replicas, device)
@@ -224,25 +226,19 @@ def replicate(
         return choice(transport, Pairwise, reason)
     neighbours = connect_neighbours(transport)
     most = max(len(neighbours.among(ranks)) for ranks in replicas)
-    if algorithm == "shared":
-        _check_shared(neighbours, replicas)
-    elif algorithm == "hierarchical":
-        _check_hierarchical(neighbours)
+    if algorithm != "auto":
+        _check(algorithm, neighbours, replicas)
     elif neighbours.local is None:
         return choice(transport, Pairwise, _warned(transport, neighbours))
-    near = _through_shared_memory(transport, neighbours)
-    reason = f"{len(world)} ranks are on {len(neighbours.hosts)} host(s)"
-    if algorithm == "auto":
+    else:
         algorithm = algorithm_for(factor, most, by_nccl=False, replicas=len(replicas))
-    if algorithm == "pairwise":
-        return choice(near, Pairwise, f"{reason}, and one in each replica")
-    if algorithm == "shared":
-        return choice(near, Shared, f"{reason}, and each replica on one", within=most == 1)
-    return choice(near, lambda part: Hierarchical(part, neighbours.among(mine)), reason, within=most == 1)
-
-
-def _on_one_host(transport: Transport) -> Collective:
-    return Hierarchical(transport, [range(transport.world_size)])
+    where = {"pairwise": ", and one in each replica", "shared": ", and each replica on one", "hierarchical": ""}
+    return choice(
+        _through_shared_memory(transport, neighbours),
+        _builds(neighbours, mine)[algorithm],
+        f"{len(world)} ranks are on {len(neighbours.hosts)} host(s){where[algorithm]}",
+        within=most == 1 and algorithm != "pairwise",
+    )
 
 
 def _all_have_nccl(transport: Transport, device: torch.device) -> bool:
@@ -279,10 +275,10 @@ def _part(transport: Transport, parts: Sequence[Sequence[int]]) -> Backend:
     with as_a_whole(transport, f"in {tag.label}"):
         try:
             made = transport.backend.part([transport.backend_ranks(ranks) for ranks in parts])
-        except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is told below
+        except RuntimeError as error:  # of torch's store: another rank did not come, whose failure is reported below
             problem = " ".join(str(error).split())
-    told = transport.exchange(problem.encode(), tag)
-    for rank, text in enumerate(told):
+    problems = transport.exchange(problem.encode(), tag)
+    for rank, text in enumerate(problems):
         if text:
             raise CollectiveError(f"rank {rank}, in {tag.label}: {text.decode(errors='replace')}")
     assert made is not None, "a part that was not made is a problem"

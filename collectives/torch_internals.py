@@ -32,11 +32,11 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _backward_pre_hooks             Module           zero.parameters.module_hooks
     _compiled_call_impl             Module           zero.parameters.module_hooks
     _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
-    _optimizer_...                  Optimizer        zero.step.inner (keys that begin so are hooks, which are not
-                                                     copied)
-    hooked, __wrapped__             Optimizer.step   zero.step.inner
+    _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are
+                                                     not copied)
+    hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
     _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
-    _is_profiler_enabled            its profiler     zero.runtime.events (without it: as if a profiler ran)
+    _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)
     _should_skip_dynamo             a dispatch mode  zero.planning.models.meta_results (torch reads it)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``

@@ -149,22 +149,29 @@ class Transport:
     # -- messages -------------------------------------------------------------------------------------------------
 
     def isend(
-        self, tensor: Tensor, to: int, tag: Tag, *, control: bool = False, whole: bool = False, one_way: bool = False
+        self,
+        tensor: Tensor,
+        to: int,
+        tag: Tag,
+        *,
+        control: bool = False,
+        in_one_part: bool = False,
+        one_way: bool = False,
     ) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
 
-        ``whole``: in one part, for a tensor that is one of `chunks` itself. ``one_way``: the receiver acknowledges the
-        message, whatever its size. Pass it unless this rank, before it waits for this send, waits for something that
-        ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if that rank is
-        killed, since a network does not always report that. The receiver must pass the same options.
+        ``in_one_part``: not in `chunks`, for a tensor that is one of `chunks` itself. ``one_way``: the receiver
+        acknowledges the message, whatever its size. Pass it unless this rank, before it waits for this send, waits for
+        something that ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if
+        that rank is killed, since a network does not always report that. The receiver must pass the same options.
         """
         self.check()
-        work = self._messenger.send(_parts(tensor, whole), to, tag, one_way=one_way)
+        work = self._messenger.send(_parts(tensor, in_one_part), to, tag, one_way=one_way)
         size = tensor.numel() * tensor.itemsize
         if control:
             self._messenger.counted.control_sent += size
         else:
-            self._messenger.counted.sent += size
+            self._messenger.counted.payload_sent += size
         return work
 
     def irecv(
@@ -174,12 +181,12 @@ class Transport:
         tag: Tag,
         *,
         control: bool = False,
-        whole: bool = False,
+        in_one_part: bool = False,
         one_way: bool = False,
     ) -> Work:
         """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
         behind the first are posted at the next send, at `post_remaining`, or at a wait. Options: those of `isend`."""
-        return Chain(self.irecv_chunks(tensor, source, tag, control=control, whole=whole, one_way=one_way))
+        return Chain(self.irecv_chunks(tensor, source, tag, control=control, in_one_part=in_one_part, one_way=one_way))
 
     def irecv_chunks(
         self,
@@ -188,17 +195,17 @@ class Transport:
         tag: Tag,
         *,
         control: bool = False,
-        whole: bool = False,
+        in_one_part: bool = False,
         one_way: bool = False,
     ) -> Sequence[Work]:
         """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
         self.check()
-        works = self._messenger.recv(_parts(tensor, whole), source, tag, one_way=one_way)
+        works = self._messenger.recv(_parts(tensor, in_one_part), source, tag, one_way=one_way)
         size = tensor.numel() * tensor.itemsize
         if control:
             self._messenger.counted.control_received += size
         else:
-            self._messenger.counted.received += size
+            self._messenger.counted.payload_received += size
         return works
 
     def post_remaining(self) -> None:
@@ -236,9 +243,9 @@ class Transport:
         """
         self.check()
         self._log("exchanges bytes", tag)
-        told = self._control.swap(data, tag)
-        assert told is not None, "no rank is behind in an exchange"
-        return told
+        messages = self._control.swap(data, tag)
+        assert messages is not None, "no rank is behind in an exchange"
+        return messages
 
     def route(self, hosts: Sequence[Sequence[int]]) -> None:
         """Let exchanges and meetings go by a star in each of ``hosts`` and a tree between these, from now on. All ranks
@@ -284,9 +291,9 @@ class Transport:
         self.check()
         self._log("meets all ranks", tag)
         while True:
-            told = self._control.swap(message(), tag)
-            if told is not None:
-                return told
+            messages = self._control.swap(message(), tag)
+            if messages is not None:
+                return messages
             self._log("catches up", tag)
             catch_up()
             tag = replace(tag, round=tag.round + 1)
@@ -328,13 +335,12 @@ class Transport:
     @property
     def traffic(self) -> Traffic:
         """What this rank has sent and received so far."""
-        c = self._messenger.counted
-        return Traffic(c.sent, c.received, c.control_sent, c.control_received, c.messages)
+        return replace(self._messenger.counted)
 
     def count_payload(self, sent: int, received: int) -> None:
         """Count payload that does not pass through `isend` and `irecv`."""
-        self._messenger.counted.sent += sent
-        self._messenger.counted.received += received
+        self._messenger.counted.payload_sent += sent
+        self._messenger.counted.payload_received += received
 
 
 def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> UntypedStorage:
@@ -347,7 +353,7 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
 def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> Iterator[None]:
     """Abort the transport if one of these errors ends the block, since what was sent or changed is unknown then.
 
-    ``doing``: the block in the error of the other ranks, as "in step()". A transport that is broken has told them.
+    ``doing``: the block in the error of the other ranks, as "in step()". A broken transport has sent it already.
     """
     try:
         yield
@@ -374,10 +380,10 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _parts(tensor: Tensor, whole: bool) -> list[Tensor]:
+def _parts(tensor: Tensor, in_one_part: bool) -> list[Tensor]:
     data, size = as_bytes(tensor), tensor.itemsize
     if not tensor.numel():
         return []
-    if whole:
+    if in_one_part:
         return [data]
     return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]

@@ -16,7 +16,7 @@ from torch import nn
 
 from zero import ZeroOptimizer
 from zero.core.stage import STAGES
-from zero.runtime.events import LOG, Event
+from zero.runtime.profiler_ranges import LOG, ProfilerRange
 
 DEPTH, WIDTHS, BATCH, ROUNDS = 16, (32, 128, 512), 32, 15
 
@@ -43,7 +43,7 @@ def least(call: Callable[[], object], times: int) -> float:
     return min(found)
 
 
-def _one_event(event: Event) -> None:
+def _one_event(event: ProfilerRange) -> None:
     with event():
         pass
 
@@ -61,7 +61,7 @@ def _events_of(step: Callable[[], object]) -> int:
 def main() -> None:
     torch.set_num_threads(1)
     LOG.propagate = False
-    event = Event("update bucket 0", "rank 0")
+    event = ProfilerRange("update bucket 0", "rank 0")
     cost = least(lambda: _one_event(event), 10_000) - least(lambda: None, 10_000)
     print(f"torch {torch.__version__}, one event: {cost * 1e6:.2f} µs")
     print(f"{DEPTH} units of two linear layers, {BATCH} rows")

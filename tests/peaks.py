@@ -178,7 +178,7 @@ def measure(
     layout = optimizer._storage.layout
     sizes = [0] * (BLOCKS + 1)
     for bucket in layout.buckets:
-        for unit, first, last in layout.runs(bucket):
+        for unit, first, last in layout.unit_spans(bucket):
             sizes[unit] += 4 * bucket.part(first, last).numel
     optimizer.close()
     return Peaks(

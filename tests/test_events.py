@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 from zero.core.stage import STAGES
-from zero.runtime import events
+from zero.runtime import profiler_ranges
 
 from .support.sockets import on_sockets
 
@@ -240,7 +240,7 @@ def _entered(monkeypatch: pytest.MonkeyPatch) -> int:
         return torch.profiler.record_function(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(events, "record_function", counted)
+        patch.setattr(profiler_ranges, "record_function", counted)
         model = build()
         plain_step(model, ZeroOptimizer(model, torch.optim.AdamW, stage=3))
     return len(entered)

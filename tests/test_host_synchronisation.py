@@ -87,7 +87,7 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that the host cannot read values at once."""
-    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_slots", "runtime.master_weights"):
+    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_publisher", "runtime.master_weights"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 

@@ -76,7 +76,7 @@ def test_a_model_inside_distributed_data_parallel_is_named_at_construction_or_at
                 )
             else:
                 assert "this rank does not hold the gradient of '2.bias'" in message
-                assert "inside DistributedDataParallel, take that away" in message
+                assert "do not wrap the model in DistributedDataParallel" in message
                 assert "full_grad" not in message
 
 

@@ -181,7 +181,7 @@ class Config:
 
         return connect(self.process_group)
 
-    def landing(self) -> torch.device:
+    def default_device(self) -> torch.device:
         """Return the device on which meta tensors get memory.
 
         It is the default device if the user set one; else the current accelerator, if the group has NCCL for it; else

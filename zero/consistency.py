@@ -28,17 +28,17 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     mine = json.dumps({"problem": None if problem is None else str(problem), "digest": digest})
-    told = [json.loads(d) for d in transport.exchange(mine.encode(), Tag(Kind.EXCHANGE, "construction"))]
+    replies = [json.loads(d) for d in transport.exchange(mine.encode(), Tag(Kind.EXCHANGE, "construction"))]
     if problem is not None:
         raise problem
-    for rank, theirs in enumerate(told):
+    for rank, theirs in enumerate(replies):
         if theirs["problem"] is not None:
             raise ValueError(f"rank {rank}: {theirs['problem']}")
-    if all(theirs["digest"] == digest for theirs in told):
+    if all(theirs["digest"] == digest for theirs in replies):
         return
     all_lines = transport.exchange("\n".join(lines).encode(), Tag(Kind.EXCHANGE, "construction, lines"))
     texts = [text.decode().split("\n") for text in all_lines]
-    rank = next(r for r, theirs in enumerate(told) if theirs["digest"] != told[0]["digest"])
+    rank = next(r for r, theirs in enumerate(replies) if theirs["digest"] != replies[0]["digest"])
     length = max(len(texts[0]), len(texts[rank]))
     first, other = ([*text, *["nothing more"] * (length - len(text))] for text in (texts[0], texts[rank]))
     position = next(i for i in range(length) if first[i] != other[i])
@@ -56,12 +56,12 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
     elsewhere = "None" if config.offload is None else config.offload.kind
     mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
-    told = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
-    for rank, theirs in enumerate(told):
-        if theirs != told[0]:
+    replies = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
+    for rank, theirs in enumerate(replies):
+        if theirs != replies[0]:
             raise ValueError(
-                f"the ranks built different models or optimizers: rank 0 asked for {told[0].decode()}, but rank {rank} "
-                f"for {theirs.decode()}"
+                f"the ranks built different models or optimizers: rank 0 asked for {replies[0].decode()}, but rank "
+                f"{rank} for {theirs.decode()}"
             )
     check_sharding_factor(factor, group.world_size, stage)
     return check_reshard(reshard, group.world_size if factor is None else factor, stage)
@@ -125,13 +125,13 @@ def compare(transport: Transport, prints: Sequence[tuple[str, bytes]], purpose: 
 
     Raises `RuntimeError` on every rank, naming the first tensor that differs and the ranks.
     """
-    told = transport.exchange(b"".join(print_ for _, print_ in prints), Tag(Kind.EXCHANGE, purpose))
-    for name, rank in _different([name for name, _ in prints], told)[:1]:
+    replies = transport.exchange(b"".join(print_ for _, print_ in prints), Tag(Kind.EXCHANGE, purpose))
+    for name, rank in _different([name for name, _ in prints], replies)[:1]:
         raise RuntimeError(
             f"{name!r} differs between rank 0 and rank {rank}: edit parameters on every rank alike, or inside "
             "gathered(write=True)"
         )
-    return hashlib.sha256(told[0]).hexdigest()
+    return hashlib.sha256(replies[0]).hexdigest()
 
 
 def compare_subclasses(transport: Transport, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -142,8 +142,8 @@ def compare_subclasses(transport: Transport, tensors: Sequence[tuple[str, Tensor
     if transport.world_size == 1 or not tensors:
         return
     mine = b"".join(fingerprint(tensor) for _, tensor in tensors)
-    told = transport.exchange(mine, Tag(Kind.EXCHANGE, "replicated parameters"))
-    different = _different([name for name, _ in tensors], told)
+    replies = transport.exchange(mine, Tag(Kind.EXCHANGE, "replicated parameters"))
+    different = _different([name for name, _ in tensors], replies)
     if different:
         names = dict.fromkeys(name for name, _ in different)
         classes = sorted({type(tensor).__name__ for name, tensor in tensors if name in names})
@@ -154,14 +154,14 @@ def compare_subclasses(transport: Transport, tensors: Sequence[tuple[str, Tensor
         )
 
 
-def _different(names: Sequence[str], told: Sequence[bytes]) -> list[tuple[str, int]]:
+def _different(names: Sequence[str], replies: Sequence[bytes]) -> list[tuple[str, int]]:
     """Return the names whose fingerprints differ from rank 0's, each with the rank.
 
-    ``told`` has the concatenated fingerprints of each rank.
+    ``replies`` has the concatenated fingerprints of each rank.
     """
     return [
         (name, rank)
-        for rank, theirs in enumerate(told)
+        for rank, theirs in enumerate(replies)
         for index, name in enumerate(names)
-        if theirs[32 * index : 32 * index + 32] != told[0][32 * index : 32 * index + 32]
+        if theirs[32 * index : 32 * index + 32] != replies[0][32 * index : 32 * index + 32]
     ]

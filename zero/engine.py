@@ -2,7 +2,7 @@
 
 Knows: the order of operations in a call, and what ranks agree on before it. The parts do the work: `setup` (registers
 parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to means), `update` (clip and step),
-`inners` (the user's classes), `plain_dicts`.
+`user_optimizers` (the user's classes), `plain_dicts`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
 from .parts import Parts
 from .runtime.compiled_calls import untraced_context
-from .runtime.events import LOG, Event
 from .runtime.flat_states import Options
+from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States
@@ -37,7 +37,7 @@ TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")
 
 
-def _followed(method: Callable[..., _Result]) -> Callable[..., _Result]:
+def _joinable(method: Callable[..., _Result]) -> Callable[..., _Result]:
     """Decorate a method so that, inside `join`, ranks that have run out of batches call it, too."""
 
     @functools.wraps(method)
@@ -55,17 +55,17 @@ class Engine:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
-        self._inners, self._update, self._joining = parts.inners, parts.update, parts.joining
+        self._user_optimizers, self._update, self._joining = parts.user_optimizers, parts.update, parts.joining
         self.watchers = self._update.watchers
         self.state = States(self._storage, self.watchers)
-        self.dicts = PlainDicts(parts.stage, self._storage, self._inners, parts.transport, parts.shards)
+        self.dicts = PlainDicts(parts.stage, self._storage, self._user_optimizers, parts.transport, parts.shard_group)
         rank = self._transport.rank_label
-        self._stepping, self._clipping = Event("step", rank), Event("clip", rank)
+        self._stepping, self._clipping = ProfilerRange("step", rank), ProfilerRange("clip", rank)
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
         self.averages = Averages(
-            parts.stage, self._storage, self._reducer, parts.transport, parts.shards, parts.collective
+            parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
         )
         self._gathered = 0  # blocks of `gathered` around this moment
 
@@ -87,7 +87,7 @@ class Engine:
         self.check()
         if self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError("add_param_group() inside a backward or inside join(): leave it first")
-        if not self._storage.end_iteration():
+        if not self._storage.unit_hooks.end_iteration():
             raise RuntimeError("add_param_group() inside gathered() or inside a forward: leave it first")
 
     # -- join ---------------------------------------------------------------------------------------------------------
@@ -96,12 +96,12 @@ class Engine:
     def join(self, groups: Sequence[Options]) -> Iterator[None]:
         """Return a context in which a rank that leaves early makes the others' calls with them until all have left."""
         self.check()
-        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.needs_gather)
-        self._storage.reset_order()
+        turns = self._reducer.join(groups, gathers_are_broadcast=self._storage.unit_hooks.needs_gather)
+        self._storage.unit_hooks.reset_order()
         try:
             with self.parts.streams.block():
                 yield
-            self._storage.reset_order()
+            self._storage.unit_hooks.reset_order()
             for call in turns.others():
                 self._follow(call, groups)
         except Exception as error:
@@ -111,7 +111,7 @@ class Engine:
             while self._blocks:
                 self._blocks.pop().__exit__(None, None, None)
             try:
-                self._storage.reset_order()
+                self._storage.unit_hooks.reset_order()
             finally:
                 self._reducer.end_join()
 
@@ -119,7 +119,7 @@ class Engine:
         """Make another rank's call together with it."""
         LOG.debug("%s: follows another rank's %s", self._transport.rank_label, call.name)
         adopt_options(groups, call.options)
-        if self._reducer.divisor != call.divisor:
+        if self._reducer.schedule.divisor != call.divisor:
             self._reducer.set_divisor(call.divisor)
         match call.name:
             case "exchange":
@@ -132,14 +132,14 @@ class Engine:
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
             case "gathered":
-                block = self._storage.gathered(self._storage.at(call.arguments["places"]))
+                block = self._storage.gathered(self._storage.parameters_at(call.arguments["positions"]))
                 block.__enter__()
                 self._blocks.append(block)
             case "end of gathered":
                 block = self._blocks.pop()
                 try:
                     if call.arguments["write"]:
-                        self._overwrite(self._storage.at(call.arguments["places"]))
+                        self._overwrite(self._storage.parameters_at(call.arguments["positions"]))
                 finally:
                     block.__exit__(None, None, None)
             case _:
@@ -147,14 +147,14 @@ class Engine:
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
-    @_followed
+    @_joinable
     def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Clip the mean gradient by its norm. Returns the norm before clipping."""
         self.averages.refuse_applied("clip_grad_norm_()")
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
-                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._inners.changed(),
+                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(),
                 norm=lambda: self._update.norm_part(norm_type),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
@@ -166,11 +166,11 @@ class Engine:
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
-        free = self._storage.end_iteration()
+        free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
-        problem = problem or self._storage.diagnose_unfrozen() or self._inners.changed(groups)
-        told = digests_of(groups, self._inners.option_names() - self._counted)
-        self._reducer.finalize_grads("step()", problem, options=told)
+        problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
+        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
+        self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
         with as_a_whole(self._transport, "in step()", Exception):
@@ -178,35 +178,35 @@ class Engine:
         for number, options in changed.items():
             groups[number].update(options)
             self._counted.update(options)
-        self._reducer.stepped()
+        self._reducer.schedule.stepped()
         self.dicts.forget()
 
-    @_followed
+    @_joinable
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient. Local, but every rank must make the call."""
         self._reducer.zero_grad(set_to_none)
 
     # -- whole tensors ------------------------------------------------------------------------------------------------
 
-    @_followed
+    @_joinable
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
-        return self._reducer.full_gradient(*self._storage.place(index))
+        return self._reducer.full_gradient(*self._storage.slot_of(index))
 
-    @_followed
+    @_joinable
     def full_master(self, index: int) -> Tensor:
         """Return a copy of the whole master weights of a parameter."""
         spec = self._storage.layout.parameters[index]
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
-        bucket, number = self._storage.place(index)
-        return gather_master(bucket, number, self.parts.shards.rank, self.parts.collective)
+        bucket, number = self._storage.slot_of(index)
+        return gather_master(bucket, number, self.parts.shard_group.rank, self.parts.collective)
 
-    @_followed
+    @_joinable
     def update_average(self, average: str) -> None:
         """Take the weights of this moment into an average. Without a message, outside `join`."""
         self.averages.update(average)
 
-    @_followed
+    @_joinable
     def gather_average(self, average: str, to: int | None) -> dict[str, Tensor] | None:
         """Return a whole average on rank ``to``, or on every rank."""
         self._check_rank(to, "gather")
@@ -228,16 +228,16 @@ class Engine:
         With ``write`` every rank has rank 0's values after the block.
         """
         self.check()
-        places = self._storage.places(chosen) if self._joining.active else None
+        positions = self._storage.positions(chosen) if self._joining.active else None
         with ExitStack() as block:
-            with self._joining.broadcast("gathered", places=places):
+            with self._joining.broadcast("gathered", positions=positions):
                 block.enter_context(self._storage.gathered(chosen))
             self._gathered += 1
             try:
                 yield
             finally:
                 self._gathered -= 1
-                with self._joining.broadcast("end of gathered", places=places, write=write):
+                with self._joining.broadcast("end of gathered", positions=positions, write=write):
                     if write:
                         self._overwrite(chosen)
 
@@ -245,19 +245,19 @@ class Engine:
         self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())
         self._storage.overwrite(chosen)
 
-    @_followed
+    @_joinable
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
         self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
         self._storage.broadcast_buffers()
 
-    @_followed
+    @_joinable
     def check_replicas(self) -> str:
         """Compare the parameters over the ranks, and return the SHA-256 over them."""
         self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
         return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
 
-    @_followed
+    @_joinable
     def consolidate_state_dict(self, to: int | None) -> None:
         """Send all states to rank ``to``, or to every rank."""
         self._check_rank(to, "consolidate_state_dict")
@@ -274,8 +274,8 @@ class Engine:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             rank = self._transport.rank
             raise TypeError(f"rank {rank}: sum_over_ranks() adds up numbers, not {value!r}; .item() is one")
-        told = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
-        return sum(told) if all(isinstance(number, int) for number in told) else math.fsum(told)
+        values = [json.loads(data) for data in self.exchange(json.dumps(value).encode()) if data]
+        return sum(values) if all(isinstance(each, int) for each in values) else math.fsum(values)
 
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
@@ -298,13 +298,13 @@ class Engine:
         problem = None if self._is_free() else "reset_states() inside gathered() or inside a forward: leave it first"
         indices = agree_to_forget(self._reducer, self._storage, chosen, problem)
         self.before_load()
-        forget_states(self._storage, self._inners, groups, indices)
+        forget_states(self._storage, self._user_optimizers, groups, indices)
         self.dicts.forget()
 
     def agree_to_load(self, purpose: str) -> None:
         """Return if all ranks may load now. Raises the same error, which names ``purpose``, on every rank otherwise."""
-        told = self._agree(purpose, "which are those of other weights", None, self.averages.names())
-        self.averages.compare(told)
+        names = self._agree(purpose, "which are those of other weights", None, self.averages.names())
+        self.averages.compare(names)
 
     def _agree(self, purpose: str, why_not: str, problem: str | None, message: bytes) -> list[bytes]:
         """Return every rank's ``message``. ``why_not``: why gradients that no step has used are refused."""
@@ -332,7 +332,7 @@ class Engine:
                 watcher.before_update(bucket.spec.index)
 
     def _is_free(self) -> bool:
-        return not self._gathered and self._storage.end_iteration()
+        return not self._gathered and self._storage.unit_hooks.end_iteration()
 
     def _check_between_steps(self, purpose: str) -> None:
         self.check()
@@ -349,17 +349,17 @@ class Engine:
     def close(self) -> None:
         """Make the model plain again. Warns of values that are lost."""
         self._transport.check_process()
-        if self._storage.busy() or self._joining.active:
+        if self._storage.unit_hooks.busy() or self._joining.active:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
             if (lost := self._lost()) is not None:
                 warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"
-            self.parts.release()
+            self.parts.make_plain()
             self.state.close()
             self._transport.pool.trim()
-            self.parts.shards.pool.trim()
+            self.parts.shard_group.pool.trim()
             self._closed = "the model is plain again"
 
     def _lost(self) -> str | None:

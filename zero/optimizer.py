@@ -27,7 +27,7 @@ from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.live_states import WithLiveStates
-from .step.classes import InnerOptimizers
+from .step.classes import UserOptimizers
 from .step.clip import check_norm_arguments
 
 if TYPE_CHECKING:
@@ -122,17 +122,19 @@ class ZeroOptimizer(WithLiveStates):
             units=units,
             partition=partition,
         )
-        self._inners = inners = InnerOptimizers(optimizer_class, defaults)
+        self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, defaults)
         groups = as_groups(params)
         device = device_of(groups)
         if device.type == "meta":
-            device = config.landing()
+            device = config.default_device()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
-        find_meta = partial(materializer_of, self._module, listed, param_init_fn, init_state_dict, config.landing)
-        problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
-            lambda: super(ZeroOptimizer, self).__init__(groups, inners.main.defaults)
+        find_meta = partial(
+            materializer_of, self._module, listed, param_init_fn, init_state_dict, config.default_device
         )
-        self._parts = parts = build(config, inners, listed, device, find_meta)
+        problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
+            lambda: super(ZeroOptimizer, self).__init__(groups, user_optimizers.main.defaults)
+        )
+        self._parts = parts = build(config, user_optimizers, listed, device, find_meta)
         extend(parts, [] if problem else self.param_groups, 0, problem)
         self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
         self._engine = Engine(parts)
@@ -148,7 +150,7 @@ class ZeroOptimizer(WithLiveStates):
             self._append(param_group)
             return
         self._engine.check_may_add()
-        if edited := self._inners.changed(self.param_groups):
+        if edited := self._user_optimizers.changed(self.param_groups):
             extend(self._parts, self.param_groups, len(self.param_groups), RuntimeError(edited))
         group = dict(param_group)
         group["params"] = members_of(group["params"], "param_group['params']")
@@ -163,14 +165,14 @@ class ZeroOptimizer(WithLiveStates):
             extend(self._parts, self.param_groups, count, problem)
         except Exception:
             del self.param_groups[count:]
-            self._inners.forget(count)
+            self._user_optimizers.forget(count)
             raise
 
     def _append(self, group: dict[str, Any]) -> None:
         """Append a param group, with the defaults of the class that it names, if it names one."""
-        completed = self._inners.complete(group)
+        completed = self._user_optimizers.complete(group)
         super().add_param_group(completed)
-        self._inners.drop_foreign(completed, group)
+        self._user_optimizers.drop_foreign(completed, group)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 
@@ -196,7 +198,7 @@ class ZeroOptimizer(WithLiveStates):
         It can be set before the first clip or step of a step. The division is a true one, as in
         ``p.grad.div_(divisor)``.
         """
-        return self._reducer.divisor
+        return self._reducer.schedule.divisor
 
     @divisor.setter
     def divisor(self, value: float) -> None:
@@ -261,7 +263,6 @@ class ZeroOptimizer(WithLiveStates):
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
         All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
-        self._engine.check()
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         return self._engine.clip_grad_norm_(
             max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
@@ -347,7 +348,6 @@ class ZeroOptimizer(WithLiveStates):
 
         With None every rank gets them, and holds them whole in the host's memory until the next step.
         """
-        self._engine.check()
         self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -393,5 +393,7 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def __repr__(self) -> str:
-        name = f"{self._inners.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
+        name = (
+            f"{self._user_optimizers.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
+        )
         return f"ZeroOptimizer({name})\n{super().__repr__()}"

@@ -19,11 +19,11 @@ from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
 from .parameters.casting import InputCast
 from .parameters.storage import ParameterStorage
-from .runtime.events import LOG
 from .runtime.joining import Joining
 from .runtime.offload import OffloadBackend
+from .runtime.profiler_ranges import LOG
 from .runtime.streams import Streams
-from .step.classes import InnerOptimizers
+from .step.classes import UserOptimizers
 from .step.update import Update
 
 
@@ -43,7 +43,7 @@ class Parts:
         offload_backend: the memory of what is offloaded.
         streams: the accelerators' streams.
         joining: whether the optimizer is inside `join`.
-        inners: the user's classes.
+        user_optimizers: the user's classes.
         storage: the parameters, and the list of the buckets.
         reducer: gradients.
         update: the clip and the step.
@@ -60,7 +60,7 @@ class Parts:
     offload_backend: OffloadBackend | None
     streams: Streams
     joining: Joining
-    inners: InnerOptimizers
+    user_optimizers: UserOptimizers
     storage: ParameterStorage
     reducer: Reducer
     update: Update
@@ -76,9 +76,9 @@ class Parts:
         return self.choice.collective.transport
 
     @property
-    def shards(self) -> Transport:
+    def shard_group(self) -> Transport:
         """The ranks that share one copy of what the stage shards."""
-        return self.choice.shards
+        return self.choice.shard_group
 
     @property
     def superseded(self) -> bool:
@@ -102,12 +102,12 @@ class Parts:
             if self.precision is not None and self.precision.cast_forward_inputs:
                 InputCast.put(self.module, self.precision.param_dtype, self)
 
-    def release(self) -> None:
+    def make_plain(self) -> None:
         """Make the model plain again. Collective."""
         if self.module is not None:
             InputCast.remove(self.module, self)
         self.reducer.close()
-        self.storage.release()
+        self.storage.make_plain()
         if self.offload_backend is not None:
             self.offload_backend.close()
 
@@ -122,11 +122,11 @@ class Parts:
             self.transport.rank_label,
             self.transport.world_size,
             self.stage.number,
-            self.inners.names(),
+            self.user_optimizers.names(),
             len(self.storage.layout.buckets),
             f"{self.bucket_sizes.most / MIB:.4g} MiB",
             len(set(units.values())),
-            self.shards.world_size,
+            self.shard_group.world_size,
             self.collective.name,
             self.choice.reason,
             self.storage.common_memory(),

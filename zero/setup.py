@@ -42,14 +42,14 @@ from .parts import Parts
 from .runtime.accumulator import GradAccumulator
 from .runtime.backward_tracker import BackwardTracker
 from .runtime.bucket import Bucket, StoredBucket
-from .runtime.events import Event
 from .runtime.flat_states import BucketStates, Options
 from .runtime.joining import Joining
 from .runtime.master_weights import MasterWeights
 from .runtime.offload import OffloadedStates, backend_for
+from .runtime.profiler_ranges import ProfilerRange
 from .runtime.streams import Streams
 from .runtime.unit_order import UnitOrder
-from .step.classes import InnerOptimizers
+from .step.classes import UserOptimizers
 from .step.partition import check_partitions, choose_partitions
 from .step.update import Update
 
@@ -61,7 +61,7 @@ _MASTER = "master weights"  # a key among the names of states; it has a space, w
 
 def build(
     config: Config,
-    inners: InnerOptimizers,
+    user_optimizers: UserOptimizers,
     listed: Sequence[Tensor],
     device: torch.device,
     find_meta: Callable[[], Materializer | None],
@@ -71,7 +71,7 @@ def build(
     Args:
         config: the checked arguments of the optimizer. Nothing keeps it: its functions may refer to whoever holds this
             optimizer.
-        inners: the user's optimizer classes.
+        user_optimizers: the user's optimizer classes.
         listed: the parameters that they will train.
         device: the device of the parameters; for meta parameters, the one on which they will get memory.
         find_meta: returns the materializer of the module's meta tensors, or None.
@@ -84,28 +84,28 @@ def build(
     streams, backwards, joining = Streams(), BackwardTracker(), Joining()
     unit_order = UnitOrder(joining)
     choice = build_collective(group, config.collective, device, config.sharding_factor)
-    transport, shards = choice.collective.transport, choice.shards
-    post_forward_group = _post_forward_group(shards, device, reshard_group_size)
+    transport, shard_group = choice.collective.transport, choice.shard_group
+    post_forward_group = _post_forward_group(shard_group, device, reshard_group_size)
     transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
     try:
         check_modules(config.module)
         check_not_in_units(config.module)
-        bucket_sizes = config.bucket_sizes(listed, device, shards.world_size, choice.hosts)
+        bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts)
         materializer = find_meta()
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
         if config.stage.parameters is Placement.WHOLE:
-            storage = ParameterStorage(transport, shards, config.module, config.precision, materializer)
+            storage = ParameterStorage(transport, shard_group, config.module, config.precision, materializer)
         else:
             storage = ShardedStorage(
                 transport,
-                shards,
+                shard_group,
                 _module_of_units(config),
                 choice.collective,
                 config.units,
                 bucket_sizes,
                 config.precision,
                 post_forward_group,
-                reshard_group_size == 1 < shards.world_size,
+                reshard_group_size == 1 < shard_group.world_size,
                 materializer,
                 streams,
                 backwards,
@@ -119,7 +119,7 @@ def build(
         storage.buckets,
         config.stage,
         transport,
-        shards,
+        shard_group,
         choice.collective,
         streams,
         backwards,
@@ -139,22 +139,22 @@ def build(
         offload_backend=offload_backend,
         streams=streams,
         joining=joining,
-        inners=inners,
+        user_optimizers=user_optimizers,
         storage=storage,
         reducer=reducer,
-        update=Update(config.stage, transport, shards, choice.collective, storage, reducer.means, inners),
+        update=Update(config.stage, transport, shard_group, choice.collective, storage, reducer.means, user_optimizers),
     )
 
 
-def _post_forward_group(shards: Transport, device: torch.device, size: int) -> Choice | None:
+def _post_forward_group(shard_group: Transport, device: torch.device, size: int) -> Choice | None:
     """Return the ``size`` ranks that share a unit between its forward and its backward. Collective.
 
     Returns None if that is a single rank, or all ranks that share one copy.
     """
-    if size in (1, shards.world_size):
+    if size in (1, shard_group.world_size):
         return None
-    choice = build_collective(shards.sibling(3), "auto", device, size)
-    shards.attach(choice.collective.transport, range(shards.world_size))
+    choice = build_collective(shard_group.sibling(3), "auto", device, size)
+    shard_group.attach(choice.collective.transport, range(shard_group.world_size))
     return choice
 
 
@@ -178,7 +178,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         for line in new.warnings if parts.transport.rank == 0 else ():
             warnings.warn(line, stacklevel=3)
         for number, names in new.elementwise.items():
-            parts.inners[number].note_elementwise(names)
+            parts.user_optimizers[number].note_elementwise(names)
         storage.check_replicas(new.replicated)
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.materialize()
@@ -190,15 +190,15 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
             parts.streams.use({bucket.weights.data.device for bucket in (*storage.buckets, *stored)})
             buckets: list[Bucket] = []
             for bucket in stored:
-                grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, parts.shards, parts.streams)
+                grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, parts.shard_group, parts.streams)
                 buckets.append(Bucket(bucket, grad, states.of(bucket, [*storage.buckets, *buckets])))
             storage.add(buckets)
         parts.reducer.watch(buckets)
-        for rest in storage.rest_buckets():
+        for rest in storage.unlisted_buckets():
             for parameter in rest.parameters:
                 parts.reducer.hooks.take_over(parameter)
     parts.cast_inputs()
-    parts.inners.lists.keep(all_groups, storage.listed())
+    parts.user_optimizers.lists.keep(all_groups, storage.listed())
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ def _agree(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
 def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewParameters:
     """Check and describe the parameters of the groups from ``first`` on. Local; changes no parameter."""
     storage, groups = parts.storage, all_groups[first:]
-    asked = {number: group.pop("partition", parts.partition) for number, group in enumerate(groups, start=first)}
-    check_partitions(asked)
+    requested = {number: group.pop("partition", parts.partition) for number, group in enumerate(groups, start=first)}
+    check_partitions(requested)
     check_buffers(parts.module)
     known = sum(len(group["params"]) for group in all_groups[:first])
     dtypes = Dtypes.all if parts.precision is None else parts.precision.of
@@ -259,11 +259,11 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     check_one_device([*storage.layout.parameters, *described], why_one_device(parts.stage, parts.offload is not None))
     named = [(spec.name, parameter) for spec, parameter in zip(described, found, strict=True)]
     check_free(named)
-    if first and parts.reducer.is_open:  # else zero_grad() is due, which clears them, too
+    if first and parts.reducer.schedule.is_open:  # else zero_grad() is due, which clears them, too
         check_no_gradients(named)
     storage.prepare(found)
-    described, said, states = choose_partitions(parts.inners, all_groups, described, asked)
-    return _NewParameters(found, described, replicated, said, states)
+    described, lines, states = choose_partitions(parts.user_optimizers, all_groups, described, requested)
+    return _NewParameters(found, described, replicated, lines, states)
 
 
 def _lines(parts: Parts, new: _NewParameters) -> list[str]:
@@ -273,7 +273,7 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
     return [
         settings,
         f"precision {parts.precision}",
-        f"optimizer {parts.inners.names()}",
+        f"optimizer {parts.user_optimizers.names()}",
         *(spec.line() for spec in new.specs),
         *parts.storage.lines(),
         *(f"buffer {name} {list(buffer.shape)} {buffer.dtype} {type(buffer).__name__}" for name, buffer in buffers),
@@ -298,7 +298,7 @@ class _NewStates:
 
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
         self._parts, self._groups, self._layout = parts, all_groups, layout
-        self._wide: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
+        self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
         if parts.offload_backend is not None:
             self._reserve(layout.buckets[first:])
@@ -308,7 +308,7 @@ class _NewStates:
         if self._layout.members(bucket)[0].trainable:  # frozen ones may never be updated
             begin, end = self._interval(bucket)
             mine, empty = whole[begin:end], self._room_for_masters(bucket)
-            self._wide[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
+            self._masters[bucket.index] = mine.clone() if empty is None else empty().copy_(mine)
             if bucket.index in self._stores:
                 self._stores[bucket.index].evict({})
 
@@ -317,18 +317,18 @@ class _NewStates:
 
         ``before``: the buckets that there are already. The class's own counters are those of the first one of them.
         """
-        spec, weights = bucket.spec, bucket.updated_weights(self._parts.stage, self._parts.shards.rank)
+        spec, weights = bucket.spec, bucket.updated_weights(self._parts.stage, self._parts.shard_group.rank)
         master = None
         if spec.dtypes.has_master:
-            wide, room = self._wide.pop(spec.index, None), self._room_for_masters(spec)
+            wide, room = self._masters.pop(spec.index, None), self._room_for_masters(spec)
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
-        inners, number = self._parts.inners, bucket.specs[0].optimizer_class
+        user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
         alike = (each.states.instance for each in before if each.specs[0].optimizer_class == number)
-        instance = inners[number].instance(next(alike, None))
+        instance = user_optimizers[number].instance(next(alike, None))
         groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
-        store, whole = self._stores.get(spec.index), bucket.specs[0].whole
-        states = BucketStates(instance, spec, weights, groups, shapes, master, store, whole=whole)
-        inners[number].begin(states, inners.groups_of(number, self._groups))
+        store, one_owner = self._stores.get(spec.index), bucket.specs[0].one_owner
+        states = BucketStates(instance, spec, weights, groups, shapes, master, store, one_owner=one_owner)
+        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
         states.evict()
         return states
 
@@ -352,17 +352,17 @@ class _NewStates:
                 names[bucket.index],
                 bucket.dtypes.master_dtype,
                 torch.device(bucket.device),
-                Event(f"prefetch bucket {bucket.index}", rank),
-                Event(f"evict bucket {bucket.index}", rank),
+                ProfilerRange(f"prefetch bucket {bucket.index}", rank),
+                ProfilerRange(f"evict bucket {bucket.index}", rank),
             )
 
     def _interval(self, bucket: BucketSpec) -> tuple[int, int]:
         """Return the interval of a bucket that this rank updates."""
-        return self._parts.stage.update_interval(bucket, self._parts.shards.rank)
+        return self._parts.stage.update_interval(bucket, self._parts.shard_group.rank)
 
     def _names(self, bucket: BucketSpec) -> list[str]:
         """Return the names of the tensors that are kept for a bucket."""
-        inner = self._parts.inners[self._layout.members(bucket)[0].optimizer_class]
+        inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
         masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
         return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
 

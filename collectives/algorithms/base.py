@@ -28,11 +28,11 @@ class Collective(Protocol):
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """Add all ranks' contributions to this rank's slice onto ``start`` and put the sum in ``out``.
+        """Add all ranks' contributions to this rank's shard onto ``start`` and put the sum in ``out``.
 
-        ``source``: this rank's contribution to every slice, 1-D. The algorithm may overwrite it until ``wait`` returns.
-        ``out``: as long as this rank's slice, in the accumulator's dtype. It may share memory with this rank's own
-        slice of ``source``, or be ``start``.
+        ``source``: this rank's contribution to every shard, 1-D. The algorithm may overwrite it until ``wait`` returns.
+        ``out``: as long as this rank's shard, in the accumulator's dtype. It may share memory with this rank's own
+        shard of ``source``, or be ``start``.
         ``start``: the sum so far, in ``out``'s dtype, or None. The algorithm may overwrite it, too, and reads it only
         in ``wait``.
         If `exact` is True, the sum is formed in rank order: ((start + x_0) + x_1) + ...
@@ -42,4 +42,4 @@ class Collective(Protocol):
         """
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """Fill each slice of ``buffer`` with its owner's values. This rank's own slice is the input."""
+        """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""

@@ -1,16 +1,16 @@
 """Several hosts: shared memory inside a host, and as few crossings between hosts as the order of the sum allows.
 
-The sum of a slice is formed in rank order, ((start + x_0) + x_1) + ... A *run* is a row of neighbouring ranks on one
-host. The running sum visits the first runs, host by host. On each host one rank adds all contributions of the run,
-which it reads in shared memory. Then the sum goes home to the owner, who adds the rest: contributions of its own host
-from shared memory, and those of other hosts directly, one message for each rank.
+The sum of a shard is formed in rank order, ((start + x_0) + x_1) + ... A *segment* is a row of neighbouring ranks on
+one host. The running sum visits the first segments, host by host. On each host one rank adds all contributions of the
+segment, which it reads in shared memory. Then the sum goes home to the owner, who adds the rest: contributions of its
+own host from shared memory, and those of other hosts directly, one message for each rank.
 
     hosts A = {0, 1}, B = {2, 3}, no sum so far
-    slice of rank 2:    A: x_0 + x_1  ->  B, at home: + x_2 + x_3                       1 crossing
-    slice of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
+    shard of rank 2:    A: x_0 + x_1  ->  B, at home: + x_2 + x_3                       1 crossing
+    shard of rank 0:    A: x_0 + x_1  ->  B: + x_2 + x_3  ->  A, home                   2 crossings
                    or:  A, at home: x_0 + x_1 + x_2 + x_3, where x_2 and x_3 crossed    2 crossings
 
-`plans` chooses, and says how often a slice crosses. In an all-gather each slice crosses hosts - 1 times: to one rank of
+`plans` chooses, and says how often a shard crosses. In an all-gather each shard crosses hosts - 1 times: to one rank of
 each other host, where the other ranks read it.
 
 Knows: which ranks share a host. Does not know: how hosts were found, or what moves bytes.
@@ -44,7 +44,7 @@ class Hierarchical:
         """``transport``: over a backend whose ranks map the memory of the ranks of their own host."""
         self.transport = transport
         self.hosts = Hosts(hosts)
-        # A rank passes sums and slices on in a wait, perhaps after it has launched later collectives: so these messages
+        # A rank passes sums and shards on in a wait, perhaps after it has launched later collectives: so these messages
         # have an order of their own.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
@@ -126,7 +126,7 @@ class _HierarchicalReduceScatter:
 
     # -- what is sent and expected at once ----------------------------------------------------------------------------
 
-    def _slice(self, tensor: Tensor, owner: int) -> Tensor:
+    def _shard(self, tensor: Tensor, owner: int) -> Tensor:
         return tensor[self._bounds[owner] : self._bounds[owner + 1]]
 
     def _chunks(self, owner: int) -> Iterator[tuple[int, int]]:
@@ -141,7 +141,7 @@ class _HierarchicalReduceScatter:
         """Receive a sum that its sender forms chunk by chunk: one message a chunk."""
         target = self._scratch(self._out.dtype, owner)
         works = [
-            self._onward.irecv(target[low:high], source, self._tag, whole=True, one_way=True)
+            self._onward.irecv(target[low:high], source, self._tag, in_one_part=True, one_way=True)
             for low, high in self._chunks(owner)
         ]
         return _Arriving(target, works)
@@ -171,7 +171,7 @@ class _HierarchicalReduceScatter:
         rank = self._transport.rank
         for plan in plans:
             if plan.owner != rank and plan.owner not in self._neighbours and rank in plan.stops[-1].adds:
-                yield self._transport.isend(self._slice(self._source, plan.owner), plan.owner, self._tag, one_way=True)
+                yield self._transport.isend(self._shard(self._source, plan.owner), plan.owner, self._tag, one_way=True)
 
     # -- what is done in a wait ---------------------------------------------------------------------------------------
 
@@ -191,17 +191,17 @@ class _HierarchicalReduceScatter:
             # host synchronisation: copies parts that came through the host's memory to the device of the sum
             ordered_sum([part.tensor[low:high].to(out.device) for part in parts], out[low:high])
             if onward is not None:
-                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, whole=True, one_way=True))
+                self._sends.append(self._onward.isend(out[low:high], onward, self._tag, in_one_part=True, one_way=True))
 
     def _contribution(self, rank: int, owner: int) -> _Arriving:
         if rank in self._direct:
             return self._direct[rank]
         whole = self._mapped.tensor(rank) if rank in self._neighbours else self._source
-        return _Arriving(self._slice(whole, owner), ())
+        return _Arriving(self._shard(whole, owner), ())
 
 
 class _HierarchicalAllGather:
-    """A slice goes to its owner's neighbours, and to one rank of each other host, which exposes it there."""
+    """A shard goes to its owner's neighbours, and to one rank of each other host, which exposes it there."""
 
     def __init__(self, algorithm: Hierarchical, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> None:
         t, hosts, neighbours = algorithm.transport, algorithm.hosts, algorithm.neighbours
@@ -215,7 +215,7 @@ class _HierarchicalAllGather:
             if delegate == t.rank:
                 target = self._readable_target(owner)
                 self._arriving[owner] = _Arriving(target, [t.irecv(target, owner, tag, one_way=True)])
-        own = t.peer_readable(self._slice(t.rank))
+        own = t.peer_readable(self._shard(t.rank))
         self._exposed = [t.expose(own, [(to, 0, own.numel()) for to in neighbours], tag)]
         delegates = [hosts.delegate(t.rank, host) for host in range(len(hosts.ranks)) if host != here]
         self._sends = [t.isend(own, to, tag, one_way=True) for to in delegates]
@@ -229,24 +229,24 @@ class _HierarchicalAllGather:
             del self._unmapped[owner]
         for owner, arriving in list(self._arriving.items()):
             Chain(arriving.works).wait()
-            if arriving.tensor.data_ptr() != self._slice(owner).data_ptr():
-                self._slice(owner).copy_(arriving.tensor)
+            if arriving.tensor.data_ptr() != self._shard(owner).data_ptr():
+                self._shard(owner).copy_(arriving.tensor)
             spans = [(to, 0, arriving.tensor.numel()) for to in self._algorithm.neighbours]
             self._exposed.append(relay.expose(arriving.tensor, spans, self._tag))
             del self._arriving[owner]
         for owner, (source, mapped) in list(self._mapped.items()):
             mapped.wait()
-            self._slice(owner).copy_(mapped.tensor(source))  # host synchronisation: until a device has read it
+            self._shard(owner).copy_(mapped.tensor(source))  # host synchronisation: until a device has read it
             mapped.release()
             del self._mapped[owner]
         Chain([*self._sends, *self._exposed]).wait()
 
-    def _slice(self, owner: int) -> Tensor:
+    def _shard(self, owner: int) -> Tensor:
         return self._buffer[self._bounds[owner] : self._bounds[owner + 1]]
 
     def _readable_target(self, owner: int) -> Tensor:
-        """Return memory for an arriving slice that the neighbours can read: its own place, or scratch memory."""
-        t, place = self._algorithm.transport, self._slice(owner)
+        """Return memory for an arriving shard that the neighbours can read: its own place, or scratch memory."""
+        t, place = self._algorithm.transport, self._shard(owner)
         if t.peers_can_read(place):
             return place
         return t.scratch(place.numel(), place.dtype, torch.device("cpu"))

@@ -1,15 +1,15 @@
-"""Slices that several replicas hold: an algorithm inside each replica, and only sums of slices between replicas.
+"""Shards that several replicas hold: an algorithm inside each replica, and only sums of shards between replicas.
 
-    ranks 0 1 | 2 3 | 4 5, three replicas of two; rank 0, 2 and 4 own slice 0
+    ranks 0 1 | 2 3 | 4 5, three replicas of two; rank 0, 2 and 4 own shard 0
 
-    slice 0:  rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5      the sum goes on
+    shard 0:  rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5      the sum goes on
               rank 0                     <-  rank 2               <-  rank 4                   and comes back
 
 Sums of several buckets are on their way at a time: a rank that has passed one on goes on with the next, and waits for
 the total later. The input of a bucket is not needed any more then, so this takes no memory.
 
 A replica is a row of neighbouring ranks, so the sum is formed in rank order, as in a single replica. All replicas hold
-the same slices, so an all-gather stays inside a replica. Between replicas a slice travels twice, except at the ends,
+the same shards, so an all-gather stays inside a replica. Between replicas a shard travels twice, except at the ends,
 which is what a ring would send, and each rank talks to two others.
 
 Sums go by messages (`_Messages`), or on devices by the backend's own collectives (`_OnDevice`), without the host.
@@ -37,7 +37,7 @@ PASSING = "while passing a sum on"
 
 
 class _Hops(Protocol):
-    """How a sum goes through the replicas. ``before`` and ``after``: ranks that own the same slice; None at the ends.
+    """How a sum goes through the replicas. ``before`` and ``after``: ranks that own the same shard; None at the ends.
     ``onward``: for messages of its own, since a rank passes a sum on in a wait, perhaps after it has launched later
     collectives."""
 
@@ -62,7 +62,7 @@ class _Messages:
         self.onward, self.before, self.after = transport.sibling(1), before, after
 
     def arriving(self, start: Tensor, tag: Tag) -> Work:
-        assert self.before is not None, "the first replica adds to nobody's sum"
+        assert self.before is not None, "the first replica has no sum before its own"
         return self.onward.irecv(start, self.before, tag, one_way=True)
 
     def forth(self, out: Tensor, tag: Tag) -> Work:
@@ -83,12 +83,12 @@ class _OnDevice:
     """
 
     def __init__(self, transport: Transport, before: int | None, after: int | None, owners: Backend) -> None:
-        """``owners``: among the ranks that own this rank's slice, in the order of the replicas."""
+        """``owners``: among the ranks that own this rank's shard, in the order of the replicas."""
         self._transport, self.onward, self._owners = transport, transport.sibling(1), owners
         self.before, self.after = before, after
 
     def arriving(self, start: Tensor, tag: Tag) -> Work:
-        assert self.before is not None, "the first replica adds to nobody's sum"
+        assert self.before is not None, "the first replica has no sum before its own"
         announced = self.onward.irecv(start[:0], self.before, _digested(tag, start), one_way=True)
         return _Announced(self._transport, announced, lambda: self._moved(start, tag, 0, 1, self._owners.take_from, -1))
 
@@ -134,17 +134,17 @@ class _Announced:
 
 
 class Replicated:
-    """Reduce-scatter over all ranks onto the slices of each replica, and all-gather inside a replica.
+    """Reduce-scatter over all ranks onto the shards of each replica, and all-gather inside a replica.
 
     ``bounds`` are for the ranks of a replica, `shards`, not for those of `transport`."""
 
     def __init__(self, transport: Transport, inner: Collective, owners: Backend | None = None) -> None:
         """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks. ``owners``: of
         `_OnDevice`, if sums go from device to device."""
-        self.transport, self.inner, self.shards = transport, inner, inner.transport
-        width = self.shards.world_size
-        first = transport.rank - self.shards.rank
-        transport.attach(self.shards, range(first, first + width))
+        self.transport, self.inner, self.shard_group = transport, inner, inner.transport
+        width = self.shard_group.world_size
+        first = transport.rank - self.shard_group.rank
+        transport.attach(self.shard_group, range(first, first + width))
         self.name, self.exact = inner.name, inner.exact
         before = transport.rank - width if transport.rank >= width else None
         after = transport.rank + width if transport.rank + width < transport.world_size else None
@@ -160,7 +160,7 @@ class Replicated:
         return _HybridReduceScatter(self, source, bounds, out, start, tag, self.transport.announce_round(tag))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Every replica has the same slices."""
+        """See `collectives.Collective.all_gather`. Every replica has the same shards."""
         return self.inner.all_gather(buffer, bounds, tag=tag)
 
 
@@ -181,7 +181,7 @@ class _HybridReduceScatter:
         hops, works = algorithm.hops, [announced]
         if hops.before is not None:
             if start is None:
-                start = algorithm.shards.scratch(out.numel(), out.dtype, out.device)
+                start = algorithm.shard_group.scratch(out.numel(), out.dtype, out.device)
             works.append(hops.arriving(start, tag))
         works.append(algorithm.inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
         hops.onward.post_remaining()

@@ -1,13 +1,13 @@
-"""Direct exchange: every owner receives each rank's contribution to its slice and adds them up in rank order.
+"""Direct exchange: every owner receives each rank's contribution to its shard and adds them up in rank order.
 
     rank 0 | x00 | x01 | x02 |        owner 0:  start + x00 + x10 + x20
     rank 1 | x10 | x11 | x12 |        owner 1:  start + x01 + x11 + x21
     rank 2 | x20 | x21 | x22 |        owner 2:  start + x02 + x12 + x22
 
-A rank sends all of its contribution except its own slice, as in a ring, and the sum is that of a single process.
+A rank sends all of its contribution except its own shard, as in a ring, and the sum is that of a single process.
 Receives are posted before sends, which halves the time on a real network. (Those behind the first chunk are posted
 while the first send is under way.) Everything travels in chunks, and chunks are added up while later ones arrive. An
-empty slice is a header without bytes, so every rank hears from every other rank.
+empty shard is a header without bytes, so every rank hears from every other rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .running import ADDING_UP
 
 
 class _PairwiseReduceScatter:
-    """``pieces``: for each chunk of the owner's slice, the receives, the parts in rank order, and the sum."""
+    """``pieces``: for each chunk of the owner's shard, the receives, the parts in rank order, and the sum."""
 
     def __init__(
         self, transport: Transport, pieces: Sequence[tuple[Chain, list[Tensor], Tensor]], sends: Sequence[Work]
@@ -53,7 +53,7 @@ class Pairwise:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Receives (W - 1) slices into scratch memory."""
+        """See `collectives.Collective.reduce_scatter`. Receives (W - 1) shards into scratch memory."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         width = -(-(high - low) // GRAIN) * GRAIN  # each contribution begins on a boundary
@@ -71,7 +71,7 @@ class Pairwise:
         )
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Each slice arrives in its place, without scratch memory."""
+        """See `collectives.Collective.all_gather`. Each shard arrives in its place, without scratch memory."""
         t = self.transport
         recvs = [t.irecv(buffer[bounds[source] : bounds[source + 1]], source, tag) for source in t.peers()]
         own = buffer[bounds[t.rank] : bounds[t.rank + 1]]

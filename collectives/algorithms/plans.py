@@ -1,7 +1,7 @@
 """How a sum is formed over several hosts: the ranks at which it stops, and what crosses between hosts.
 
-With no sum so far a slice crosses at least hosts - 1 times. With one rank a host it crosses exactly so often, by direct
-exchange, as in a ring. With several ranks a host: hosts - 1 times for slices of the last host (in rank order), and once
+With no sum so far a shard crosses at least hosts - 1 times. With one rank a host it crosses exactly so often, by direct
+exchange, as in a ring. With several ranks a host: hosts - 1 times for shards of the last host (in rank order), and once
 more for the others, as the sum has to come home; on average over H equal hosts H - 1/H times. A sum so far, which has
 to reach the first host, costs up to one crossing more.
 
@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 
 class Hosts:
-    """``ranks``: of each host, ascending. ``of``: rank -> host. ``runs``: all ranks in order, cut at each new host."""
+    """``ranks``: of each host, ascending. ``of``: rank -> host. ``segments``: the ranks in order, cut at each new
+    host."""
 
     def __init__(self, ranks: Sequence[Sequence[int]]) -> None:
         self.ranks = tuple(map(tuple, ranks))
         self.of = {rank: host for host, members in enumerate(self.ranks) for rank in members}
-        self.runs = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
+        self.segments = [list(run) for _, run in itertools.groupby(sorted(self.of), key=self.of.__getitem__)]
 
     def delegate(self, owner: int, host: int) -> int:
         """Return the rank of ``host`` that works for ``owner``: the owner itself at home, else evenly spread."""
@@ -34,7 +35,7 @@ class Hosts:
 
 @dataclass(frozen=True)
 class Stop:
-    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a slice."""
+    """A rank that adds the contributions of ``adds``, in this order, to the running sum of a shard."""
 
     at: int
     adds: tuple[int, ...]
@@ -42,7 +43,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the sum of one owner's slice is formed. The last stop is the owner. The other stops add contributions of
+    """How the sum of one owner's shard is formed. The last stop is the owner. The other stops add contributions of
     their neighbours only. A sum so far is sent to the first stop."""
 
     owner: int
@@ -51,8 +52,8 @@ class Plan:
 
     @classmethod
     def of(cls, hosts: Hosts, owner: int, length: int, started: bool, travel: int, accumulate: int) -> Plan:
-        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.runs[:length]]
-        rest = tuple(rank for run in hosts.runs[length:] for rank in run)
+        stops = [Stop(hosts.delegate(owner, hosts.of[run[0]]), tuple(run)) for run in hosts.segments[:length]]
+        rest = tuple(rank for run in hosts.segments[length:] for rank in run)
         if stops and stops[-1].at == owner:
             rest = stops.pop().adds + rest
         stops.append(Stop(owner, rest))
@@ -63,7 +64,7 @@ class Plan:
 
     @property
     def bytes_per_element(self) -> int:
-        """Bytes that cross between hosts, for an element of the owner's slice."""
+        """Bytes that cross between hosts, for an element of the owner's shard."""
         return sum(size for _, _, size in self.links)
 
 
@@ -72,7 +73,7 @@ def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Pla
     keeps the load of the busiest link low.
 
     ``started``: the owner has a sum so far. ``travel`` and ``accumulate``: bytes of an element of a contribution and of
-    a sum. Slices count as equally long.
+    a sum. Shards count as equally long.
     """
     choices = {owner: _cheapest(hosts, owner, started, travel, accumulate) for owner in sorted(hosts.of)}
     load: Counter[tuple[int, bool]] = Counter()  # (host, outwards) -> bytes
@@ -84,7 +85,7 @@ def plans(hosts: Hosts, started: bool, travel: int, accumulate: int) -> list[Pla
 
 
 def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: int) -> int:
-    """Return the bytes that cross between hosts for one element of every owner's slice, as the sum over `plans` of
+    """Return the bytes that cross between hosts for one element of every owner's shard, as the sum over `plans` of
     ``hosts`` hosts with ``ranks`` neighbouring ranks each. It needs no plans, whose number grows with the ranks.
 
     A plan stops at the first hosts, ends at home, and gets what is left directly. Its bytes are linear in the number
@@ -105,7 +106,7 @@ def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: 
 
 def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:
     """Return all plans with the fewest bytes, the shortest first."""
-    found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.runs) + 1)]
+    found = [Plan.of(hosts, owner, length, started, travel, accumulate) for length in range(len(hosts.segments) + 1)]
     least = min(plan.bytes_per_element for plan in found)
     return [plan for plan in found if plan.bytes_per_element == least]
 

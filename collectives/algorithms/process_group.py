@@ -29,7 +29,7 @@ MOST_PADDING = 0.5  # of the elements of an all-gather
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How this rank gets the contributions to its slice. ``parts``: to be added up, in this order, when ``call`` is
+    """How this rank gets the contributions to its shard. ``parts``: to be added up, in this order, when ``call`` is
     done. ``sent`` and ``received``: bytes of payload."""
 
     call: Callable[[Backend], Pending]
@@ -58,7 +58,7 @@ class ProcessGroupAlgorithm(ABC):
 
     @abstractmethod
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Plan the reduce-scatter of ``source``. ``numel``: elements of this rank's slice."""
+        """Plan the reduce-scatter of ``source``. ``numel``: elements of this rank's shard."""
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
@@ -88,9 +88,9 @@ class ProcessGroupAlgorithm(ABC):
         return begun(t, tag, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Equal slices arrive in their place. Uneven slices are padded to the
+        """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
         longest, in scratch memory as long as all of them, and the padding is counted as payload. If it would be more
-        than `MOST_PADDING`, as with one owner for each parameter, each owner broadcasts its slice instead."""
+        than `MOST_PADDING`, as with one owner for each parameter, each owner broadcasts its shard instead."""
         t = self.transport
         if t.world_size == 1:
             return Chain(())
@@ -121,12 +121,12 @@ class ProcessGroupAlgorithm(ABC):
         return work
 
     def _all_broadcast(self, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
-        """Let each owner broadcast its slice into its place."""
+        """Let each owner broadcast its shard into its place."""
         t = self.transport
-        slices = [(rank, buffer[low:high]) for rank, (low, high) in enumerate(itertools.pairwise(bounds)) if high > low]
+        shards = [(rank, buffer[low:high]) for rank, (low, high) in enumerate(itertools.pairwise(bounds)) if high > low]
 
         def call(backend: Backend) -> Pending:
-            return Several([backend.broadcast(as_bytes(each), rank) for rank, each in slices])
+            return Several([backend.broadcast(as_bytes(each), rank) for rank, each in shards])
 
         work = self._start(tag, bounds, buffer.dtype, call, nothing)
         own = (bounds[t.rank + 1] - bounds[t.rank]) * buffer.itemsize
@@ -153,7 +153,7 @@ class AllToAll(ProcessGroupAlgorithm):
     exact = True
 
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Receive W slices, this rank's own among them, into scratch memory."""
+        """Receive W shards, this rank's own among them, into scratch memory."""
         t = self.transport
         sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
         own = sizes[t.rank]
@@ -167,7 +167,7 @@ class AllToAll(ProcessGroupAlgorithm):
 
 
 class Native(ProcessGroupAlgorithm):
-    """The reduce-scatter and all-gather of torch.distributed, on slices that are padded to equal length. It is the
+    """The reduce-scatter and all-gather of torch.distributed, on shards that are padded to equal length. It is the
     baseline, and sends least between hosts over NCCL.
 
     The backend has an order of sums of its own. Payload is counted as a ring would send it, padding included.
@@ -177,7 +177,7 @@ class Native(ProcessGroupAlgorithm):
     exact = False
 
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Add up in ``source``'s dtype. The padded slices and the sum are in scratch memory."""
+        """Add up in ``source``'s dtype. The padded shards and the sum are in scratch memory."""
         t = self.transport
         width = max(high - low for low, high in itertools.pairwise(bounds))
         padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()

@@ -1,11 +1,11 @@
 """A ring of neighbours, W - 1 rounds: the textbook algorithm, for comparison.
 
-The sum of a slice travels around the ring and is formed in the order of the ring, which begins behind the owner. That
+The sum of a shard travels around the ring and is formed in the order of the ring, which begins behind the owner. That
 is another order than rank order, and so gives other bits. It is exact where sums are (integer-valued gradients).
 
-    round 0:  rank r sends slice r - 1 (mod W); what it receives it adds to slice r - 2, which it sends in round 1 ...
+    round 0:  rank r sends shard r - 1 (mod W); what it receives it adds to shard r - 2, which it sends in round 1 ...
 
-Slices travel in chunks. A chunk goes on as soon as it was added, while later chunks of its slice still arrive. A rank
+Shards travel in chunks. A chunk goes on as soon as it was added, while later chunks of its shard still arrive. A rank
 sends to one neighbour and receives from the other alone. If any other rank failed, it could not learn of that: so all
 ranks announce themselves to each other before the first round.
 """
@@ -49,7 +49,7 @@ class Ring:
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Adds up in ``source``'s dtype, in the order of the ring.
-        Receives into scratch memory, for each round as long as its slice."""
+        Receives into scratch memory, for each round as long as its shard."""
         t = self.transport
         parts = [source[low:high] for low, high in itertools.pairwise(bounds)]
 
@@ -79,19 +79,23 @@ class Ring:
         """Send ``order[0]``. Then send each chunk that arrives on in the next round, except in the last round.
 
         ``arriving``: the memory into which the chunks of ``order[1:]`` are received. ``add``: is called with a chunk of
-        this rank's slice and the one that arrived, before the former is sent on.
+        this rank's shard and the one that arrived, before the former is sent on.
         """
         t = self.transport
         right, left = (t.rank + 1) % t.world_size, (t.rank - 1) % t.world_size
         recvs = [
-            [t.irecv(target[begin:end], left, tag, whole=True, one_way=True) for begin, end in chunks(target.numel())]
+            [
+                t.irecv(target[begin:end], left, tag, in_one_part=True, one_way=True)
+                for begin, end in chunks(target.numel())
+            ]
             for target in arriving
         ]
         first = order[0]
         sends: list[Work] = []
         if arriving:
             sends = [
-                t.isend(first[begin:end], right, tag, whole=True, one_way=True) for begin, end in chunks(first.numel())
+                t.isend(first[begin:end], right, tag, in_one_part=True, one_way=True)
+                for begin, end in chunks(first.numel())
             ]
         for part, target, works in zip(order[1:], arriving, recvs, strict=True):
             for (begin, end), work in zip(chunks(part.numel()), works, strict=True):
@@ -99,5 +103,5 @@ class Ring:
                 if add is not None:
                     add(part[begin:end], target[begin:end])
                 if part is not order[-1]:
-                    sends.append(t.isend(part[begin:end], right, tag, whole=True, one_way=True))
+                    sends.append(t.isend(part[begin:end], right, tag, in_one_part=True, one_way=True))
         Chain(sends).wait()

@@ -72,7 +72,7 @@ class Shared:
         return _Reading(t, mapped, exposed, read)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. One copy out of each peer's slice."""
+        """See `collectives.Collective.all_gather`. One copy out of each peer's shard."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         mapped = t.map_buffers([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)

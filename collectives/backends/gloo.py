@@ -103,8 +103,14 @@ class GlooBackend(Backend):
     name = "gloo"
     has_collectives = True
 
-    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.group = group
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        timeout: float,
+        part_of: tuple[GlooBackend, Sequence[Sequence[int]]] | None = None,
+    ) -> None:
+        """``part_of``: the backend of which this is a part, and all parts of that."""
+        self.group, self._part_of = group, part_of
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
@@ -113,7 +119,6 @@ class GlooBackend(Backend):
         self._under_way = set[_TorchPending]()
         self._on_streams = _UnderWay()
         self._parts: list[GlooBackend] = []
-        self._whole: tuple[GlooBackend, Sequence[Sequence[int]]] | None = None  # of which this is a part, and all parts
         weakref.finalize(group, self._under_way.clear).atexit = False
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
@@ -136,18 +141,17 @@ class GlooBackend(Backend):
 
     @property
     def has_parts(self) -> bool:
-        if self._whole is not None:
+        if self._part_of is not None:
             return True
         everyone = range(self.world_size)
         return [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
 
     def part(self, parts: Sequence[Sequence[int]]) -> GlooBackend:
-        if self._whole is not None:  # the ranks of the other parts make theirs at the same time
-            whole, siblings = self._whole
-            return whole.part([[sibling[place] for place in part] for sibling in siblings for part in parts])
+        if self._part_of is not None:  # the ranks of the other parts make theirs at the same time
+            backend, siblings = self._part_of
+            return backend.part([[sibling[place] for place in part] for sibling in siblings for part in parts])
         group = _PARTS.of(self.group, tuple(map(tuple, parts)), self.rank, self.timeout)
-        mine = GlooBackend(group, self.timeout)
-        mine._whole = self, parts
+        mine = GlooBackend(group, self.timeout, (self, parts))
         self._parts.append(mine)
         return mine
 

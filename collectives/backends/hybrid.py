@@ -26,28 +26,28 @@ class HybridBackend(Backend):
         self._remote, self._local = remote, local
         self._local_ranks = {rank: offset for offset, rank in enumerate(ranks)}
 
+    def _reaching(self, rank: int) -> tuple[Backend, int]:
+        """Return the backend that reaches a rank, and the rank's number there."""
+        return (self._local, self._local_ranks[rank]) if rank in self._local_ranks else (self._remote, rank)
+
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
-        if to in self._local_ranks:
-            return self._local.send(tensor, self._local_ranks[to], slot)
-        return self._remote.send(tensor, to, slot)
+        backend, rank = self._reaching(to)
+        return backend.send(tensor, rank, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        if source in self._local_ranks:
-            return self._local.recv(tensor, self._local_ranks[source], slot)
-        return self._remote.recv(tensor, source, slot)
+        backend, rank = self._reaching(source)
+        return backend.recv(tensor, rank, slot)
 
     def needs_posted_recv(self, source: int) -> bool:
         return source not in self._local_ranks
 
     def send_bytes(self, data: bytes, to: int, slot: int, patience: float | None = None) -> Pending:
-        if to in self._local_ranks:
-            return self._local.send_bytes(data, self._local_ranks[to], slot, patience)
-        return self._remote.send_bytes(data, to, slot)
+        backend, rank = self._reaching(to)
+        return backend.send_bytes(data, rank, slot, patience)
 
     def recv_bytes(self, size: int, source: int, slot: int) -> PendingBytes:
-        if source in self._local_ranks:
-            return self._local.recv_bytes(size, self._local_ranks[source], slot)
-        return self._remote.recv_bytes(size, source, slot)
+        backend, rank = self._reaching(source)
+        return backend.recv_bytes(size, rank, slot)
 
     def close_slot(self, to: int, slot: int) -> None:
         if to in self._local_ranks:

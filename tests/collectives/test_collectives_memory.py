@@ -79,7 +79,7 @@ def test_buckets_are_launched_in_order_as_soon_as_they_may(
     queue = BucketQueue(log.launch, limit)
     for order, readiness, count in rounds:
         assert queue.done
-        queue.begin(order)
+        queue.begin_round(order)
         ready: set[int] = set()
         for bucket in readiness[:count]:
             queue.ready(bucket)
@@ -97,12 +97,12 @@ def test_buckets_are_launched_in_order_as_soon_as_they_may(
 def test_a_round_cannot_begin_inside_another() -> None:
     log = Launches()
     queue = BucketQueue(log.launch, 2)
-    queue.begin([0, 1])
+    queue.begin_round([0, 1])
     queue.ready(1)
     with pytest.raises(RuntimeError, match="before the last one was complete"):
-        queue.begin([0, 1])
+        queue.begin_round([0, 1])
     queue.finish()
-    queue.begin([5])
+    queue.begin_round([5])
     queue.ready(5)
     assert (log.launched, log.completed) == ([0, 1, 5], [0, 1])
     queue.drain()

@@ -26,7 +26,7 @@ from collectives import (
     peer_links,
 )
 from collectives import build as build_collective
-from collectives.control_plane import GRACE, MESH_RANKS, Place, Tree, pack_messages, unpack_messages
+from collectives.control_plane import GRACE, MESH_RANKS, Tree, TreeNode, pack_messages, unpack_messages
 from collectives.messages import HEADER_BYTES
 from collectives.messenger import SMALL, Messenger
 from zero import ZeroOptimizer
@@ -49,7 +49,7 @@ def groups(ranks: Sequence[int], count: int) -> list[Sequence[int]]:
 def test_every_rank_has_one_way_to_the_root(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(2, 40))
     hosts = data.draw(hosts_of(world_size))
-    places = [Place.of(rank, hosts) for rank in range(world_size)]
+    places = [TreeNode.of(rank, hosts) for rank in range(world_size)]
     order = [rank for host in hosts for rank in host]
     for rank, place in enumerate(places):
         came = [rank, *(other for ranks in place.below.values() for other in ranks)]
@@ -68,7 +68,7 @@ def test_whoever_waits_for_a_rank_waits_longer_than_that_rank(data: st.DataObjec
     """So the error of the one that waits for the culprit itself comes first."""
     world_size = data.draw(st.integers(2, 40))
     hosts = data.draw(hosts_of(world_size))
-    places = [Place.of(rank, hosts) for rank in range(world_size)]
+    places = [TreeNode.of(rank, hosts) for rank in range(world_size)]
     for rank, place in enumerate(places):
         assert set(place.chains) == {*place.below, place.parent} - {None}
         for neighbour, chain in place.chains.items():

@@ -50,7 +50,7 @@ class Staged(Plain):
 def test_a_bucket_is_passed_on_before_another_is_launched_and_completed_when_it_is_far_behind() -> None:
     log = Log()
     queue = BucketQueue(log.launch, 1, 2)
-    queue.begin(range(4))
+    queue.begin_round(range(4))
     for bucket in range(4):
         queue.ready(bucket)
     queue.finish()
@@ -64,7 +64,7 @@ def test_a_bucket_is_passed_on_before_another_is_launched_and_completed_when_it_
 def test_works_that_cannot_be_passed_on_are_completed_in_their_turn() -> None:
     log = Log(staged=False)
     queue = BucketQueue(log.launch, 1, 2)
-    queue.begin(range(2))
+    queue.begin_round(range(2))
     queue.finish()
     assert log.events == ["launch 0", "wait 0", "launch 1", "wait 1", "wait 0", "wait 1"]
 
@@ -86,7 +86,7 @@ def reduced(collective: Replicated, sources: Sequence[Tensor], limit: int, behin
         return collective.reduce_scatter(sources[bucket], [0, NUMEL], rounds[bucket], start=None, tag=tag)
 
     queue = BucketQueue(launch, limit, behind)
-    queue.begin(range(len(sources)))
+    queue.begin_round(range(len(sources)))
     queue.finish()
     return rounds
 
@@ -147,7 +147,7 @@ def test_the_input_of_a_bucket_is_free_as_soon_as_it_was_passed_on() -> None:
         gc.disable()  # nothing may need it
         try:
             queue = BucketQueue(launch, 1, 100)
-            queue.begin(range(BUCKETS))
+            queue.begin_round(range(BUCKETS))
             queue.finish()
         finally:
             gc.enable()
@@ -162,7 +162,7 @@ def test_memory_for_sums_that_come_is_that_of_the_buckets_that_were_not_passed_o
         sources = [contribution(transport.rank, bucket) for bucket in range(20)]
         collective = replicas_of_one(transport)
         reduced(collective, sources, 1, 100)
-        return collective.shards.pool.peak_bytes
+        return collective.shard_group.pool.peak_bytes
 
     found = on_threads(REPLICAS, program)
     assert found[0] == 0
@@ -206,7 +206,7 @@ def interrupted(victim: int, place: int) -> tuple[bool, list[list[Tensor] | Coll
             return collective.reduce_scatter(source, [0, NUMEL], sums[bucket], start=None, tag=tag)
 
         queue = BucketQueue(launch, 3, 2)
-        queue.begin(range(3))
+        queue.begin_round(range(3))
         for bucket in range(3):
             queue.ready(bucket)
         if transport.rank == victim:

@@ -71,7 +71,7 @@ def test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its
 
     def program(transport: Transport) -> tuple[list[Tensor], list[Tensor], tuple[int, int]]:
         choice = by_nccl(transport, factor)
-        collective, place = choice.collective, choice.shards.rank
+        collective, place = choice.collective, choice.shard_group.rank
         low, high = bounds[place], bounds[place + 1]
         sums = [awkward(numel, total, bucket)[low:high].clone() for bucket in range(BUCKETS)]
 
@@ -82,7 +82,7 @@ def test_every_replica_has_the_sum_in_rank_order_and_no_buffer_is_touched_on_its
 
         before = transport.traffic
         queue = BucketQueue(launch, 1, 100)
-        queue.begin(range(BUCKETS))
+        queue.begin_round(range(BUCKETS))
         queue.finish()
         sent = transport.traffic - before
         wholes = []
@@ -146,7 +146,7 @@ def test_both_ranks_of_a_communicator_use_it_in_one_order_whatever_is_ready_firs
         choice = by_nccl(transport, factor)
         queue = BucketQueue(partial(launch, transport, choice.collective), 1, 100)
         for round_ in range(2):
-            queue.begin(range(BUCKETS))
+            queue.begin_round(range(BUCKETS))
             ready = Random(f"{seed} {round_} {transport.rank}").sample(range(BUCKETS), BUCKETS)
             for bucket in ready:
                 queue.ready(bucket)

@@ -359,7 +359,7 @@ def a_rank_fails(group: dist.ProcessGroup, rank: int) -> str:
     optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=group, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     if rank == 1:
-        optimizer._inners.step = None  # type: ignore[assignment, method-assign]
+        optimizer._user_optimizers.step = None  # type: ignore[assignment, method-assign]
     try:
         optimizer.step()
     except Exception as error:

@@ -293,8 +293,8 @@ def test_between_hosts_only_sums_travel_once_there_and_once_home() -> None:
         near.backend.send, near.backend.send_bytes = counted, counted_bytes
         collective = Replicated(near, Shared(near.split(list(mine))))
         bounds = [0, numel // 2, numel]
-        source = collective.shards.empty(numel, torch.float32, torch.device("cpu")).fill_(1.0)
-        out = collective.shards.empty(numel // 2, torch.float32, torch.device("cpu"))
+        source = collective.shard_group.empty(numel, torch.float32, torch.device("cpu")).fill_(1.0)
+        out = collective.shard_group.empty(numel // 2, torch.float32, torch.device("cpu"))
         collective.reduce_scatter(source, bounds, out, start=None, tag=reduction()).wait()
         assert out.eq(4.0).all()
         reduced = sum(crossed)
@@ -383,7 +383,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
 
         def kept() -> int:
             buffers = [buffer for unit in manager.units for buffer in unit.gathered.buffers]
-            whole = sum(buffer.whole is not None for buffer in buffers)
+            whole = sum(buffer.unsharded is not None for buffer in buffers)
             return whole + sum(buffer.post_forward_shard is not None for buffer in buffers)
 
         with torch.no_grad():
@@ -588,7 +588,7 @@ def test_what_is_chosen_follows_from_where_the_ranks_of_a_replica_are(
 
     def program(transport: Transport) -> tuple[str, bool]:
         choice = build(transport, "auto", factor=factor)
-        return choice.collective.name, choice.shards.has_common
+        return choice.collective.name, choice.shard_group.has_common
 
     found = on_wires(4, program)
     within = all(len(set(hosts[first : first + factor])) == 1 for first in range(0, 4, factor))
@@ -610,8 +610,8 @@ def test_ranks_that_share_what_is_kept_are_called_what_the_group_calls_them() ->
         model = locked_build(0)
         optimizer = ZeroOptimizer(model, stage=3, process_group=transport, reshard_after_forward=2)
         manager: Any = optimizer._storage.manager  # type: ignore[attr-defined]
-        post_forward_group = manager.gathered._gathers.post_forward_group.shards
-        return [post_forward_group.rank_label, parts_of(optimizer).shards.rank_label]
+        post_forward_group = manager.gathered._post_forward_group.shard_group
+        return [post_forward_group.rank_label, parts_of(optimizer).shard_group.rank_label]
 
     assert on_wires(4, program) == [[f"rank {rank}"] * 2 for rank in range(4)]
 
@@ -622,7 +622,7 @@ def test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group()
 
     def program(transport: Transport) -> tuple[bool, bool]:
         choice = build(transport, one_host, factor=2)
-        whole, replica = choice.collective.transport, choice.shards
+        whole, replica = choice.collective.transport, choice.shard_group
         counted = whole.traffic
         assert replica is not whole
         replica.exchange(b"1234", reduction())

@@ -205,8 +205,8 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
         pools.append(storage.manager.gathered.pool)
         for buffer in storage.manager.buffers():
             poison_padding(buffer.shard, buffer.bucket, *buffer.bucket.owned(rank))
-            if buffer.whole is not None:
-                poison_padding(buffer.whole.data, buffer.bucket, 0, buffer.bucket.numel)
+            if buffer.unsharded is not None:
+                poison_padding(buffer.unsharded.data, buffer.bucket, 0, buffer.bucket.numel)
     else:
         for bucket in storage.buckets:
             poison_padding(bucket.weights.data, bucket.spec, 0, bucket.spec.numel)

@@ -306,8 +306,8 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
         trained(3, a_rank_leaves)
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
         (State.SHARDED, State.GATHERING),
-        (State.GATHERING, State.WHOLE),
-        (State.WHOLE, State.SHARDED),
+        (State.GATHERING, State.UNSHARDED),
+        (State.UNSHARDED, State.SHARDED),
     }
     assert installed == {(False, False), (False, True), (True, False)}
     assert {arrow for arrow in phases if arrow[0] is not arrow[1]} == {

@@ -26,7 +26,7 @@ from zero.runtime.accumulator import GradAccumulator
 from zero.runtime.flat_buffer import FlatBuffer
 from zero.runtime.flat_states import BucketStates
 from zero.runtime.streams import Streams
-from zero.step.inner import InnerOptimizer, _param_groups
+from zero.step.user_optimizer import UserOptimizer, _param_groups
 
 from ..contract.test_steps import ALL_STAGES
 from ..support.plain import bits
@@ -73,8 +73,8 @@ def test_slots_and_slices_beyond_two_to_the_31_tile_the_bucket(world_size: int, 
     assert covered == {number: slot.numel for number, slot in enumerate(bucket.slots)}
     parameters = [torch.empty_strided(spec.shape, spec.stride, device=META) for spec in layout.parameters]
     members = [parameters[slot.parameter] for slot in bucket.slots]
-    buffer = GatheredBuffer(bucket, layout, members, flat, True, [nn.Parameter] * len(members), whole=flat)
-    buffer.put_whole()
+    buffer = GatheredBuffer(bucket, layout, members, flat, True, [nn.Parameter] * len(members), unsharded=flat)
+    buffer.put_unsharded()
     for number, (slot, view) in enumerate(zip(bucket.slots, buffer.parameters, strict=True)):
         spec = layout.parameters[slot.parameter]
         assert (view.storage_offset(), tuple(view.shape), view.stride()) == (slot.offset, spec.shape, spec.stride)
@@ -118,7 +118,7 @@ def test_gradients_beyond_two_to_the_31_are_taken_reduced_and_gathered(
         collective = algorithm(transport)
         for _ in range(2):
             for number, slot in enumerate(bucket.slots):
-                store.stash(number, torch.empty(layout.parameters[slot.parameter].shape, device=META))
+                store.add(number, torch.empty(layout.parameters[slot.parameter].shape, device=META))
             store.launch(collective, "a backward", 2**40, b"\1" * len(bucket.slots)).wait()
         store.divide(3)
         total = store.running_sum()
@@ -143,7 +143,7 @@ def test_states_beyond_two_to_the_31_have_a_run_for_every_piece(
     layout = large_layout(3)
     (bucket,) = layout.buckets
     begin, end = bucket.owned(2)
-    inner = InnerOptimizer(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **arguments})
+    inner = UserOptimizer(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, **arguments})
     slots = [layout.parameters[slot.parameter] for slot in bucket.slots]
     master = torch.empty(end - begin, device=META)
     shapes = [(spec.shape, spec.stride) for spec in slots]

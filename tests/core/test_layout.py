@@ -145,7 +145,7 @@ def test_slots_of_a_unit_start_on_the_same_boundaries_in_its_own_part_of_a_bucke
 ) -> None:
     layout = build(parameters, world_size, nbytes, across_units=True)
     for bucket in layout.buckets:
-        for _, first, last in layout.runs(bucket):
+        for _, first, last in layout.unit_spans(bucket):
             for slot in bucket.part(first, last).slots:
                 for dtype in dataclasses.astuple(bucket.dtypes):
                     assert slot.offset * dtype.itemsize % BOUNDARIES[bucket.device] == 0
@@ -373,7 +373,7 @@ def test_else_a_bucket_is_of_one_unit_and_its_only_part_is_the_whole(
     layout = build(parameters, world_size, nbytes)
     for bucket in layout.buckets:
         (unit,) = {parameters[slot.parameter].unit for slot in bucket.slots}
-        assert layout.runs(bucket) == [(unit, 0, len(bucket.slots))]
+        assert layout.unit_spans(bucket) == [(unit, 0, len(bucket.slots))]
         assert bucket.part(0, len(bucket.slots)) == bucket
 
 
@@ -384,7 +384,7 @@ def test_the_parts_of_a_bucket_by_unit_tile_it(
     layout = build(parameters, world_size, nbytes, across_units=across_units)
     for bucket in layout.buckets:
         units, slots, place = [], [], 0
-        for unit, first, last in layout.runs(bucket):
+        for unit, first, last in layout.unit_spans(bucket):
             part = bucket.part(first, last)
             assert {parameters[slot.parameter].unit for slot in part.slots} == {unit}
             assert (part.index, part.dtypes, part.device) == (bucket.index, bucket.dtypes, bucket.device)
@@ -401,7 +401,7 @@ def test_parts_without_elements_at_the_end_of_a_bucket_have_their_own_slots(worl
     parameters = [spec("empty", (0,), unit=2), spec("also empty", (0, 3), unit=1), spec("full", (40,), unit=0)]
     layout = build(parameters, world_size, 2**20, across_units=True)
     (bucket,) = layout.buckets
-    parts = [(unit, bucket.part(first, last)) for unit, first, last in layout.runs(bucket)]
+    parts = [(unit, bucket.part(first, last)) for unit, first, last in layout.unit_spans(bucket)]
     assert [(unit, [slot.parameter for slot in part.slots], part.numel) for unit, part in parts] == [
         (0, [2], bucket.numel),
         (1, [1], 0),

@@ -20,7 +20,16 @@ SHAPES = [(), (1,), (0, 3), (7,), (64, 3), (3, 64), (20, 20), (5, 6, 7), (300, 4
 def specs_of(shapes: list[tuple[int, ...]], first: int = 0, *, dtypes: Dtypes = FP32) -> list[ParameterSpec]:
     return [
         ParameterSpec(
-            (f"p{number}",), shape, (1,) * len(shape), dtypes, "cpu", number % 5 != 4, 0, number, number % 3, whole=True
+            (f"p{number}",),
+            shape,
+            (1,) * len(shape),
+            dtypes,
+            "cpu",
+            number % 5 != 4,
+            0,
+            number,
+            number % 3,
+            one_owner=True,
         )
         for number, shape in enumerate(shapes, start=first)
     ]
@@ -92,7 +101,7 @@ def test_pieces_and_whole_parameters_never_share_a_bucket() -> None:
     cut = [ParameterSpec((f"c{number}",), (50,), (1,), FP32, "cpu", True, 0, number) for number in range(4)]
     layout = build([*cut, *specs_of([(50,)] * 4, 4)], 2, 1 << 30)
     assert all(
-        len({layout.parameters[slot.parameter].whole for slot in bucket.slots}) == 1 for bucket in layout.buckets
+        len({layout.parameters[slot.parameter].one_owner for slot in bucket.slots}) == 1 for bucket in layout.buckets
     )
 
 

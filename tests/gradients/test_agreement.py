@@ -157,7 +157,7 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
         with optimizer.no_sync() if transport.rank == behind else nullcontext():
             model(1.0 + transport.rank, transport.rank == behind).backward()
         optimizer.clip_grad_norm_(0.5)
-        rounds = parts_of(optimizer).reducer._schedule.number
+        rounds = parts_of(optimizer).reducer.schedule.number
         optimizer.step()
         optimizer.close()
         return model, rounds

@@ -16,7 +16,7 @@ from torch import nn
 from collectives import Transport
 from collectives.backends.threads import on_threads
 from zero import ZeroOptimizer
-from zero.gradients.hooks import _Arrival
+from zero.gradients.hooks import _PostAccumulateHook
 from zero.runtime.accumulator import GradAccumulator
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -80,10 +80,10 @@ def test_only_the_arrival_of_a_gradient_is_called_for_each_parameter(stage: int)
     few, many = counted(stage, 20)[0], counted(stage, 60)[0]
     grown = {function: many[function] - few[function] for function in many if many[function] > few[function]}
     assert {function.rpartition(":")[2]: calls for function, calls in grown.items()} == {
-        "_Arrival.__call__": 40,
+        "_PostAccumulateHook.__call__": 40,
         "Reducer.gradient_ready": 40,
-        "GradSlots.put_placeholder": 40,
-        "GradAccumulator.stash": 40,
+        "Bucket.take_gradient": 40,
+        "GradAccumulator.add": 40,
     }
 
 
@@ -100,13 +100,13 @@ def test_a_gradient_reaches_its_bucket_in_three_frames(stage: int, monkeypatch: 
     def stash(_: GradAccumulator, slot: int, gradient: torch.Tensor) -> None:
         frame: FrameType | None = sys._getframe()
         depth = 1
-        while frame is not None and frame.f_code is not _Arrival.__call__.__code__:
+        while frame is not None and frame.f_code is not _PostAccumulateHook.__call__.__code__:
             frame, depth = frame.f_back, depth + 1
         depths.append(depth)
         plain(_, slot, gradient)
 
-    plain: Any = GradAccumulator.stash
-    monkeypatch.setattr(GradAccumulator, "stash", stash)
+    plain: Any = GradAccumulator.add
+    monkeypatch.setattr(GradAccumulator, "add", stash)
     model = Scales(3)
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage)
     model(torch.ones(16)).backward()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport
 from zero import ZeroOptimizer
 from zero.gradients import hooks
-from zero.gradients.owned_means import FoundInf
 from zero.gradients.placeholder import ShardedGradient
+from zero.gradients.reduced_grads import FoundInf
 from zero.runtime import backward_tracker
 
 from ..support.parts import parts_of
@@ -186,14 +186,14 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
     flags = FoundInf()
     second, first = torch.zeros(1), torch.zeros(1, device="meta")
     assert not flags.repeats(first, may_be_new=True)
-    flags.tell(first, True)
+    flags.note(first, True)
     assert flags.repeats(first, may_be_new=False)
     assert flags.repeats(second, may_be_new=False)
     assert second.item() == 1
     assert flags.repeats(second, may_be_new=False)
     again = torch.zeros(1, device="meta")
     assert not flags.repeats(again, may_be_new=True), "the next unscale_"
-    flags.tell(again, False)
+    flags.note(again, False)
     other = torch.zeros(1)
     assert flags.repeats(other, may_be_new=False)
     assert other.item() == 0
@@ -202,9 +202,9 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
 def test_the_unscale_of_another_step_is_none_of_this_one_whatever_devices_it_is_told_for() -> None:
     """The step before used parameters on one device alone, and this one those on the other."""
     flags = FoundInf()
-    flags.tell(torch.zeros(1, device="meta"), True)
+    flags.note(torch.zeros(1, device="meta"), True)
     found = torch.zeros(1)
     assert not flags.repeats(found, may_be_new=True)
     assert found.item() == 0
-    flags.tell(found, False)
+    flags.note(found, False)
     assert not flags.repeats(torch.zeros(1, device="meta"), may_be_new=True)

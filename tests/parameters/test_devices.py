@@ -79,7 +79,7 @@ def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anyt
         assert model[2].weight.is_meta
         return message
 
-    with mock.patch("zero.config.Config.landing", return_value=GPU):
+    with mock.patch("zero.config.Config.default_device", return_value=GPU):
         for message in on_threads(world_size, program, timeout=5):
             assert message.startswith("ValueError: ")
             assert "'0.weight' is on cpu and '2.weight' on cuda:1" in message

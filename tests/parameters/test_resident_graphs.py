@@ -459,13 +459,13 @@ def test_changes_are_counted_before_the_first_write(ranks: Ranks, world_size: in
         kept = loss_of(model)
         loss_of(model).backward()
         seen: list[str] = []
-        step = optimizer._inners.step
+        step = optimizer._user_optimizers.step
 
         def writing(*arguments: Any) -> Any:
             seen.append(error_of(lambda: torch.autograd.grad(kept, model.weight(0), retain_graph=True)))
             return step(*arguments)
 
-        optimizer._inners.step = writing  # type: ignore[method-assign]
+        optimizer._user_optimizers.step = writing  # type: ignore[method-assign]
         optimizer.step()
         optimizer.zero_grad()
         return error_of(kept.backward), seen

@@ -38,13 +38,13 @@ def test_a_view_shows_the_new_values_of_all_ranks_as_soon_as_step_returns(ranks:
         with optimizer.gathered():
             view = model.weight(0).detach().numpy()
         loss_of(model).backward()
-        step = optimizer._inners.step
+        step = optimizer._user_optimizers.step
 
         def late(*arguments: Any) -> Any:
             time.sleep(0.3 * transport.rank)
             return step(*arguments)
 
-        optimizer._inners.step = late  # type: ignore[method-assign]
+        optimizer._user_optimizers.step = late  # type: ignore[method-assign]
         optimizer.step()
         return view.copy()
 
@@ -81,7 +81,7 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for() -> None:
         model = build()
         optimizer = zero(model, transport)
         loss_of(model).backward()
-        step, resident = optimizer._inners.step, optimizer._storage.manager.resident  # type: ignore[attr-defined]
+        step, resident = optimizer._user_optimizers.step, optimizer._storage.manager.resident  # type: ignore[attr-defined]
         wait = resident.wait_for_writes
 
         def late(*arguments: Any) -> Any:
@@ -94,13 +94,13 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for() -> None:
                 raise KeyboardInterrupt
             wait()
 
-        optimizer._inners.step, resident.wait_for_writes = late, interrupted  # type: ignore[method-assign]
+        optimizer._user_optimizers.step, resident.wait_for_writes = late, interrupted  # type: ignore[method-assign]
         try:
             optimizer.step()
             said = "nothing"
         except KeyboardInterrupt:
             said = "interrupted"
-        optimizer._inners.step = step  # type: ignore[method-assign]
+        optimizer._user_optimizers.step = step  # type: ignore[method-assign]
         with torch.no_grad():
             output = model(X)
         optimizer.zero_grad()
@@ -255,7 +255,7 @@ def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> No
         begin, further = listed(model)
         optimizer = ZeroOptimizer(begin, torch.optim.SGD, stage=3, process_group=transport, module=model, lr=0.1)
         storage: Any = optimizer._storage
-        storage._shards.common = lambda sizes: None
+        storage._shard_group.common = lambda sizes: None
         optimizer.add_param_group({"params": further})
         kinds = [(len(unit.resident), len(unit.gathered.buffers)) for unit in storage.manager.units[1:]]
         for _ in range(2):

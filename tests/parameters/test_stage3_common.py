@@ -280,7 +280,7 @@ def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(width: i
 
     def noted(manager: UnitManager, buffer: Any, slots: Any) -> None:
         commit(manager, buffer, slots)
-        if manager.shards.rank:
+        if manager.shard_group.rank:
             ended.set()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -331,7 +331,7 @@ def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int
         with optimizer.gathered():
             view = model.weight(held).detach()
         backward(model)
-        with late(optimizer._inners, "step", 0.3 if optimizer.rank else 0.0):
+        with late(optimizer._user_optimizers, "step", 0.3 if optimizer.rank else 0.0):
             optimizer.step()
         shown = view.clone()
         with optimizer.gathered():
@@ -522,7 +522,7 @@ class Sharded:
     def _scribble(self, number: int) -> None:
         """Write into memory that somebody holds: in common memory an edit of the parameter, elsewhere nothing."""
         self._held[number].fill(77)
-        if not self._optimizer._storage.needs_gather:
+        if not self._optimizer._storage.unit_hooks.needs_gather:
             message = error_of(self._optimizer.check_replicas)
             assert f"'{number}.weight' was edited while its unit was gathered" in message
 
@@ -587,7 +587,7 @@ def test_what_lies_where_a_buffer_was_before_it_was_moved_is_not_taken_for_it() 
         found = []
         with optimizer.gathered():
             (buffer,) = manager.units[2].gathered.buffers
-            address, size = buffer.whole.data_ptr(), buffer.whole.numel()
+            address, size = buffer.unsharded.data_ptr(), buffer.unsharded.numel()
             there = torch.frombuffer((ctypes.c_float * size).from_address(address), dtype=torch.float32)
             found.append(manager.gathered.saved_tensors.find(there) is not None)
             model.weight(1).detach().share_memory_()  # type: ignore[no-untyped-call]

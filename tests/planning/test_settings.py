@@ -69,13 +69,13 @@ def test_so_they_are_where_matrices_have_one_owner_each_and_no_rank_has_more_tha
     spare = len(layout.buckets) * ALIGNMENT_BYTES * 8  # an alignment of each bucket, for all that is held of an element
     for each in found:
         assert each.resident + each.offloaded <= largest.resident + largest.offloaded + spare
-    of_muon = {p.index for p in layout.parameters if p.whole}
+    of_muon = {p.index for p in layout.parameters if p.one_owner}
     assert of_muon == {n for n, p in enumerate(model.parameters) if p.unit and len(p.shape) == 2}
-    trained = [spec.master_bytes for spec in layout.parameters if spec.whole and spec.trainable]
+    trained = [spec.master_bytes for spec in layout.parameters if spec.one_owner and spec.trainable]
     mine = [0] * ranks
     for bucket, number, slot in layout.slots():
         spec = layout.parameters[slot.parameter]
-        if spec.whole and spec.trainable:
+        if spec.one_owner and spec.trainable:
             mine[bucket.owner(number)] += spec.master_bytes
     assert max(mine) <= sum(trained) / ranks + max(trained, default=0)
     states = {0: setting.classes[0].tensors, 1: setting.classes[1].tensors}

@@ -58,7 +58,7 @@ def train(transport: Transport, stage: int, divisor: float | None = None) -> lis
 
     def look() -> None:
         told = optimizer.describe()
-        pool = parts_of(optimizer).shards.pool
+        pool = parts_of(optimizer).shard_group.pool
         found.append({"gradients": told.bytes["gradients"], "scratch": pool.held_bytes})
 
     for batch in odd_batches(2, extra=False):

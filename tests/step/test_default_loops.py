@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero.core.layout import Dtypes, ParameterSpec
-from zero.step.classes import InnerOptimizers
+from zero.step.classes import UserOptimizers
 from zero.step.partition import check_classes, choose_partitions
 from zero.step.trial import Trial
 
@@ -24,8 +24,8 @@ def refusal(cls: type[torch.optim.Optimizer], devices: tuple[str, ...], monkeypa
     def fails(*_: Any) -> Any:
         raise ValueError("other bits")
 
-    inners = InnerOptimizers(cls, {})
-    groups = [inners.complete(given) for given in ({}, options)]
+    user_optimizers = UserOptimizers(cls, {})
+    groups = [user_optimizers.complete(given) for given in ({}, options)]
     dtypes = Dtypes.all(torch.float32)
     specs = [
         ParameterSpec((f"p{number}",), (2,), (1,), dtypes, device, True, 1, number)
@@ -33,9 +33,9 @@ def refusal(cls: type[torch.optim.Optimizer], devices: tuple[str, ...], monkeypa
     ]
     monkeypatch.setattr(Trial, "run", fails)
     with pytest.raises(ValueError, match=r"^other bits") as chosen:
-        choose_partitions(inners, groups, specs, {1: None})
+        choose_partitions(user_optimizers, groups, specs, {1: None})
     with pytest.raises(ValueError, match=r"^other bits") as checked:
-        check_classes(inners, groups, specs)
+        check_classes(user_optimizers, groups, specs)
     assert str(chosen.value) == str(checked.value)
     return str(chosen.value)
 

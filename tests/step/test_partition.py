@@ -185,13 +185,13 @@ def test_a_class_is_partitioned_by_parameter_where_it_is_not_element_wise_with_o
         ) as said:
             optimizer = ZeroOptimizer(matrices(), cls, process_group=solo(), **options)
         assert [warning.filename for warning in own(said)] == [__file__]
-        assert all(spec.whole for spec in parts_of(optimizer).storage.layout.parameters)
+        assert all(spec.one_owner for spec in parts_of(optimizer).storage.layout.parameters)
         optimizer.close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for asked in (None, "element"):
             optimizer = ZeroOptimizer(matrices(), torch.optim.AdamW, process_group=solo(), partition=asked)
-            assert not any(spec.whole for spec in parts_of(optimizer).storage.layout.parameters)
+            assert not any(spec.one_owner for spec in parts_of(optimizer).storage.layout.parameters)
             optimizer.close()
 
 
@@ -206,7 +206,7 @@ def test_a_param_group_may_have_a_partition_of_its_own() -> None:
         optimizer = ZeroOptimizer(groups, torch.optim.AdamW, stage=3, module=model, process_group=transport, lr=0.02)
         optimizer.add_param_group({"params": [model.head.weight], "partition": "parameter"})  # type: ignore[union-attr]
         optimizer.add_param_group({"params": [model.square.weight], "lr": 0.1})  # type: ignore[union-attr]
-        assert [spec.whole for spec in sorted(parts_of(optimizer).storage.listed(), key=lambda s: s.index)] == [
+        assert [spec.one_owner for spec in sorted(parts_of(optimizer).storage.listed(), key=lambda s: s.index)] == [
             *[True] * 5, False, False, True, False,
         ]  # fmt: skip
         assert not any("partition" in group for group in optimizer.param_groups)
@@ -428,7 +428,7 @@ def test_states_that_are_as_large_as_their_parameter_have_the_names_of_all_shape
 
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 3, bias=False))
     optimizer = ZeroOptimizer(model, OfRows, process_group=solo(), partition="parameter")
-    assert parts_of(optimizer).inners.main.elementwise == {"momentum"}
+    assert parts_of(optimizer).user_optimizers.main.elementwise == {"momentum"}
     optimizer.close()
 
 

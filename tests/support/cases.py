@@ -260,7 +260,7 @@ def assert_nothing_is_here(model: nn.Module, optimizer: ZeroOptimizer, lends: bo
     for unit in manager.units:
         assert (unit.installed, unit.held) == (False, False), unit
         assert (unit.gathered.state, unit.gathered.work) == (State.SHARDED, []), unit
-        assert all(buffer.whole is None for buffer in unit.gathered.buffers), unit.name
+        assert all(buffer.unsharded is None for buffer in unit.gathered.buffers), unit.name
     for name, parameter in model.named_parameters():
         assert is_released(parameter) == (parameter.dtype in FLOATS), name
     if not lends and externally_held(manager):

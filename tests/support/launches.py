@@ -49,7 +49,7 @@ LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "mas
 METHODS = ("tolist", "numpy", "cpu")  # look without one of these operators
 GATHER, REDUCTION = "_allgather_base_", "alltoall_base_"
 PHASES = {  # of the innermost function on the stack that is one of these
-    ("zero.parameters.gathered.gathers", "start"): "gather",
+    ("zero.parameters.gathered.units", "_start"): "gather",
     ("zero.step.update", "_gather"): "gather",
     ("zero.runtime.accumulator", "gather_means"): "gather",
     ("zero.parameters.edit_detector", "compare"): "release",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from zero.step.inner import NotElementwiseError
 from zero.step.trial import Trial
+from zero.step.user_optimizer import NotElementwiseError
 
 
 def remember(patch: pytest.MonkeyPatch) -> None:

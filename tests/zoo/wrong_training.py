@@ -55,8 +55,8 @@ def from_the_second_step_on_views_are_elsewhere(real: Any) -> Any:
 def a_bucket_is_launched_one_gradient_early(real: Any) -> Any:
     def wrong(self: Any, bucket: Any, slot: int, gradient: Any) -> None:
         real(self, bucket, slot, gradient)
-        if bucket.missing == 1:
-            self._schedule.arrived(bucket)
+        if bucket.grad.missing == 1:
+            self.schedule.arrived(bucket)
 
     return wrong
 
@@ -95,10 +95,10 @@ def narrow_sums(real: Any) -> Any:
 
 
 def a_fresh_gradient_beside_wide_ones_is_nothing(real: Any) -> Any:
-    def wrong(self: Any, *, travels: bool) -> None:
-        if travels and self._local is not None and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
+    def wrong(self: Any, *, final: bool) -> None:
+        if final and self._local is not None and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
             self.arrived = {slot: each for slot, each in self.arrived.items() if slot not in self._unwritten}
-        real(self, travels=travels)
+        real(self, final=final)
 
     return wrong
 
@@ -125,7 +125,7 @@ def a_reduce_scatter_is_an_all_reduce(real: Any) -> Any:
 
 
 def owners_by_another_number(real: Any) -> Any:
-    return lambda self, index: [rank - self._transport.rank + self._shards.rank for rank in real(self, index)]
+    return lambda self, index: [rank - self._transport.rank + self._shard_group.rank for rank in real(self, index)]
 
 
 def the_owner_is_looked_up_by_another_number(real: Any) -> Any:
@@ -208,7 +208,7 @@ def the_norm_of_the_world(real: Any) -> Any:
 
 
 def a_rank_without_gradients_returns_at_once(real: Any) -> Any:
-    return lambda self, *arguments: real(self, *arguments) if self._means.slices() else torch.zeros(())
+    return lambda self, *arguments: real(self, *arguments) if self._means.shards() else torch.zeros(())
 
 
 def padding_counts_in_the_norm(real: Any) -> Any:
@@ -300,8 +300,8 @@ def names_are_not_in_the_digest(real: Any) -> Any:
 def the_divisor_is_the_classs(real: Any) -> Any:
     def wrong(self: Any, value: float) -> None:
         real(self, value)
-        vars(self._schedule).pop("divisor")
-        type(self._schedule).divisor = value
+        vars(self.schedule).pop("divisor")
+        type(self.schedule).divisor = value
 
     return wrong
 

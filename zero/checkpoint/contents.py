@@ -23,7 +23,7 @@ from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import PieceState
-from ..step.inner import NO_OPTIONS
+from ..step.user_optimizer import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter
 from .format.tensorfile import METADATA
@@ -96,8 +96,8 @@ class Contents:
     def __init__(self, parts: ShardedOptimizer) -> None:
         self.parts, self.groups = parts, parts.groups
         self.storage, self.transport = parts.storage, parts.transport
-        self.writers = Writers(parts.stage, self.transport.world_size, parts.shards.world_size)
-        rest = cast(list[Bucket], self.storage.rest_buckets())  # without states
+        self.writers = Writers(parts.stage, self.transport.world_size, parts.shard_group.world_size)
+        rest = cast(list[Bucket], self.storage.unlisted_buckets())  # without states
         self.buckets: list[Bucket] = [*self.storage.buckets, *rest]
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = parts.averages
@@ -264,7 +264,7 @@ class Contents:
         states = bucket.states
         if bucket.specs[0].trainable or states.master is None or not states.master.exists:
             return []
-        weights = bucket.updated_weights(self.parts.stage, self.parts.shards.rank)
+        weights = bucket.updated_weights(self.parts.stage, self.parts.shard_group.rank)
         synced, low = states.synced_weights(), states.begin
         found = []
         for piece in self.writers.pieces(bucket.spec, self.transport.rank):

@@ -17,8 +17,8 @@ from ..optimizer import ZeroOptimizer
 from ..parameters.storage import ParameterStorage
 from ..runtime.flat_states import Options
 from ..state.average import Averages
-from ..step.classes import InnerOptimizers
-from ..step.update import Watcher
+from ..step.classes import UserOptimizers
+from ..step.update import UpdateListener
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class ShardedOptimizer:
         classes: the `torch.optim` classes, by param group and by number.
         groups: the live param groups.
         averages: its `ShardedAverage` objects.
-        transport: all ranks; ``shards``: those that share one copy; ``collective``: what gathers among these.
+        transport: all ranks; ``shard_group``: those that share one copy; ``collective``: what gathers among these.
         watchers: the live list of those that hear of each step, and of each update of a bucket.
         check: raises unless the optimizer can be used. Local.
         report: lets all ranks have a text, under a name, in their next step; None withdraws it. Local.
@@ -44,13 +44,13 @@ class ShardedOptimizer:
     stage: Stage
     module: nn.Module | None
     storage: ParameterStorage
-    classes: InnerOptimizers
+    classes: UserOptimizers
     groups: list[Options]
     averages: Averages
     transport: Transport
-    shards: Transport
+    shard_group: Transport
     collective: Collective
-    watchers: MutableSequence[Watcher]
+    watchers: MutableSequence[UpdateListener]
     check: Callable[[], None]
     report: Callable[[str, str | None], None]
     agree_to_save: Callable[[str | None, bytes], list[bytes]]
@@ -66,11 +66,11 @@ def sharded_optimizer_of(optimizer: ZeroOptimizer) -> ShardedOptimizer:
         parts.stage,
         parts.module,
         parts.storage,
-        parts.inners,
+        parts.user_optimizers,
         optimizer.param_groups,
         engine.averages,
         parts.transport,
-        parts.shards,
+        parts.shard_group,
         parts.collective,
         parts.update.watchers,
         engine.check,

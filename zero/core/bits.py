@@ -16,7 +16,7 @@ def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[in
     return flat.as_strided(tuple(shape), tuple(stride), flat.storage_offset() + offset)
 
 
-def flattened(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+def in_stride_order(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """Return the elements of ``tensor`` as a 1-D tensor in the memory order of ``stride``, which must be dense.
 
     The result is a view if the tensor has these strides already, otherwise a copy.

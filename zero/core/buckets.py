@@ -26,7 +26,7 @@ def build(
 
     ``first_bytes``: of the bucket that a backward completes first, if it has another size.
 
-    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.whole`), class and, without
+    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`), class and, without
     ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
     backward completes them.
 
@@ -62,8 +62,8 @@ def _buckets(
     complete: list[list[int]] = []
     begun = False  # the bucket that a backward completes first is full
     for position, spec in reversed(list(enumerate(more))):
-        unit = spec.unit if spec.whole or not across_units else 0
-        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.whole, spec.optimizer_class)
+        unit = spec.unit if spec.one_owner or not across_units else 0
+        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.one_owner, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > (first_bytes if spec.trainable and not begun else bucket_bytes):
             complete.append(filling)
@@ -84,7 +84,7 @@ def _buckets(
 def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> dict[int, int]:
     """Return the owner of each whole parameter, by its position: trainable ones first, which have states."""
     loads = layout.loads()
-    whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.whole]
+    whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.one_owner]
     among_ranks = range(min(layout.world_size, len(loads) + len(whole)))  # all that own any; the first ones begin
     ranks = [(*loads.get(rank, (0, 0)), rank) for rank in among_ranks]
     heapq.heapify(ranks)
@@ -111,7 +111,7 @@ def _bucket(
     spec = members[0][1]
     align = spec.dtypes.slot_alignment(spec.device)
     numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
-    if not spec.whole:
+    if not spec.one_owner:
         even = EvenCuts(numel, world_size, spec.dtypes.alignment)
         return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even)
     begins: dict[int, int] = {}  # by owner, ascending

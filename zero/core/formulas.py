@@ -98,7 +98,7 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces, whole = bucket.pieces(low, high), specs[0].whole
+    pieces, whole = bucket.pieces(low, high), specs[0].one_owner
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
@@ -121,10 +121,10 @@ def formula_bytes(
     stage: Stage,
     rank: int,
     states: Callable[[BucketSpec], KeptStates],
-    rest: Layout | None = None,
+    unlisted: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
-    slices_are_exposed: bool = False,
+    shards_are_exposed: bool = False,
     states_on_disk: bool = False,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
@@ -134,12 +134,12 @@ def formula_bytes(
         stage: the row of the stage table.
         rank: its number among the ranks that share a copy.
         states: returns what the rank keeps for a bucket of ``layout``.
-        rest: the parameters that are stored beside those of ``layout`` and not updated.
-        reshard_group_size: see `peak_bounds`, as for ``slices_are_exposed``.
+        unlisted: the parameters that are stored beside those of ``layout`` and not updated.
+        reshard_group_size: see `peak_bounds`, as for ``shards_are_exposed``.
         states_on_disk: see `bucket_bytes`.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
-    for which in (layout,) if rest is None else (layout, rest):
+    for which in (layout,) if unlisted is None else (layout, unlisted):
         for bucket in which.buckets:
             here = bucket_bytes(
                 bucket,
@@ -153,40 +153,40 @@ def formula_bytes(
             if which is layout:
                 found["gradients"] += here.gradients
                 found["optimizer"] += here.states + here.scalars + here.masters
-    return found | peak_bounds(layout, stage, rest, reshard_group_size, slices_are_exposed=slices_are_exposed)
+    return found | peak_bounds(layout, stage, unlisted, reshard_group_size, shards_are_exposed=shards_are_exposed)
 
 
 def peak_bounds(
     layout: Layout,
     stage: Stage,
-    rest: Layout | None = None,
+    unlisted: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
-    slices_are_exposed: bool = False,
+    shards_are_exposed: bool = False,
 ) -> dict[str, int]:
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
     The first is the root's rest, the two largest units, and the shards that are kept for the backward. The second is
-    three of the largest bucket, plus with ``slices_are_exposed`` a copy of this rank's shards of those units. A bucket
-    of whole parameters counts as W of the largest slice that a rank owns of it: the owner may receive so many, one of
+    three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket
+    of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of
     each rank.
 
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
-        rest: the parameters that are stored beside those of ``layout`` and not updated.
+        unlisted: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
-        slices_are_exposed: whether peers read this rank's shards in place, in its memory.
+        shards_are_exposed: whether peers read this rank's shards in place, in its memory.
     """
-    units = unit_bytes(layout, rest)
+    units = unit_bytes(layout, unlisted)
     all_units = sum(units.values())
     gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
-    exposed = sharded_bytes(gathered, layout.world_size) if slices_are_exposed else 0
+    exposed = sharded_bytes(gathered, layout.world_size) if shards_are_exposed else 0
     if reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
 
     def in_flight(bucket: BucketSpec) -> int:
-        is_whole = layout.parameters[bucket.slots[0].parameter].whole
+        is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
         return max(bucket.numel, layout.world_size * bucket.cuts.largest()) if is_whole else bucket.numel
 
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
@@ -216,7 +216,7 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
 
 def spread_of_owners(layout: Layout, stage: Stage) -> str:
     """Return, as text, how parameters that have one owner each are spread over the ranks."""
-    whole = [spec for spec in layout.parameters if spec.whole]
+    whole = [spec for spec in layout.parameters if spec.one_owner]
     if not whole:
         return ""
     ranks = layout.world_size
@@ -240,12 +240,12 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     return "\n".join(lines)
 
 
-def unit_bytes(layout: Layout, rest: Layout | None = None) -> dict[int, int]:
+def unit_bytes(layout: Layout, unlisted: Layout | None = None) -> dict[int, int]:
     """Return the bytes of each gathered unit, padding included."""
     found: dict[int, int] = {}
-    for which in (layout,) if rest is None else (layout, rest):
+    for which in (layout,) if unlisted is None else (layout, unlisted):
         for bucket in which.buckets:
-            for unit, first, last in which.runs(bucket):
+            for unit, first, last in which.unit_spans(bucket):
                 part = bucket.part(first, last)
                 found[unit] = found.get(unit, 0) + part.numel * part.dtypes.param_dtype.itemsize
     return found
@@ -263,7 +263,7 @@ def formula_traffic(
     stage: Stage,
     backwards: int,
     synchronised: int,
-    rest: Layout | None = None,
+    unlisted: Layout | None = None,
     *,
     units_need_gather: bool = True,
     means_are_shown: bool = True,
@@ -282,7 +282,7 @@ def formula_traffic(
         stage: the row of the stage table.
         backwards: the backwards in the step of the rank that has most; the others take part without a contribution.
         synchronised: how many of them are outside ``no_sync``.
-        rest: the parameters that are stored beside those of ``layout`` and not updated.
+        unlisted: the parameters that are stored beside those of ``layout`` and not updated.
         units_need_gather: False if all ranks see every shard of a unit in common memory.
         means_are_shown: see `Stage.passes`.
         replicas: the number of groups that each hold one copy.
@@ -295,7 +295,7 @@ def formula_traffic(
         for which, passes in stage.passes(synchronised, means_are_shown=means_are_shown).items()
         for bucket in trainable
     )
-    units = unit_bytes(layout, rest) if units_need_gather else {}
+    units = unit_bytes(layout, unlisted) if units_need_gather else {}
     still_here = sum(units[unit] for unit in units_kept_for_backward(units))
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
     near = ranks if reshard_group_size is None else reshard_group_size

@@ -113,7 +113,7 @@ class ParameterSpec:
         group: the number of its param group.
         index: its index in torch.optim's dicts.
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
-        whole: whether one rank owns all of it, since the optimizer's class steps it by its shape.
+        one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
     """
 
@@ -126,7 +126,7 @@ class ParameterSpec:
     group: int
     index: int
     unit: int = 0
-    whole: bool = False
+    one_owner: bool = False
     optimizer_class: int = 0
 
     @property
@@ -164,7 +164,7 @@ class ParameterSpec:
         state = "trainable" if self.trainable else "frozen"
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
-        place = f"group {self.group} unit {self.unit}{' whole' if self.whole else ''}"
+        place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ''}"
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
         return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
@@ -308,7 +308,7 @@ class Layout:
         """Return the description of each slot's parameter."""
         return [self.parameters[slot.parameter] for slot in bucket.slots]
 
-    def runs(self, bucket: BucketSpec) -> list[tuple[int, int, int]]:
+    def unit_spans(self, bucket: BucketSpec) -> list[tuple[int, int, int]]:
         """Group neighbouring slots of one unit. Returns (unit, first slot, last slot + 1) of each group, in order."""
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
@@ -319,7 +319,7 @@ class Layout:
         found: dict[int, tuple[int, int]] = {}
         for bucket, number, slot in self.slots():
             spec = self.parameters[slot.parameter]
-            if spec.whole:
+            if spec.one_owner:
                 owner = bucket.owner(number)
                 nbytes, work = found.get(owner, (0, 0))
                 found[owner] = nbytes + spec.master_bytes, work + spec.step_work

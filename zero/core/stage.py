@@ -99,7 +99,7 @@ class Stage:
         return 2 * backwards if self.parameters is Placement.SHARD else 0
 
 
-GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's slice may be kept for its peers to read
+GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's shard may be kept for its peers to read
 STATES_AHEAD = 1  # buckets whose offloaded states are read while a bucket is stepped
 STATES_BEHIND = 1  # buckets whose states may be copied back to the host meanwhile
 

@@ -79,8 +79,8 @@ def check_average_name(name: str) -> None:
     """Raise `ValueError` for a name of averages that no folder or file should have."""
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", name):
         raise ValueError(
-            f"bad name of averages {name!r:.200}: use 1 to 100 of A-Z, a-z, 0-9, '_', '-' and '.', and begin with none "
-            "of the last two"
+            f"bad name of averages {name!r:.200}: use 1 to 100 of A-Z, a-z, 0-9, '_', '-' and '.', and do not begin "
+            "with '-' or '.'"
         )
 
 

@@ -125,8 +125,8 @@ class Agreement:
         """Return the records of all ranks if they agree. Collective; otherwise `check` raises the same error on every
         rank. ``record``: is called again after each round that this rank catches up."""
         also: dict[str, Any] = {"reports": dict(self._own_reports), "order": self._unit_order.take()}
-        told = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
-        records = [Record.unpack(data) for data in told]
+        messages = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
+        records = [Record.unpack(data) for data in messages]
         self.reports = [record.reports for record in records]
         check(records, purpose, name)
         self._compare_orders([record.order for record in records], purpose)

@@ -97,17 +97,10 @@ class BackwardSchedule:
         self._entered = True
         self.number += 1
         self._rounds_since_clear += 1
-        self._queue.begin([bucket.spec.index for bucket in self._active])
+        self._queue.begin_round([bucket.spec.index for bucket in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
-        self._active = []
-        for bucket in self.buckets:
-            bucket.missing = 0
-            if 1 in bucket.trainable or bucket.grad.touched or bucket.spec.index in also:
-                bucket.seen = either(bucket.seen, bucket.trainable)
-                self._active.append(bucket)
-                bucket.missing = bucket.trainable.count(1)
-                bucket.grad.touched = True
+        self._active = [bucket for bucket in self.buckets if bucket.begin_backward(pending=bucket.spec.index in also)]
 
     def arrived(self, bucket: Bucket) -> None:
         """Note that the last gradient of a bucket has arrived. In a round the bucket is ready; under `no_sync` it is
@@ -115,7 +108,7 @@ class BackwardSchedule:
         if self._entered:
             self._queue.ready(bucket.spec.index)
         elif not self._in_round:
-            bucket.grad.flush(travels=False)
+            bucket.grad.flush(final=False)
 
     def _launch(self, index: int) -> Work:
         bucket = self.buckets[index]
@@ -127,7 +120,7 @@ class BackwardSchedule:
         return True; the round is over when `end_round` is called. After an interrupt, call this again."""
         if not self._in_round:
             for bucket in self._active:
-                bucket.grad.flush(travels=False)
+                bucket.grad.flush(final=False)
             self._active = []
             return False
         if not self._entered:
@@ -156,10 +149,7 @@ class BackwardSchedule:
         """Reset all parameters to "no gradient"."""
         self._rounds_since_clear, self.has_new_gradients = 0, False
         for bucket in self.buckets:
-            bucket.used, bucket.seen = bytearray(len(bucket.used)), bytearray(len(bucket.seen))
-            bucket.grad.clear()
-            if not bucket.grad.tensors():
-                bucket.means, bucket.addresses = [], []
+            bucket.clear()
 
     def close(self) -> None:
         """Let go of all buckets."""
@@ -207,20 +197,20 @@ class BackwardSchedule:
         """Note that all ranks hold the means, divided by the divisor."""
         self.means_divisor = self.divisor
 
-    def agree_used(self, told: Sequence[bytes]) -> None:
-        """Set "used" to the parameters that any rank used. ``told``: the result of `used` on every rank."""
-        merged, begin = bytearray(told[0]), 0
-        for flags in told[1:]:
+    def agree_used(self, by_rank: Sequence[bytes]) -> None:
+        """Set "used" to the parameters that any rank used. ``by_rank``: the result of `used` on every rank."""
+        merged, begin = bytearray(by_rank[0]), 0
+        for flags in by_rank[1:]:
             merged = either(merged, flags)
         for bucket in self.buckets:
             end = begin + len(bucket.used)
-            bucket.used = merged[begin:end]
+            bucket.set_used(merged[begin:end])
             begin = end
 
     def finalized(self, purpose: str) -> None:
         """Note that the sums have become means, in the call ``purpose``."""
         for bucket in self.buckets:
-            bucket.stale = bytearray(bucket.used)
+            bucket.finalize()
         self._stale = self.used().count(1)
         self.phase, self.finalized_by = Phase.DIVIDED if self._stale else Phase.OPEN, purpose
 
@@ -231,8 +221,7 @@ class BackwardSchedule:
 
     def renewed(self, bucket: Bucket, slot: int) -> None:
         """Note that this gradient was cleared."""
-        self._stale -= bucket.stale[slot]
-        bucket.stale[slot] = 0
+        self._stale -= bucket.renew(slot)
         if not self._stale:
             self.phase = Phase.OPEN
 
@@ -240,5 +229,5 @@ class BackwardSchedule:
         """Note that every gradient was cleared."""
         self.has_new_gradients = False
         for bucket in self.buckets:
-            bucket.stale = bytearray(len(bucket.stale))
+            bucket.renew_all()
         self._stale, self.phase = 0, Phase.OPEN

@@ -28,7 +28,7 @@ from ..runtime.compiled_calls import untraced, untraced_methods
 from .placeholder import PlaceholderListener, ShardedGradient
 
 
-class Listener(PlaceholderListener, Protocol):
+class GradientListener(PlaceholderListener, Protocol):
     """The receiver of a `GradientHooks` object's events."""
 
     def backward_began(self) -> None: ...
@@ -42,7 +42,7 @@ class Listener(PlaceholderListener, Protocol):
         """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
 
 
-class _Arrival:
+class _PostAccumulateHook:
     """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly."""
 
     __slots__ = ("_bucket", "_slot", "owner")
@@ -80,7 +80,7 @@ class GradientHooks:
     """
 
     def __init__(
-        self, listener: Listener, backwards: BackwardTracker, *, exclusive: bool = False, ahead: bool = False
+        self, listener: GradientListener, backwards: BackwardTracker, *, exclusive: bool = False, ahead: bool = False
     ) -> None:
         """Create an object that watches no parameter yet.
 
@@ -125,7 +125,9 @@ class GradientHooks:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
-            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(_Arrival(self, bucket, slot)))
+            self._handles.append(
+                _untyped(parameter).register_post_accumulate_grad_hook(_PostAccumulateHook(self, bucket, slot))
+            )
             self._watch_ahead(parameter, bucket.spec.slots[slot].parameter)
         finally:
             parameter.requires_grad_(trainable)
@@ -168,7 +170,7 @@ class GradientHooks:
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
 
-    def begin(self, listener: Listener, index: int, parameter: Tensor) -> None:
+    def begin(self, listener: GradientListener, index: int, parameter: Tensor) -> None:
         """Begin the backward of the current graph task, whose first gradient (of ``parameter``) has just been taken.
 
         Raises `RuntimeError` if this backward runs inside another one.
@@ -215,7 +217,7 @@ class GradientHooks:
 def owners_of(parameter: Tensor) -> list[GradientHooks]:
     """Return the objects that watch a parameter."""
     found = (_untyped(parameter)._post_accumulate_grad_hooks or {}).values()
-    owners = (hook.owner() for hook in found if isinstance(hook, _Arrival))
+    owners = (hook.owner() for hook in found if isinstance(hook, _PostAccumulateHook))
     return [owner for owner in owners if owner is not None]
 
 

@@ -80,9 +80,9 @@ class JoinProtocol:
     def others(self) -> Iterator[Call]:
         """Yield the calls of the ranks that have batches, until none has any. Collective; for ranks without batches."""
         while True:
-            told = self._meet("join()", LEAVING)
-            self._compare(told)
-            calls = [data for data in told if data != LEAVING]
+            messages = self._meet("join()", LEAVING)
+            self._compare(messages)
+            calls = [data for data in messages if data != LEAVING]
             if not calls:
                 return
             self._inside = True
@@ -100,20 +100,20 @@ class JoinProtocol:
             self._over = True
             self._meet("join()", FAILED + f"{type(error).__name__}: {error}".encode())
 
-    def _compare(self, told: Sequence[bytes]) -> None:
+    def _compare(self, messages: Sequence[bytes]) -> None:
         try:
-            _check(told)
+            _check(messages)
         except RuntimeError:
             self._over = True
             raise
 
 
-def _check(told: Sequence[bytes]) -> None:
+def _check(messages: Sequence[bytes]) -> None:
     """Raise `RuntimeError`, the same on every rank, if a rank failed or if the ranks' calls differ."""
-    for rank, data in enumerate(told):
+    for rank, data in enumerate(messages):
         if data.startswith(FAILED):
             raise RuntimeError(f"rank {rank} left join() with an error: {data.removeprefix(FAILED).decode()}")
-    calls = {rank: json.loads(data) for rank, data in enumerate(told) if data != LEAVING}
+    calls = {rank: json.loads(data) for rank, data in enumerate(messages) if data != LEAVING}
     if not calls:
         return
     (first, expected), *others = calls.items()
@@ -128,8 +128,8 @@ def _check(told: Sequence[bytes]) -> None:
 
 def digests_of(groups: Sequence[Options], keys: Set[str]) -> dict[str, int]:
     """Return for each key the CRC-32 of its values in all param groups."""
-    told = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
-    return {key: zlib.crc32(text.encode()) for key, text in told.items()}
+    texts = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
+    return {key: zlib.crc32(text.encode()) for key, text in texts.items()}
 
 
 def options_of(groups: Sequence[Options]) -> list[Options]:
@@ -139,9 +139,10 @@ def options_of(groups: Sequence[Options]) -> list[Options]:
     ]
 
 
-def adopt_options(groups: Sequence[Options], told: Sequence[Options]) -> None:
-    """Set the options of ``groups`` to ``told``, those of another rank. Values that cannot be sent stay as they are."""
-    for group, options in zip(groups, told, strict=True):
+def adopt_options(groups: Sequence[Options], others: Sequence[Options]) -> None:
+    """Set the options of ``groups`` to ``others``, those of another rank. Values that cannot be sent
+    stay as they are."""
+    for group, options in zip(groups, others, strict=True):
         for key, value in options.items():
             known = group.get(key)
             if key in group and _plain(known) == value:

@@ -141,8 +141,7 @@ class ShardedGradient(torch.Tensor):
         if current_graph_task_id() != NO_TASK:
             remedy = (
                 "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
-                "if the model is inside DistributedDataParallel, take that away, since two systems would add up the "
-                "gradients"
+                "do not wrap the model in DistributedDataParallel, which would reduce gradients twice"
             )
         elif action.startswith("an assignment"):
             remedy = "set optimizer.divisor or use optimizer.clip_grad_norm_(max_norm) to change it, and " + _READ

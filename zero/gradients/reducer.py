@@ -24,17 +24,17 @@ from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
-from ..runtime.events import Event
 from ..runtime.flat_buffer import gather_slot
 from ..runtime.joining import Joining
+from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, inside_backward
-from .grad_slots import GradSlots
+from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
-from .owned_means import FoundInf, OwnedMeans
+from .reduced_grads import FoundInf, ReducedGrads
 
 
 class Reducer:
@@ -45,7 +45,7 @@ class Reducer:
         buckets: Sequence[Bucket],
         stage: Stage,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         streams: Streams,
         backwards: BackwardTracker,
@@ -54,16 +54,16 @@ class Reducer:
         *,
         means_may_be_shown: bool,
     ) -> None:
-        """``buckets``: the list itself, which may grow; ``shards``: the ranks that own their shards; ``unit_order``: of
-        `Agreement`; ``means_may_be_shown``: of `GradSlots`."""
+        """``buckets``: the list itself, which may grow; ``shard_group``: the ranks that own their shards;
+        ``unit_order``: of `Agreement`; ``means_may_be_shown``: of `GradPublisher`."""
         self._buckets, self._stage, self._transport, self._collective = buckets, stage, transport, collective
-        self._shards, self._streams, self._joining = shards, streams, joining
-        replicas = transport.world_size // shards.world_size
-        self._schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
-        self.means = OwnedMeans(buckets)
-        self._slots = GradSlots(self, stage, self._schedule, joining, means_may_be_shown=means_may_be_shown)
-        self.agreement = Agreement(transport, shards.world_size, unit_order)
-        events = (Event(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
+        self._shard_group, self._streams, self._joining = shard_group, streams, joining
+        replicas = transport.world_size // shard_group.world_size
+        self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
+        self.means = ReducedGrads(buckets)
+        self._slots = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
+        self.agreement = Agreement(transport, shard_group.world_size, unit_order)
+        events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
         self._sync, self._found = True, FoundInf()
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
@@ -74,11 +74,6 @@ class Reducer:
     def means_are_shown(self) -> bool:
         """p.grad is the mean after each round."""
         return self._slots.means_are_shown
-
-    @property
-    def divisor(self) -> float:
-        """The divisor of the next `finalize_grads`."""
-        return self._schedule.divisor
 
     def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
@@ -100,7 +95,7 @@ class Reducer:
     def backward_began(self) -> None:
         self._transport.check()
         try:
-            self._schedule.check_open()
+            self.schedule.check_open()
             problem = self._assigned or self._slots.edited()
             if problem is not None:
                 problem = f"rank {self._transport.rank}: {problem}"
@@ -110,7 +105,7 @@ class Reducer:
         except RuntimeError:
             self._slots.publish()
             raise
-        self._schedule.begin(is_round=self._sync)
+        self.schedule.begin(is_round=self._sync)
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
         if self._streams.exist:
@@ -121,22 +116,22 @@ class Reducer:
                 f"rank {self._transport.rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
                 "sparse gradients are not supported; build the Embedding with sparse=False"
             )
-        bucket.used[slot] = 1
-        refused = self._slots.put_placeholder(bucket, slot)
-        if refused is not None:
+        try:
+            bucket.take_gradient(slot, self._slots.make_placeholder)
+        except RuntimeError as refused:
+            bucket.publish(slot, None)
             problem = changed(bucket.parameters[slot], bucket.specs[slot])
             raise RuntimeError(
                 f"rank {self._transport.rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
             ) from refused
-        bucket.grad.stash(slot, gradient)
-        bucket.missing -= 1
-        if not bucket.missing:
-            self._schedule.arrived(bucket)
+        bucket.grad.add(slot, gradient)
+        if not bucket.grad.missing:
+            self.schedule.arrived(bucket)
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
         self._complete()
-        self._shards.pool.drop_cheap()
+        self._shard_group.pool.drop_cheap()
         self._slots.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
@@ -148,32 +143,36 @@ class Reducer:
         """Complete the reductions of the backward under way, and, at stage 0, the means. After an interrupt, call this
         again."""
         try:
-            if self._schedule.complete():
+            if self.schedule.complete():
                 if self.means_are_shown:
                     self._agree_on_means()
-                self._schedule.end_round()
+                self.schedule.end_round()
         except MismatchError as error:
-            raise MismatchError(f"{error} ({self._schedule.frozen_here()})") from error
+            raise MismatchError(f"{error} ({self.schedule.frozen_here()})") from error
 
     def _agree_on_means(self) -> None:
         """Agree which gradients exist, and gather the new means."""
-        tag = Tag(Kind.EXCHANGE, "which parameters were used", self._schedule.number)
+        tag = Tag(Kind.EXCHANGE, "which parameters were used", self.schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
-        self._schedule.agree_used([record.used for record in records])
-        if all(record.divisor == self.divisor for record in records):  # otherwise `finalize_grads` agrees on one
+        self.schedule.agree_used([record.used for record in records])
+        if all(
+            record.divisor == self.schedule.divisor for record in records
+        ):  # otherwise `finalize_grads` agrees on one
             self._gather_means()
 
     def _gather_means(self) -> None:
         """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist."""
         summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
-        Chain(grad.gather_means(self._collective, self._schedule.number, self.divisor) for grad in summed).wait()
-        self._schedule.means_gathered()
+        Chain(
+            grad.gather_means(self._collective, self.schedule.number, self.schedule.divisor) for grad in summed
+        ).wait()
+        self.schedule.means_gathered()
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
         with self._catching_up():
-            self._schedule.begin(is_round=True, also=also)
+            self.schedule.begin(is_round=True, also=also)
             self._complete()
             self._slots.publish()
 
@@ -184,7 +183,7 @@ class Reducer:
         cleared = self._slots.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
-            self._schedule.abandon()
+            self.schedule.abandon()
             return
         self._complete()
         self._slots.forget(cleared)
@@ -214,21 +213,21 @@ class Reducer:
             )
         records = self.check_consistency(purpose, problem, scale=scale, options=options, norm=norm)
         used = [record.used for record in records]
-        if not self._schedule.is_open:
-            self._schedule.agree_used(used)
+        if not self.schedule.is_open:
+            self.schedule.agree_used(used)
             self._slots.publish()  # a mean that the user has replaced: what follows changes ours, not his
             return [record.attachment for record in records] if norm is not None and len(set(used)) == 1 else None
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
-        self._schedule.agree_used(used)
+        self.schedule.agree_used(used)
         if self._stage.grads_replicated:
-            if self._schedule.means_divisor != self.divisor:
+            if self.schedule.means_divisor != self.schedule.divisor:
                 self._gather_means()
         else:
             for bucket in self._buckets:
-                bucket.grad.divide(self.divisor)
-        self._schedule.finalized(purpose)
+                bucket.grad.divide(self.schedule.divisor)
+        self.schedule.finalized(purpose)
         self._slots.publish()
         return None
 
@@ -249,20 +248,23 @@ class Reducer:
         self._streams.wait_for_previous()
         self.finish_interrupted()
         assigned = self._slots.detect_changes()
-        if self._schedule.is_open and self._schedule.means_divisor != self.divisor:  # the means will be gathered anew
+        if (
+            self.schedule.is_open and self.schedule.means_divisor != self.schedule.divisor
+        ):  # the means will be gathered anew
             problem = problem or self._slots.edited()
         problem = problem or assigned
 
         def record() -> Record:
-            attachment = message if norm is None or self._schedule.is_open else norm()
-            told = dict(options or {})
-            return replace(self._record(), error=problem, scale=scale, options=told, attachment=attachment)
+            attachment = message if norm is None or self.schedule.is_open else norm()
+            return replace(
+                self._record(), error=problem, scale=scale, options=dict(options or {}), attachment=attachment
+            )
 
         with self._agreeing():
-            return self.agreement.agree(purpose, self._schedule.number, self._empty_round, record, self._name)
+            return self.agreement.agree(purpose, self.schedule.number, self._empty_round, record, self._name)
 
     def _record(self) -> Record:
-        known = self._schedule
+        known = self.schedule
         return Record(known.divisor, known.phase.name.lower(), known.pending, known.used(), known.trainable())
 
     def _name(self, number: int) -> str:
@@ -280,13 +282,13 @@ class Reducer:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
                 self._slots.detect_changes()
-            return self.agreement.meet(purpose, self._schedule.number, self._empty_round, lambda: data)
+            return self.agreement.meet(purpose, self.schedule.number, self._empty_round, lambda: data)
 
         self.finish_interrupted()
         self._slots.detect_changes()
         protocol = JoinProtocol(self._transport, meet, groups)
         self._joining.begin(
-            lambda name, arguments: protocol.broadcast(name, arguments, self.divisor),
+            lambda name, arguments: protocol.broadcast(name, arguments, self.schedule.divisor),
             gathers_are_broadcast=gathers_are_broadcast,
         )
         self._slots.withdraw()
@@ -302,37 +304,28 @@ class Reducer:
 
         A `GradScaler` calls this once for each dtype and device of gradients; the first call does the work of all.
         """
-        if self._found.repeats(found, may_be_new=self._schedule.is_open):
+        if self._found.repeats(found, may_be_new=self.schedule.is_open):
             return
         factor = inverse.item()  # host synchronisation: ranks compare it, once a step
         with self._unscaling(), self._joining.broadcast("unscale", inverse=factor):
             self.finalize_grads("GradScaler.unscale_()", scale=1 / factor if factor else math.inf)
             mine = bytes([self.means.unscale(inverse)])
-            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self._schedule.number, self.agreement.number)
-            self._found.tell(found, any(told[0] for told in self._transport.exchange(mine, tag)))
-
-    @property
-    def is_open(self) -> bool:
-        """True if backwards may add gradients; else these must be cleared before."""
-        return self._schedule.is_open
-
-    def stepped(self) -> None:
-        """Note that a step has used the gradients."""
-        self._schedule.stepped()
+            tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self.schedule.number, self.agreement.number)
+            self._found.note(found, any(flag[0] for flag in self._transport.exchange(mine, tag)))
 
     @property
     def has_new_gradients(self) -> bool:
         """True if this rank has gradients that no step has used, and that were not cleared."""
         if not self.hooks.interrupted:
             self._slots.detect_changes()
-        return self._schedule.has_new_gradients
+        return self.schedule.has_new_gradients
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self._slots.detect_changes()
-        self._schedule.set_divisor(value)
-        if self.means_are_shown and self._schedule.is_open:
+        self.schedule.set_divisor(value)
+        if self.means_are_shown and self.schedule.is_open:
             self._slots.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -369,14 +362,14 @@ class Reducer:
         else:
             total = bucket.grad.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
-            tag = Tag(Kind.ALL_GATHER, purpose, self._schedule.number, bucket.spec.index)
-            whole = gather_slot(total, slot, bucket.spec.cuts, self._shards.rank, self._collective, tag)
-            if self._schedule.is_open:
-                whole.div_(self.divisor)
+            tag = Tag(Kind.ALL_GATHER, purpose, self.schedule.number, bucket.spec.index)
+            whole = gather_slot(total, slot, bucket.spec.cuts, self._shard_group.rank, self._collective, tag)
+            if self.schedule.is_open:
+                whole.div_(self.schedule.divisor)
         return whole.as_strided(spec.shape, spec.stride)
 
     def close(self) -> None:
         """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._slots.release()
-        self._schedule.close()
+        self._slots.hand_over()
+        self.schedule.close()

@@ -20,7 +20,7 @@ class EditDetector:
         self._rank = rank
         self._found: str | None = None  # the first edit, as an error's text
         self.lasting: str | None = None  # an error that cannot be undone; reported at every agreement
-        self._pending_checks: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the slice; -1: none
+        self._pending_checks: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the shard; -1: none
 
     def take(self) -> str | None:
         """Return the first edit since the last call, as an error's text, or None. Waits for devices."""
@@ -50,16 +50,20 @@ class EditDetector:
     def note_released(self, buffer: UnitBuffer, slot: int) -> None:
         """Record that the parameter of a slot was edited, or swapped for another tensor, while it was released."""
         if type(buffer.parameters[slot]) is not buffer.released[slot]:
-            self.lasting = f"{buffer.name(slot)!r} was swapped for another tensor: build a new model and optimizer"
+            self.note_lasting(f"{buffer.name(slot)!r} was swapped for another tensor")
         else:
             self.note(f"{buffer.name(slot)!r} was edited while it was released")
+
+    def note_lasting(self, problem: str) -> None:
+        """Record what cannot be undone."""
+        self.lasting = f"{problem}: build a new model and optimizer"
 
     def note(self, problem: str) -> None:
         """Record an edit. Only the first one is kept."""
         self._found = self._found or f"{problem}: edit it inside gathered(write=True)"
 
     def compare(self, buffer: UnitBuffer, whole: Tensor) -> None:
-        """Compare the gathered copy of this rank's slice with its shard, which no edit has reached."""
+        """Compare this rank's part of an unsharded buffer with its shard, which no edit has reached."""
         low, high = buffer.bucket.owned(self._rank)
         if not host_readable(buffer.shard.device):
             self._doubt(buffer, whole[low:high])

@@ -1,6 +1,6 @@
 """Materialization of models that were built under ``torch.device("meta")``: memory and values, module by module.
 
-Knows: modules in order of registration, and the sources of their values. Does not know: ranks, or which slices a rank
+Knows: modules in order of registration, and the sources of their values. Does not know: ranks, or which shards a rank
 keeps afterwards.
 
     values of a module                its own `reset_parameters()`, or the user's function of the module
@@ -226,12 +226,12 @@ def materializer_of(
     parameters: Sequence[Tensor],
     init: InitFunction | None,
     state_dict: StateDict | None,
-    landing: Callable[[], torch.device],
+    default_device: Callable[[], torch.device],
 ) -> Materializer | None:
     """Return the materializer of a model's meta tensors; None if it has none.
 
-    ``landing`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get values, or
-    if there are none although ``init`` or ``state_dict`` is given.
+    ``default_device`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get
+    values, or if there are none although ``init`` or ``state_dict`` is given.
     """
     without_memory = [parameter for parameter in parameters if is_meta(parameter)]
     if module is not None:
@@ -252,7 +252,7 @@ def materializer_of(
                 f"parameter {number} of those listed is on the meta device and not in the module, so nothing gives it "
                 "values: list parameters of the module"
             )
-    device = landing()
+    device = default_device()
     if device.type == "meta":
         raise ValueError('build the optimizer outside of torch.device("meta"): it gives the model memory')
     return Materializer(module, device, init, state_dict)

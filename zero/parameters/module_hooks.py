@@ -101,7 +101,7 @@ def check_method(module: nn.Module, name: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-class HookListener(Protocol):
+class ModuleListener(Protocol):
     """The receiver of the events of modules. ``hooks``: those of the module."""
 
     @property
@@ -133,7 +133,7 @@ Action = Callable[..., None]  # called with the owner of the hooks, and the argu
 class ModuleHooks:
     """The hooks on one module, and on the graphs of its outputs. They hold their owner weakly."""
 
-    def __init__(self, owner: HookListener, entry: UnitModule) -> None:
+    def __init__(self, owner: ModuleListener, entry: UnitModule) -> None:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
@@ -206,11 +206,11 @@ class ModuleHooks:
         _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
         _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
 
-    def _before(self, owner: HookListener, *_: Any) -> None:
+    def _before(self, owner: ModuleListener, *_: Any) -> None:
         self.arrange()
         owner.entered(self)
 
-    def _after(self, owner: HookListener, _: Any, output: Any) -> None:
+    def _after(self, owner: ModuleListener, _: Any, output: Any) -> None:
         owner.left(self, output)
 
     def _surround(self, module: nn.Module) -> None:

@@ -5,7 +5,7 @@ gradients with respect to it. Does not know: where the values are.
 
 A released parameter is the same object with the same name, shape and dtype. Its class is a subclass of its own class
 that raises on every other use. If its unit is gathered, its data is a single NaN, expanded, in memory that no other
-parameter shares; otherwise it is a view of memory that always has the values of now. So a use that passes the class by
+parameter shares; otherwise it is a view of memory that always has the values of now. So a use that bypasses the class
 cannot crash, return an old value, or reach the values of another parameter.
 
 Alternative that was considered: a storage resized to zero. About two thirds of the usual operations on a parameter then

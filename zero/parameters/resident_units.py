@@ -3,12 +3,12 @@
 Knows: where the whole of a bucket is, who may write there, which pages this rank has written. Does not know: modules,
 autograd, or when a unit is needed: its caller installs and uninstalls.
 
-A parameter is a view of the whole from `put` to `take_out`. To release it is to change its class alone. In common
-memory every rank writes its slices for all, and what it writes into the whole stays private to it, by pages:
+A parameter is a view of the unsharded memory from `add_buffer` to `remove_buffer`. To release it is to change its class
+alone. In common memory every rank writes its shards for all. What it writes elsewhere stays private to it, by pages:
 
     agreement   look at the written pages: a private page hides what the others write from now on
     meeting     every rank has looked, and released its units
-    step        every rank counts the changes, which makes graphs of before raise, then writes its slices
+    step        every rank counts the changes, which makes graphs of before raise, then writes its shards
     announce    and returns when every rank has written
 """
 
@@ -39,25 +39,23 @@ class ResidentBuffer(UnitBuffer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.put_whole()
+        self.put_unsharded()
 
-    def put_whole(self) -> None:
+    def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
-        self.whole = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
-        self.address = self.whole.data_ptr()
-        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
-            parameter.data = view
-        self.note()
+        self.unsharded = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
+        self.address = self.unsharded.data_ptr()
+        self.set_data(self.views(self.unsharded))
 
     @property
     def moved(self) -> bool:
-        """True if the whole has another address than at `put_whole`: `share_memory_` moves a storage, with all that
+        """True if the whole has another address than at `put_unsharded`: `share_memory_` moves a storage, with all that
         lies there."""
-        return self.whole.data_ptr() != self.address
+        return self.unsharded.data_ptr() != self.address
 
     def _differing(self, now: list[tuple[int, int, torch.dtype]]) -> list[int]:
         if self.moved and self.common is None:  # the shard was moved, too: the parameters are still views of it
-            self.put_whole()
+            self.put_unsharded()
             return []
         return super()._differing(now)
 
@@ -125,19 +123,19 @@ class SharedBucketMemory:
 class ResidentUnits:
     """The policy of units that are resident."""
 
-    def __init__(self, shards: Transport, edits: EditDetector) -> None:
-        self._shards, self._edits = shards, edits
+    def __init__(self, shard_group: Transport, edits: EditDetector) -> None:
+        self._shard_group, self._edits = shard_group, edits
         self._common: list[SharedBucketMemory] = []
-        self._writing: Work | None = None  # done when every rank has written its slices
+        self._writing: Work | None = None  # done when every rank has written its shards
 
-    def put(self, buffer: ResidentBuffer) -> None:
+    def add_buffer(self, buffer: ResidentBuffer) -> None:
         """Register a buffer."""
         if buffer.common is not None:
             buffer.common.buffers.append(buffer)
             if buffer.common not in self._common:
                 self._common.append(buffer.common)
 
-    def take_out(self, buffer: ResidentBuffer) -> None:
+    def remove_buffer(self, buffer: ResidentBuffer) -> None:
         """Unregister a buffer, whose parameters have other memory now."""
         if buffer.common is not None:
             buffer.common.buffers.remove(buffer)
@@ -194,13 +192,13 @@ class ResidentUnits:
     def _put_back(self, buffer: ResidentBuffer) -> None:
         """Make the parameters views of the whole again if the memory of one was replaced. Note their data."""
         if buffer.moved and buffer.common is not None:
-            self._edits.lasting = (
+            self._edits.note_lasting(
                 f"the memory of {buffer.name(0)!r} was moved (by share_memory_() or a queue between processes), and "
-                "what was moved does not follow the parameter: send a copy; build a new model and optimizer"
+                "what was moved does not follow the parameter: send a copy"
             )
         if buffer.displaced():
             with usable_later():
-                buffer.put_whole()
+                buffer.put_unsharded()
         buffer.note()
 
     # -- edits and changes ----------------------------------------------------------------------------------------
@@ -216,20 +214,17 @@ class ResidentUnits:
     def commit(self, buffer: ResidentBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are equal on all ranks, into this rank's shard."""
         if buffer.common is not None:
-            low, high = buffer.bucket.owned(self._shards.rank)
-            for piece in buffer.bucket.pieces(low, high):
-                if piece.slot in slots:
-                    buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+            buffer.commit(slots, buffer.unsharded, self._shard_group.rank)
 
     def announce(self) -> None:
-        """Announce that this rank has written its slices, and wait until every rank has. Collective."""
+        """Announce that this rank has written its shards, and wait until every rank has. Collective."""
         if self._common:
             self.wait_for_writes()
-            self._writing = self._shards.announce(Tag(Kind.ALL_GATHER, "slices of units in common memory"))
+            self._writing = self._shard_group.announce(Tag(Kind.ALL_GATHER, "shards of units in common memory"))
             self.wait_for_writes()
 
     def wait_for_writes(self) -> None:
-        """Wait until every rank has written its slices."""
+        """Wait until every rank has written its shards."""
         if self._writing is not None:
             self._writing.wait()
             self._writing = None

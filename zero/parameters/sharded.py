@@ -1,4 +1,4 @@
-"""The memory of the parameters if a rank holds slices: the same interface as `storage`, with parameters in units.
+"""The memory of the parameters if a rank holds shards: the same interface as `storage`, with parameters in units.
 
 Knows: which parameters lie in which unit, and which of them the optimizer updates. Every parameter of the module that
 can lie in buckets is sharded: the listed ones in the layout's buckets, the others in buckets of their own.
@@ -49,45 +49,48 @@ class _Request:
 
 
 class ShardedStorage(ParameterStorage):
-    """Parameters in units, of which each rank holds its slices: the weights of its buckets are shards."""
+    """Parameters in units, of which each rank holds its shards: the weights of its buckets are shards."""
 
     manager: UnitManager
+    unit_hooks: UnitHooks
 
     def __init__(
         self,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         module: nn.Module,
         collective: Collective,
         predicate: Predicate | None,
         bucket_sizes: BucketSizes,
         precision: MixedPrecision | None,
         post_forward_group: Choice | None,
-        keeps_whole: bool,
+        keeps_unsharded: bool,
         materializer: Materializer | None,
         streams: Streams,
         backwards: BackwardTracker,
         joining: Joining,
         unit_order: UnitOrder,
     ) -> None:
-        """``post_forward_group``: the ranks, of those that share a copy, that share the slices kept for a backward;
-        None: all of them; ``keeps_whole``: each keeps the whole. ``materializer``: of tensors on the meta device;
+        """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
+        None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
         ``unit_order``: of the units that this rank uses beside its training."""
-        super().__init__(transport, shards, module, precision, materializer)
+        super().__init__(transport, shard_group, module, precision, materializer)
         self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
         there = (parameter.device for parameter in module.parameters())
         self._on_host = all((self.meta_device or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self.manager = UnitManager(
-            shards,
+            shard_group,
             collective,
             self._units.names,
             post_forward_group,
             weakly(self._needed_in_backward),
             joining,
         )
-        self._unit_hooks = UnitHooks(self._units, self.manager, streams, backwards, unit_order, keeps_whole=keeps_whole)
+        self.unit_hooks = UnitHooks(
+            self._units, self.manager, streams, backwards, unit_order, keeps_unsharded=keeps_unsharded
+        )
         self._unlisted: Sequence[StoredBucket] | None = None  # None: these parameters are plain
         self._updated: list[tuple[int, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
@@ -98,7 +101,9 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return units_share_buckets(self._shards.world_size, in_common=self._on_host and self._shards.has_common)
+        return units_share_buckets(
+            self._shard_group.world_size, in_common=self._on_host and self._shard_group.has_common
+        )
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -106,7 +111,7 @@ class ShardedStorage(ParameterStorage):
         return [*described, *super().lines()]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
-        self._describe_rest([*self.parameters, *parameters])
+        self._describe_unlisted([*self.parameters, *parameters])
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
 
@@ -115,12 +120,12 @@ class ShardedStorage(ParameterStorage):
 
     def _begin(self) -> None:
         """Parameters that were not listed so far become plain, whole ones, until `_end`."""
-        self._take_out([buffer for buffer in self.manager.buffers() if not buffer.updated])
+        self._make_plain([buffer for buffer in self.manager.buffers() if not buffer.updated])
         self._unlisted = None
 
     def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
         new = _requests(self.layout, self.parameters, keep, len(self.buckets))
-        stored = self._fill_all([*new, *self._lay_out_rest()])
+        stored = self._fill_all([*new, *self._lay_out_unlisted()])
         self._unlisted = stored[len(new) :]
         return stored[: len(new)]
 
@@ -128,38 +133,38 @@ class ShardedStorage(ParameterStorage):
         super().materialize()
         self._bindings = bindings(self._module)
         if self._unlisted is None:  # nothing was adopted after all
-            self._unlisted = self._fill_all(self._lay_out_rest())
-        self._cast_rest()
+            self._unlisted = self._fill_all(self._lay_out_unlisted())
+        self._cast_others()
         self.manager.resident.announce()
         self._copy(self.replicas())
-        if not self._unit_hooks.watching:
-            self._unit_hooks.watch()
+        if not self.unit_hooks.watching:
+            self.unit_hooks.watch()
             self._copy(self._buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
         numbers = self.units()  # a parameter that was laid out stays so when it is frozen
         return [entry for entry in self._others() if id(entry[1]) not in numbers]
 
-    def _describe_rest(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
+    def _describe_unlisted(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
         return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self.meta_device)
 
-    def _lay_out_rest(self) -> list[_Request]:
+    def _lay_out_unlisted(self) -> list[_Request]:
         """Lay out the parameters that are not listed."""
-        parameters, described = self._describe_rest(self.parameters)
+        parameters, described = self._describe_unlisted(self.parameters)
         most, across = self._bucket_sizes.most, self.buckets_cross_units
-        self.rest = build(described, self._shards.world_size, most, across_units=across)
-        return _requests(self.rest, parameters, None)
+        self.unlisted_layout = build(described, self._shard_group.world_size, most, across_units=across)
+        return _requests(self.unlisted_layout, parameters, None)
 
     def _fill_all(self, requests: Sequence[_Request]) -> list[StoredBucket]:
-        """Fill buckets with rank 0's values, of which this rank keeps its slices. Collective."""
+        """Fill buckets with rank 0's values, of which this rank keeps its shards. Collective."""
         specs = [request.spec for request in requests]
         on_host = all(spec.device == "cpu" for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
-        shared = on_host and self._shards.world_size > 1
-        regions = self._agreed(self._shards.common(sizes) if shared else None)
+        shared = on_host and self._shard_group.world_size > 1
+        regions = self._agreed(self._shard_group.common(sizes) if shared else None)
         stored: dict[int, StoredBucket] = {}
         for number in self._in_registration_order(requests):
             stored[number] = self._fill_one(requests[number], None if regions is None else regions[number])
@@ -170,25 +175,25 @@ class ShardedStorage(ParameterStorage):
         spec, layout, updated = request.spec, request.layout, request.keep is not None
         specs = layout.members(spec)
         whole = self._values(spec, specs, request.parameters, request.keep)
-        low, high = spec.owned(self._shards.rank)
+        low, high = spec.owned(self._shard_group.rank)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
         if common is not None:
             flat = common.own(low, high).copy_(whole[low:high])
-        elif self._shards.world_size > 1:
-            flat = self._shards.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
-        for unit, first, last in layout.runs(spec):
+        elif self._shard_group.world_size > 1:
+            flat = self._shard_group.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
+        for unit, first, last in layout.unit_spans(spec):
             part, begin = spec.part(first, last), spec.slots[first].offset
-            here, there = (bound + begin - low for bound in part.owned(self._shards.rank))
+            here, there = (bound + begin - low for bound in part.owned(self._shard_group.rank))
             shard = flat[here:there] if there > here else flat[:0]
             members = request.parameters[first:last]
             known = part, layout, members, shard, updated, self.manager.released_classes(members)
             buffer: Buffer
-            if common is not None or self._shards.world_size == 1:
+            if common is not None or self._shard_group.world_size == 1:
                 buffer = ResidentBuffer(*known, common, begin)
             else:
                 buffer = GatheredBuffer(*known)
-            self.manager.put(unit, buffer)
+            self.manager.add_buffer(unit, buffer)
             if updated:
                 self._updated.append((spec.index, first, buffer))
         return StoredBucket(spec, specs, request.parameters, FlatBuffer(flat, Placement.SHARD, low))
@@ -196,10 +201,10 @@ class ShardedStorage(ParameterStorage):
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Return None on all ranks if any rank lacks shared memory: replicas must issue the same collectives.
         Collective."""
-        if self._transport is self._shards:
+        if self._transport is self._shard_group:
             return regions
-        told = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
-        return None if any(told) else regions
+        problems = self._transport.exchange(b"" if regions else b"none", Tag(Kind.EXCHANGE, "memory in common"))
+        return None if any(problems) else regions
 
     def _in_registration_order(self, requests: Sequence[_Request]) -> Iterator[int]:
         """Places in ``requests`` in an order that is equal on all ranks, also if some tensors have no values yet.
@@ -218,7 +223,7 @@ class ShardedStorage(ParameterStorage):
         """The number of the parameter, of these of one bucket, that the module registered last."""
         return max(self._registered[id(parameter)] for parameter in parameters)
 
-    def _take_out(self, buffers: Sequence[Buffer]) -> None:
+    def _make_plain(self, buffers: Sequence[Buffer]) -> None:
         """Make the parameters of these buffers plain ones, with memory of their own. Collective."""
         self.manager.resident.find_edits()  # before edited values become the parameters' own
         for number, unit in enumerate(self.manager.units):
@@ -226,7 +231,7 @@ class ShardedStorage(ParameterStorage):
             if leaving:
                 self.manager.install(number)
                 for buffer in leaving:
-                    self.manager.take_out(number, buffer)
+                    self.manager.remove_buffer(number, buffer)
                 self.manager.reshard(number)
 
     # -- access to parameters -------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class ShardedStorage(ParameterStorage):
     def fingerprints(self) -> list[tuple[str, bytes]]:
         found: dict[str, bytes] = {}
         for number in range(len(self.manager.units)):
-            with self.manager.whole([number]):
+            with self.manager.unsharded([number]):
                 for buffer in self.manager.units[number].buffers:
                     if buffer.updated:
                         for slot, parameter in enumerate(buffer.parameters):
@@ -247,37 +252,24 @@ class ShardedStorage(ParameterStorage):
         return self.manager.diagnose() or misplaced(self._bindings)
 
     def common_memory(self) -> str:
-        if self._shards.world_size == 1:
+        if self._shard_group.world_size == 1:
             return "no (one rank holds the whole copy)"
-        if not self.manager.some_travel:
+        if not self.manager.any_gathered:
             return "yes (the ranks that share a copy are on one host)"
         if not self._on_host:
             return "no (the parameters are on a device)"
-        if not self._shards.has_common:
+        if not self._shard_group.has_common:
             return "no (the ranks that share a copy do not all share a host's memory)"
         return "no (there is not enough of it)"
 
     # -- units ----------------------------------------------------------------------------------------------------
-
-    @property
-    def needs_gather(self) -> bool:
-        return self._unit_hooks.needs_gather
-
-    def busy(self) -> bool:
-        return self._unit_hooks.busy()
-
-    def end_iteration(self) -> bool:
-        return self._unit_hooks.end_iteration()
-
-    def reset_order(self) -> None:
-        self._unit_hooks.reset_order()
 
     def gather(self, unit: int) -> None:
         self.manager.unshard(unit)
         self.manager.reshard(unit)
 
     def _needed_in_backward(self, unit: int) -> None:
-        self._unit_hooks.needed_again(unit)
+        self.unit_hooks.needed_again(unit)
 
     # -- from outside ---------------------------------------------------------------------------------------------
 
@@ -297,8 +289,8 @@ class ShardedStorage(ParameterStorage):
 
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
-        self._unit_hooks.note_order(numbers)
-        with self._unit_hooks.saving(), self.manager.whole(numbers), self._streams.block():
+        self.unit_hooks.note_order(numbers)
+        with self.unit_hooks.saving(), self.manager.unsharded(numbers), self._streams.block():
             yield
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
@@ -311,8 +303,8 @@ class ShardedStorage(ParameterStorage):
         for buffer, written in slots.items():
             self.manager.changed(buffer, written)  # before any rank's first write
         for buffer, written in slots.items():
-            assert buffer.whole is not None
-            flats = [buffer.whole[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in written]
+            assert buffer.unsharded is not None
+            flats = [buffer.unsharded[buffer.bucket.slots[n].offset : buffer.bucket.slots[n].end] for n in written]
             broadcast(self._transport, flats)
             self.manager.commit(buffer, written)
         self.manager.resident.announce()
@@ -335,15 +327,15 @@ class ShardedStorage(ParameterStorage):
     def replaced(self) -> list[str]:
         return list(replaced(self._bindings))
 
-    def rest_buckets(self) -> Sequence[StoredBucket]:
+    def unlisted_buckets(self) -> Sequence[StoredBucket]:
         return self._unlisted or ()
 
-    def release(self) -> None:
-        self._unit_hooks.end_iteration()
-        self._unit_hooks.remove()
-        self._take_out(list(self.manager.buffers()))
+    def make_plain(self) -> None:
+        self.unit_hooks.end_iteration()
+        self.unit_hooks.remove()
+        self._make_plain(list(self.manager.buffers()))
         self.buckets.clear()
-        self._places.clear()
+        self._slots.clear()
         self._updated, self._unlisted = [], None
 
 

@@ -1,5 +1,5 @@
 """The memory of the parameters if every rank holds them whole: one flat tensor per bucket, with the parameters as
-views. `sharded` is its counterpart for ranks that hold slices.
+views. `sharded` is its counterpart for ranks that hold shards.
 
 Knows: the layout and the user's parameters, whose ``data`` it sets. Does not know: gradients, states, steps.
 """
@@ -35,35 +35,55 @@ from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
 from .materialize import Materializer
+from .unit_hooks import UnitHooks
 from .unit_manager import UnitManager
 
 TAKING_OVER = "while parameters were taken over"
 Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
 
 
+class NoUnitHooks:
+    """What `UnitHooks` are at stages without units."""
+
+    needs_gather = False
+
+    def busy(self) -> bool:
+        return False
+
+    def end_iteration(self) -> bool:
+        return True
+
+    def reset_order(self) -> None:
+        return None
+
+
 class ParameterStorage:
     """Parameters, by index in the layout, and their memory. Identity, name, shape and strides of a parameter stay."""
 
     manager: UnitManager | None = None  # of units; None at stages without units
+    unit_hooks: UnitHooks | NoUnitHooks = NoUnitHooks()
 
     def __init__(
         self,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         module: nn.Module | None,
         precision: MixedPrecision | None,
         materializer: Materializer | None,
     ) -> None:
-        """``shards``: the ranks that own the slices of buckets; ``materializer``: of tensors on the meta device."""
-        self._transport, self._shards = transport, shards
+        """``shard_group``: the ranks that own the shards of buckets; ``materializer``: of tensors on the meta
+        device."""
+        self._transport, self._shard_group = transport, shard_group
         self._module, self._precision = module, precision
         self._materializer = materializer  # until every tensor has memory
-        self.layout = Layout((), (), shards.world_size)
-        self.rest = Layout((), (), shards.world_size)  # of parameters that are stored here and not updated
+        self.layout = Layout((), (), shard_group.world_size)
+        self.unlisted_layout = Layout(
+            (), (), shard_group.world_size
+        )  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.buckets: list[Bucket] = []  # of the layout
-        self._places: dict[int, tuple[Bucket, int]] = {}  # parameter -> bucket and slot, in the layout's order
+        self._slots: dict[int, tuple[Bucket, int]] = {}  # parameter -> bucket and slot, in the layout's order
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
         self._bindings = bindings(module)
         self._indices: dict[Tensor, int] = {}
@@ -131,7 +151,7 @@ class ParameterStorage:
     def add(self, buckets: Sequence[Bucket]) -> None:
         """Add the buckets of the parameters that were stored last."""
         self.buckets += buckets
-        self._places.update(slots_of(buckets))
+        self._slots.update(slots_of(buckets))
 
     def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
         """Lay out the parameters that are in no bucket yet, with rank 0's values. Collective."""
@@ -164,7 +184,7 @@ class ParameterStorage:
     def _end(self) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
         self._bindings = bindings(self._module)
-        self._cast_rest()
+        self._cast_others()
         self._copy([*self._others(), *self._buffers()])
 
     def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
@@ -181,7 +201,7 @@ class ParameterStorage:
         """Raise `ValueError`, on every rank, if tensors that are not copied differ. Collective."""
         compare_subclasses(self._transport, [entry for entry in tensors if not is_copied(entry[1])])
 
-    def _cast_rest(self) -> None:
+    def _cast_others(self) -> None:
         """Cast the parameters that are in no bucket, and the module's buffers."""
         if self._precision is not None:
             cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
@@ -209,9 +229,9 @@ class ParameterStorage:
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
-    def place(self, index: int) -> tuple[Bucket, int]:
+    def slot_of(self, index: int) -> tuple[Bucket, int]:
         """A parameter's bucket, and the number of its slot there."""
-        return self._places[index]
+        return self._slots[index]
 
     def index(self, parameter: Tensor) -> int:
         """The parameter's place in the layout. Raises `ValueError` if it is not one of the optimizer's."""
@@ -227,29 +247,30 @@ class ParameterStorage:
 
     def owners(self, index: int) -> list[int]:
         """The ranks that own a part of a parameter, of those that share this rank's copy."""
-        bucket, number = self._places[index]
-        first, spec = self._transport.rank - self._shards.rank, bucket.spec
-        places = range(self._shards.world_size)
+        bucket, number = self._slots[index]
+        first, spec = self._transport.rank - self._shard_group.rank, bucket.spec
+        places = range(self._shard_group.world_size)
         return [first + r for r in places if any(piece.slot == number for piece in spec.pieces(*spec.owned(r)))]
 
     def _flat_of(self, index: int) -> Tensor:
         """A parameter's elements in memory order, 1-D."""
-        bucket, number = self._places[index]
+        bucket, number = self._slots[index]
         slot = bucket.spec.slots[number]
         return bucket.weights.interval(slot.offset, slot.end)
 
-    def places(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
-        """The places of parameters among all that are stored here, also those not updated: the argument of `at`."""
+    def positions(self, parameters: Sequence[Tensor] | None) -> list[int] | None:
+        """The positions of parameters among all that are stored here, updated or not: the argument of
+        `parameters_at`."""
         known = {id(parameter): place for place, parameter in enumerate(self._all())}
         for parameter in parameters or ():
             if id(parameter) not in known:
                 self.index(parameter)
         return None if parameters is None else [known[id(parameter)] for parameter in parameters]
 
-    def at(self, places: Sequence[int] | None) -> list[Tensor] | None:
-        """The parameters at these places."""
+    def parameters_at(self, positions: Sequence[int] | None) -> list[Tensor] | None:
+        """The parameters at these positions."""
         known = self._all()
-        return None if places is None else [known[place] for place in places]
+        return None if positions is None else [known[position] for position in positions]
 
     def _all(self) -> list[Tensor]:
         return [*self.parameters, *(parameter for _, parameter in self._others())]
@@ -274,22 +295,6 @@ class ParameterStorage:
         return "no (every rank holds whole parameters)"
 
     # -- units ----------------------------------------------------------------------------------------------------
-
-    @property
-    def needs_gather(self) -> bool:
-        """True if a forward needs values that other ranks must send."""
-        return False
-
-    def busy(self) -> bool:
-        """True inside a forward, or a backward, that uses units."""
-        return False
-
-    def end_iteration(self) -> bool:
-        """Begin a step: free the memory that was kept for a backward. Return False if whole parameters are in use."""
-        return True
-
-    def reset_order(self) -> None:
-        """Reshard everything and forget the order of units. For ranks whose forwards differ."""
 
     def gather(self, unit: int) -> None:
         """Take part in the other ranks' gather of a unit. Collective."""
@@ -330,13 +335,13 @@ class ParameterStorage:
         """Note that every parameter will change. Every rank calls it before its first write."""
 
     def stepped(self) -> None:
-        """Return when every rank has changed its slices. Collective."""
+        """Return when every rank has changed its shards. Collective."""
 
     def diagnose(self) -> str | None:
         """Return an error's text if a parameter was moved, cast or replaced since; else None."""
         addresses = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
         if addresses != self._addresses:
-            for index in self._places:
+            for index in self._slots:
                 problem = self._misplacement(index)
                 if problem is not None:
                     return problem
@@ -367,26 +372,26 @@ class ParameterStorage:
         return None
 
     def replaced(self) -> list[str]:
-        """Return the names of parameters that were replaced: `release` cannot give them this optimizer's values."""
+        """Return the names of parameters that were replaced: `make_plain` cannot give them this optimizer's values."""
         names = list(replaced(self._bindings))
-        for index in self._places:
+        for index in self._slots:
             parameter, spec = self.parameters[index], self.layout.parameters[index]
             has_values = changed(parameter, spec) is not None  # it was cast or moved with them
             if not has_values and self._misplacement(index) is not None:
                 names.append(spec.name)
         return names
 
-    def rest_buckets(self) -> Sequence[StoredBucket]:
-        """The buckets of `rest`."""
+    def unlisted_buckets(self) -> Sequence[StoredBucket]:
+        """The buckets of `unlisted_layout`."""
         return ()
 
-    def release(self) -> None:
+    def make_plain(self) -> None:
         """Give every parameter memory of its own. Collective."""
         for index, parameter in enumerate(self.parameters):
             if self._lies_here(index):
                 parameter.data = parameter.detach().clone()
         self.buckets.clear()
-        self._places.clear()
+        self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
         flat = self._flat_of(index)

@@ -1,4 +1,4 @@
-"""A bucket of a unit on one rank: its parameters by slot, this rank's slice, and what was last seen of their data.
+"""A bucket of a unit on one rank: its parameters by slot, this rank's shard, and what was last seen of their data.
 
 Knows: slots, names, and the classes, versions and addresses of parameters. Does not know: where the whole of a bucket
 is, or when a unit is installed or released. Each policy, `resident_units` and `gathered`, has a subclass of it.
@@ -7,7 +7,7 @@ is, or when a unit is installed or released. Each policy, `resident_units` and `
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 @dataclass(eq=False)
 class UnitBuffer:
     """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, and this rank's
-    slice."""
+    shard."""
 
     bucket: BucketSpec
     layout: Layout
@@ -58,7 +58,20 @@ class UnitBuffer:
         for offset, shape, stride in self._geometry:
             yield flat.as_strided(shape, stride, begin + offset)
 
+    def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
+        """Copy the values of these slots from a tensor that holds the whole bucket into this rank's shard."""
+        low, high = self.bucket.owned(rank)
+        for piece in self.bucket.pieces(low, high):
+            if piece.slot in slots:
+                self.shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
+
     # -- a parameter's data: for parameters that have their own classes, or under `as_plain` ---------------------------
+
+    def set_data(self, data: Iterable[Tensor]) -> None:
+        """Give each parameter, which must have its own class, its data. This counts as no edit."""
+        for parameter, tensor in zip(self.parameters, data, strict=True):
+            parameter.data = tensor
+        self.note()
 
     def edited(self) -> list[int]:
         """Return the slots whose parameter's data was edited or replaced since it was noted."""

@@ -66,14 +66,14 @@ class UnitHooks:
         backwards: BackwardTracker,
         unit_order: UnitOrder,
         *,
-        keeps_whole: bool,
+        keeps_unsharded: bool,
     ) -> None:
         """Create hooks, of which no module has any before `watch`.
 
-        ``unit_order``: of the units that are used beside training; ``keeps_whole``: units that a forward gathered stay
-        whole for its backward.
+        ``unit_order``: of the units that are used beside training; ``keeps_unsharded``: units that a forward gathered
+        stay unsharded for its backward.
         """
-        self.manager, self._streams, self._keeps_whole = manager, streams, keeps_whole
+        self.manager, self._streams, self._keeps_unsharded = manager, streams, keeps_unsharded
         self._unit_order, self._entries, self._units = unit_order, units.entries, len(units.names)
         self._order = PrefetchOrder(self._units)
         self._running: list[_Forward] = []  # forwards under way, the outermost first
@@ -111,14 +111,14 @@ class UnitHooks:
     @property
     def needs_gather(self) -> bool:
         """True if a forward needs values that other ranks must send."""
-        return self.manager.some_travel
+        return self.manager.any_gathered
 
     def end_iteration(self) -> bool:
         """Begin a step: free the memory that was kept for a backward. Waits for gathers under way. Return False if
         whole parameters are in use."""
         self._end_interrupted()
         if not self._running:
-            self.manager.release_all()
+            self.manager.forget_forwards()
         self._order.close()
         self._opaque.clear()
         self._backwards.over()
@@ -126,7 +126,7 @@ class UnitHooks:
 
     def reset_order(self) -> None:
         """Reshard everything and forget the order of units, as after construction. For ranks whose forwards differ."""
-        if self.manager.shards.broken:
+        if self.manager.shard_group.broken:
             self.manager.abandon()
         else:
             self.end_iteration()
@@ -156,7 +156,7 @@ class UnitHooks:
 
     def _refuse(self, thread: threading.Thread, what: str) -> None:
         raise RuntimeError(
-            f"{self.manager.shards.rank_label}: another thread, {thread.name!r}, is inside {what}: at stage 3 "
+            f"{self.manager.shard_group.rank_label}: another thread, {thread.name!r}, is inside {what}: at stage 3 "
             "parameters come and go with the forwards and backwards of one thread at a time; run one after the other, "
             "or give the threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
@@ -172,9 +172,9 @@ class UnitHooks:
             self._enter(forward)  # before what may raise: `left` will find it
             if not last[0].hooks.is_root:
                 self._note_enclosing(hooks)
-        self.manager.shards.check_process()  # before a lock that another thread may have held at the fork
+        self.manager.shard_group.check_process()  # before a lock that another thread may have held at the fork
         refuse_transforms(hooks.name or "the root's rest")
-        forward.pushed = self.manager.some_travel and self._saver.push()  # torch may refuse
+        forward.pushed = self.manager.any_gathered and self._saver.push()  # torch may refuse
         if not inner:
             self._begin_outermost(forward)
         self._begin()
@@ -189,7 +189,7 @@ class UnitHooks:
         """Note that resident units are used which other ranks may not use, in a forward without gradients or by
         `gathered`. Where units travel, their gathers find that out."""
         for unit in units:
-            if not (self.manager.units[unit].installed or self.manager.some_travel):
+            if not (self.manager.units[unit].installed or self.manager.any_gathered):
                 self._unit_order.note(unit)
 
     def _begin_outermost(self, forward: _Forward) -> None:
@@ -215,7 +215,7 @@ class UnitHooks:
                 self._enclosing.update(self._resident(outer.hooks))
 
     def _resident(self, hooks: ModuleHooks) -> list[int]:
-        return [unit for unit in hooks.needs if not self.manager.units[unit].travels]
+        return [unit for unit in hooks.needs if not self.manager.units[unit].is_gathered]
 
     def left(self, hooks: ModuleHooks, output: Any) -> None:
         """A module's forward has ended, perhaps with an exception (then ``output`` is None)."""
@@ -256,7 +256,7 @@ class UnitHooks:
         finally:
             if forward.pushed and forward.thread is threading.current_thread():
                 self._saver.pop()
-        if self.manager.shards.broken:
+        if self.manager.shard_group.broken:
             self.manager.abandon()
         elif not backward:
             for unit in forward.hooks.needs:
@@ -268,7 +268,7 @@ class UnitHooks:
     def push_saver_again(self, hooks: ModuleHooks) -> None:
         """Push the saved-tensor hooks again if others were pushed on top of them since a module was entered."""
         forward = self._innermost(hooks)
-        if forward is not None and self.manager.some_travel:
+        if forward is not None and self.manager.any_gathered:
             forward.pushed_again += self._saver.push()
 
     def pop_saver_again(self, hooks: ModuleHooks) -> None:
@@ -289,10 +289,10 @@ class UnitHooks:
             return
         if backward or not torch.is_grad_enabled():
             self.manager.reshard(unit)
-        elif self._keeps_whole:
+        elif self._keeps_unsharded:
             self.manager.uninstall(unit)
         else:
-            self.manager.reshard(unit, for_now=True)
+            self.manager.reshard(unit, after_forward=True)
 
     def graph_broken(self, hooks: ModuleHooks) -> None:
         """Warn, once, that the graph of a compiled call around several units was broken at a module."""
@@ -311,13 +311,13 @@ class UnitHooks:
     def _demand(self, unit: int) -> None:
         """Install a unit, and prefetch the one that will probably follow."""
         if unit != ROOT and (unit != self._current or self._starting):
-            self._starting, backward, some_travel = False, in_backward(), self.manager.some_travel
+            self._starting, backward, any_gathered = False, in_backward(), self.manager.any_gathered
             before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
-            if backward or some_travel:  # else the unit before was released when its forward ended
+            if backward or any_gathered:  # else the unit before was released when its forward ended
                 for number in (before, expected):
                     if number is not None and number != unit:
                         self._has_run(number, backward)
-            if some_travel:
+            if any_gathered:
                 self._unshard(unit, backward)
         self.manager.install(unit)
 
@@ -345,14 +345,14 @@ class UnitHooks:
     def needed_again(self, *units: int) -> None:
         """A backward needs units: it reaches the output of their forward, a tensor that this saved, or a use of a
         released parameter. If the ranks' communication fails, release everything: nothing stays installed."""
-        self.manager.shards.check_process()
+        self.manager.shard_group.check_process()
         self._begin()
         try:
             for unit in units:
                 if unit != self._current or self._starting or not self.manager.units[unit].installed:
                     self._demand(unit)
         except BaseException:
-            if self.manager.shards.broken:
+            if self.manager.shard_group.broken:
                 self.manager.abandon()
             raise
 
@@ -368,7 +368,7 @@ class UnitHooks:
             self.manager.install(unit)  # another backward may have ended since its forward
 
     def backward_over(self) -> None:
-        if self.manager.shards.broken:
+        if self.manager.shard_group.broken:
             self.manager.abandon()
         self._reshard_all()
         self.manager.free_post_forward_shards()
@@ -376,7 +376,7 @@ class UnitHooks:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Push the saved-tensor hooks outside forwards, too."""
-        pushed = self.manager.some_travel and self._saver.push()
+        pushed = self.manager.any_gathered and self._saver.push()
         try:
             yield
         finally:

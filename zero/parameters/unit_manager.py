@@ -4,10 +4,10 @@ Knows: the class of each parameter, who needs a unit, which edits were found. Do
 or when a unit is needed: its callers unshard, install, uninstall and reshard.
 
     resident    every rank sees the whole at all times (`resident_units`)
-    gathered    each rank has its slices, and the whole is gathered (`gathered`)
+    gathered    each rank has its shards, and the whole is gathered (`gathered`)
 
 To install a unit is to give its parameters their values and their own classes, to uninstall it is to release them. A
-buffer is of one policy from `put` on; a unit has buffers of both only if memory ran out between two calls of
+buffer is of one policy from `add_buffer` on; a unit has buffers of both only if memory ran out between two calls of
 `add_param_group`.
 """
 
@@ -28,8 +28,8 @@ from collectives.torch_internals import current_autograd_node
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
 from ..runtime.backward_tracker import callers
-from ..runtime.events import Event
 from ..runtime.joining import Joining
+from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
 from .gathered.buffers import GatheredBuffer, GatheredUnit, State
@@ -55,15 +55,15 @@ class Unit:
 
     def __post_init__(self, number: int, rank: str) -> None:
         self.gathered = GatheredUnit(number, self.name, rank)
-        self.installing = Event(f"install unit {self.name}", rank)
-        self.uninstalling = Event(f"uninstall unit {self.name}", rank)
+        self.installing = ProfilerRange(f"install unit {self.name}", rank)
+        self.uninstalling = ProfilerRange(f"uninstall unit {self.name}", rank)
 
     @property
     def buffers(self) -> list[Buffer]:
         return [*self.resident, *self.gathered.buffers]
 
     @property
-    def travels(self) -> bool:
+    def is_gathered(self) -> bool:
         """True if the unit must be gathered."""
         return bool(self.gathered.buffers)
 
@@ -77,21 +77,21 @@ class UnitManager:
 
     def __init__(
         self,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         names: Sequence[str],
         post_forward_group: Choice | None,
         needed_in_backward: Callable[[int], object],
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward;
+        """``post_forward_group``: the ranks that share the shards kept between a forward and its backward;
         ``needed_in_backward``: is called with a unit that a backward needs."""
-        self.shards = shards
-        self.units = [Unit(number, name, shards.rank_label) for number, name in enumerate(names)]
-        self.edits = EditDetector(shards.rank)
-        self.resident = ResidentUnits(shards, self.edits)
-        self.gathered = GatheredUnits(shards, collective, post_forward_group, self.edits, joining)
-        self.some_travel = False  # some unit must be gathered
+        self.shard_group = shard_group
+        self.units = [Unit(number, name, shard_group.rank_label) for number, name in enumerate(names)]
+        self.edits = EditDetector(shard_group.rank)
+        self.resident = ResidentUnits(shard_group, self.edits)
+        self.gathered = GatheredUnits(shard_group, collective, post_forward_group, self.edits, joining)
+        self.any_gathered = False  # some unit must be gathered
         self._needed_in_backward = needed_in_backward
         self._classes: dict[type[Tensor], type[Tensor]] = {}
 
@@ -104,29 +104,29 @@ class UnitManager:
                 self._classes[base] = released_class(base, weakly(self.spec_of), weakly(self._recall))
         return [self._classes[type(parameter)] for parameter in parameters]
 
-    def put(self, number: int, buffer: Buffer) -> None:
+    def add_buffer(self, number: int, buffer: Buffer) -> None:
         """Add a buffer to a unit. Its parameters lose their own memory: from now on they are released."""
         unit = self.units[number]
         if isinstance(buffer, ResidentBuffer):
             unit.resident.append(buffer)
-            self.resident.put(buffer)
+            self.resident.add_buffer(buffer)
         else:
-            self.gathered.put(unit.gathered, buffer)
-            self.some_travel = True
-            self.shards.advise(f". Did one rank alone evaluate, generate or save? At stage 3 {SAME_UNITS}")
+            self.gathered.add_buffer(unit.gathered, buffer)
+            self.any_gathered = True
+            self.shard_group.advise(f". Did one rank alone evaluate, generate or save? At stage 3 {SAME_UNITS}")
         buffer.set_classes(buffer.released)
 
-    def take_out(self, number: int, buffer: Buffer) -> None:
+    def remove_buffer(self, number: int, buffer: Buffer) -> None:
         """Give the parameters of a buffer, whose unit is installed, memory of their own, and remove the buffer."""
         unit = self.units[number]
         for parameter in buffer.parameters:
             parameter.data = parameter.detach().clone()
         if isinstance(buffer, ResidentBuffer):
             unit.resident.remove(buffer)
-            self.resident.take_out(buffer)
+            self.resident.remove_buffer(buffer)
         else:
-            self.gathered.take_out(unit.gathered, buffer)
-            self.some_travel = any(unit.travels for unit in self.units)
+            self.gathered.remove_buffer(unit.gathered, buffer)
+            self.any_gathered = any(unit.is_gathered for unit in self.units)
 
     def buffers(self) -> Iterator[Buffer]:
         for unit in self.units:
@@ -144,9 +144,9 @@ class UnitManager:
     def _recall(self, parameter: Tensor) -> bool:
         """Install the unit of a released parameter if a backward uses it. Return whether it was installed.
 
-        Most often the unit's outputs have told that the backward reaches it. They do not where a checkpoint computes
-        anew what used the parameter inside `gathered`, and where a loss that the unit kept beside its output leads to a
-        backward in Python, which has saved the parameter.
+        Most often the graph of the unit's outputs has reported that the backward reaches it. It does not where a
+        checkpoint computes anew what used the parameter inside `gathered`, and where a loss that the unit kept beside
+        its output leads to a backward in Python, which has saved the parameter.
         """
         node = current_autograd_node()
         if node is None or not (_in_recomputation() or _has_saved(node, parameter)):
@@ -170,7 +170,7 @@ class UnitManager:
         for number in numbers:
             self.units[number].forward_refs -= 1
 
-    def release_all(self) -> None:
+    def forget_forwards(self) -> None:
         """Drop all forwards' references to units, also those that an interrupt left."""
         for unit in self.units:
             unit.forward_refs = 0
@@ -209,14 +209,14 @@ class UnitManager:
             self.gathered.uninstall(unit.gathered)
         unit.installed = False
 
-    def reshard(self, number: int, *, for_now: bool = False) -> None:
+    def reshard(self, number: int, *, after_forward: bool = False) -> None:
         """Release a unit's parameters and free its gathered buffers, unless the unit is held. Waits for gathers under
-        way. ``for_now``: a backward will need it."""
+        way. ``after_forward``: a backward will need it."""
         unit = self.units[number]
         if not unit.held:
-            self._reshard(unit, for_now)
+            self._reshard(unit, after_forward)
 
-    def _reshard(self, unit: Unit, for_now: bool = False) -> None:
+    def _reshard(self, unit: Unit, after_forward: bool = False) -> None:
         gathered = unit.gathered.state is not State.SHARDED
         with unit.gathered.resharding() if gathered else nullcontext():
             if gathered:
@@ -224,7 +224,7 @@ class UnitManager:
             if unit.installed:
                 self._uninstall(unit)
             if gathered:
-                self.gathered.reshard(unit.gathered, for_now)
+                self.gathered.reshard(unit.gathered, after_forward)
 
     def reshard_all(self) -> None:
         """Reshard every unit that is not held."""
@@ -237,10 +237,9 @@ class UnitManager:
         return not [unit for unit in self.units if unit.installed or unit.gathered.state is not State.SHARDED]
 
     def free_post_forward_shards(self) -> None:
-        """Free the slices that were kept for a backward."""
+        """Free the shards that were kept for a backward."""
         for unit in self.units:
-            for buffer in unit.gathered.buffers:
-                buffer.post_forward_shard = None
+            self.gathered.free_post_forward_shards(unit.gathered)
 
     def abandon(self) -> None:
         """Abandon the gathers under way and release everything, after a failure of the ranks' communication."""
@@ -293,7 +292,7 @@ class UnitManager:
             self.gathered.undo_edits(unit.gathered)
 
     @contextmanager
-    def whole(self, numbers: Sequence[int]) -> Iterator[None]:
+    def unsharded(self, numbers: Sequence[int]) -> Iterator[None]:
         """Install units inside the block. Collective."""
         for number in numbers:
             self.units[number].gather_refs += 1
@@ -311,7 +310,7 @@ class UnitManager:
         finally:
             for number in numbers:
                 self.units[number].gather_refs -= 1
-            if self.shards.broken:
+            if self.shard_group.broken:
                 self.abandon()
             else:
                 for number in numbers:
@@ -327,11 +326,3 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
 def _in_recomputation() -> bool:
     """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
     return any(code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINTS for code in callers())
-
-
-def _no_method() -> None:
-    return None
-
-
-def _nothing(_: object) -> None:
-    return None

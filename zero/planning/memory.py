@@ -194,7 +194,7 @@ class MemoryPlan:
                 layout,
                 setting.row,
                 reshard_group_size=setting.near,
-                slices_are_exposed=setting.exposes_slices,
+                shards_are_exposed=setting.exposes_slices,
             )
             self._peaks[key] = bounds if setting.gathers_units else bounds | {"gathered_peak": 0}
         return self._peaks[key]

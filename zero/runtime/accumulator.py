@@ -1,11 +1,11 @@
-"""The gradients of one bucket on one rank: its next contribution, and the running sum of the slice that it owns.
+"""The gradients of one bucket on one rank: its next contribution, and the running sum of the shard that it owns.
 
 Knows: the bucket's geometry, the buffers that the stage keeps, and the difference between a zero gradient and none.
 Does not know: when a backward begins or ends, other buckets, optimizers.
 
-    stage      local (this rank's contribution)   sum (owner's slice, undivided)     final (read by the update)
-    0          whole, kept                        kept in a buffer of its own        whole: means of all slices
-    1          whole, kept                        the owned slice of the whole       sum / divisor
+    stage      local (this rank's contribution)   sum (owner's shard, undivided)     final (read by the update)
+    0          whole, kept                        kept in a buffer of its own        whole: means of all shards
+    1          whole, kept                        the owned shard of the whole       sum / divisor
     2, 3       whole, scratch during reduction    kept                               sum / divisor
 
 If ``reduce_dtype`` is narrower than ``accumulate_dtype``, the whole means and the sum each have a buffer of their own.
@@ -29,8 +29,8 @@ from collectives.torch_internals import foreach_add_, foreach_copy_
 from ..core.bits import first_unequal, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
-from .events import Event, Waited, WaitedInStages
 from .flat_buffer import FlatBuffer, redistribute
+from .profiler_ranges import ProfilerRange, Waited, WaitedInStages
 from .streams import Streams
 
 
@@ -46,26 +46,26 @@ class GradAccumulator:
         bucket: BucketSpec,
         specs: Sequence[ParameterSpec],
         stage: Stage,
-        shards: Transport,
+        shard_group: Transport,
         streams: Streams,
     ) -> None:
-        """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shards``: the ranks that own
-        the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
+        """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that
+        own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
         self.bucket, self._streams = bucket, streams
-        self._specs, self._stage, self._shards = specs, stage, shards
-        self.low, self.high = bucket.owned(shards.rank)
+        self._specs, self._stage, self._shard_group = specs, stage, shard_group
+        self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
         names = [spec.name for spec in specs]
         self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
-        number, rank = bucket.index, shards.rank_label
-        self._launching = Event(f"reduce_scatter bucket {number}", rank)
-        self._passing = Event(f"pass_on_reduce_scatter bucket {number}", rank)
-        self._waiting = Event(f"wait_for_reduce_scatter bucket {number}", rank)
-        self._gathering = Event(f"all_gather_gradients bucket {number}", rank)
-        self._waiting_for_means = Event(f"wait_for_all_gather_gradients bucket {number}", rank)
+        number, rank = bucket.index, shard_group.rank_label
+        self._launching = ProfilerRange(f"reduce_scatter bucket {number}", rank)
+        self._passing = ProfilerRange(f"pass_on_reduce_scatter bucket {number}", rank)
+        self._waiting = ProfilerRange(f"wait_for_reduce_scatter bucket {number}", rank)
+        self._gathering = ProfilerRange(f"all_gather_gradients bucket {number}", rank)
+        self._waiting_for_means = ProfilerRange(f"wait_for_all_gather_gradients bucket {number}", rank)
         self._in_place = stage.contributes_in_place(bucket.dtypes)
         self._keeps_memory = worth_keeping(torch.device(bucket.device))
-        sum_is_mean = shards.world_size == 1 and not self._keeps_memory  # until a divisor is not 1
+        sum_is_mean = shard_group.world_size == 1 and not self._keeps_memory  # until a divisor is not 1
         self._sum_apart = self._sum_begins_apart = stage.sum_lies_apart(bucket.dtypes, is_mean=sum_is_mean)
         self._whole: FlatBuffer | None = None  # contributions, means, or first these and then those
         self._views: list[Tensor] = []  # of the whole, by slot
@@ -80,6 +80,7 @@ class GradAccumulator:
         self._empty_row, self._row_places = self._nothing()
         self._contiguous = all(spec.stride == _contiguous_stride(spec.shape) for spec in specs)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
+        self.missing = 0  # gradients that the backward under way has not brought yet
 
     def _nothing(self) -> tuple[list[Tensor], list[int]]:
         """Return tensors which, concatenated, form an empty contribution, and each slot's index among them.
@@ -105,17 +106,22 @@ class GradAccumulator:
         """True if this rank has a contribution that was not reduced yet."""
         return self._local is not None or bool(self.arrived)
 
-    def stash(self, slot: int, gradient: Tensor) -> None:
+    def begin_backward(self, missing: int) -> None:
+        """Note that a backward begins that brings so many gradients."""
+        self.touched, self.missing = True, missing
+
+    def add(self, slot: int, gradient: Tensor) -> None:
         """Hold the gradient of a slot, as autograd returned it, until the next `flush`."""
         if slot in self.arrived:  # pragma: no cover - autograd has never done that; if it did, a sum would be wrong
             raise RuntimeError(f"{self._specs[slot].name!r} received two gradients in one backward")
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
+        self.missing -= 1
 
-    def flush(self, *, travels: bool) -> None:
+    def flush(self, *, final: bool) -> None:
         """Add the stashed gradients to this rank's contribution. A slot's first gradient is assigned, as by autograd.
 
-        ``travels``: the contribution is reduced next, so that no gradient will be added to it any more. Raises
+        ``final``: the contribution is reduced next, so that no gradient will be added to it any more. Raises
         `RuntimeError` if a gradient was edited in place after it was stashed.
         """
         arrived = self.arrived
@@ -128,8 +134,8 @@ class GradAccumulator:
                 f"the gradient of {name!r} was modified in place after autograd had handed it over: a hook must "
                 "return a new tensor instead"
             )
-        row = self._cat_list(arrived) if self._local is None and (travels or not self.bucket.dtypes.widens) else None
-        self._open(travels=travels)
+        row = self._cat_list(arrived) if self._local is None and (final or not self.bucket.dtypes.widens) else None
+        self._open(final=final)
         assert self._local is not None
         if row is not None:
             torch.cat(row, out=self._local.data)
@@ -160,16 +166,16 @@ class GradAccumulator:
             row[self._row_places[slot]] = gradient if gradient.dim() == 1 else gradient.view(-1)
         return row if self._contiguous else None
 
-    def _open(self, *, travels: bool) -> None:
+    def _open(self, *, final: bool) -> None:
         if self._local is not None:
             return
-        if travels or not self.bucket.dtypes.widens:
-            self._local = self._to_travel()
+        if final or not self.bucket.dtypes.widens:
+            self._local = self._reduce_buffer()
         else:
             self._local = self._scratch(Placement.PARTIAL, self.bucket.dtypes.accumulate_dtype)
         self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
-    def _to_travel(self) -> FlatBuffer:
+    def _reduce_buffer(self) -> FlatBuffer:
         """Return a buffer of ``reduce_dtype`` from which the contribution is reduced."""
         bucket = self.bucket
         if self._in_place:
@@ -179,7 +185,7 @@ class GradAccumulator:
                 self._saved_sum = self._scratch(Placement.SHARD, bucket.dtypes.accumulate_dtype)
                 self._saved_sum.data.copy_(self._whole.interval(self.low, self.high))
             return FlatBuffer(self._whole.data, Placement.PARTIAL)
-        if self._shards.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
+        if self._shard_group.world_size == 1 and not self.has_sum and not bucket.dtypes.widens:
             # the first contribution of a single rank is the sum: nothing is copied
             return FlatBuffer(self._sum().data, Placement.PARTIAL)
         return self._scratch(Placement.PARTIAL, bucket.dtypes.reduce_dtype)
@@ -216,14 +222,14 @@ class GradAccumulator:
             return self._launch(collective, label, round_, trainable)
 
     def _launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
-        self.flush(travels=True)
-        self._open(travels=True)
+        self.flush(final=True)
+        self._open(final=True)
         assert self._local is not None
         if not self._prefilled:
             for slot in self._unwritten:
                 self._view(slot).fill_(-0.0)
         if self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
-            narrow = self._to_travel()
+            narrow = self._reduce_buffer()
             narrow.data.copy_(self._local.data)
             self._local = narrow
         tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(trainable))
@@ -250,7 +256,7 @@ class GradAccumulator:
         """Return the buffer of the owned shard's sum, allocated on the first call."""
         if not self._sum_apart:
             assert self._whole is not None
-            return self._whole.shard(self.bucket.cuts, self._shards.rank)
+            return self._whole.shard(self.bucket.cuts, self._shard_group.rank)
         if self._kept_sum is None:
             self._kept_sum = self._empty(Placement.SHARD, self.bucket.dtypes.accumulate_dtype)
         return self._kept_sum
@@ -279,7 +285,7 @@ class GradAccumulator:
         with self._gathering():
             if self._whole is None:
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
-            own = self._whole.shard(self.bucket.cuts, self._shards.rank)
+            own = self._whole.shard(self.bucket.cuts, self._shard_group.rank)
             if not self._sum_apart and divisor != 1:
                 self._kept_sum, self._sum_apart = FlatBuffer(own.data.clone(), Placement.SHARD, own.begin), True
             total = self._sum().data
@@ -318,7 +324,7 @@ class GradAccumulator:
     def contribute_zero(self, slot: int) -> None:
         """Set a parameter's gradient to zero, if only this rank knows that it exists: its contribution is +0.0."""
         self.clear_slot(slot)
-        self._open(travels=False)
+        self._open(final=False)
         self._view(slot).zero_()
         self._unwritten.discard(slot)
 
@@ -334,11 +340,11 @@ class GradAccumulator:
 
     @property
     def shows_means(self) -> bool:
-        """True while this rank holds the means of the whole bucket, and also the sum of the slice that it owns."""
+        """True while this rank holds the means of the whole bucket, and also the sum of the shard that it owns."""
         return self._stage.grads_replicated and self._whole is not None and self.has_sum and self._local is None
 
     def edited(self, divisor: float) -> Tensor:
-        """Return whether the means of the owned slice were edited since `gather_means`: 0-dim, bool, on the bucket's
+        """Return whether the means of the owned shard were edited since `gather_means`: 0-dim, bool, on the bucket's
         device, without a host synchronisation."""
         assert self._whole is not None
         own, total = self._whole.interval(self.low, self.high), self._sum().data
@@ -347,7 +353,7 @@ class GradAccumulator:
         return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
 
     def edits(self, divisor: float, used: bytearray) -> list[int]:
-        """Return the slots whose mean was edited since `gather_means`, as far as the owned slice shows it.
+        """Return the slots whose mean was edited since `gather_means`, as far as the owned shard shows it.
 
         A mean that was set to zero is no edit: its gradient counts as zeroed, and its sum is set to zero, too.
         ``used``: whether each slot's parameter was used.
@@ -375,10 +381,10 @@ class GradAccumulator:
         return [buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None]
 
     def _empty(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
-        return self._made(self._shards.empty, placement, dtype)
+        return self._made(self._shard_group.empty, placement, dtype)
 
     def _scratch(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
-        return self._made(self._shards.scratch, placement, dtype)
+        return self._made(self._shard_group.scratch, placement, dtype)
 
     def _made(
         self, allocate: Callable[[int, torch.dtype, torch.device], Tensor], placement: Placement, dtype: torch.dtype

@@ -129,7 +129,7 @@ def in_backward() -> bool:
 
 
 def in_a_thread_of_autograd() -> bool:
-    """Return True in a backward on a device, which autograd runs in a thread of its own, while its caller waits."""
+    """Return whether this is a thread of autograd, which runs the backward on a device while its caller waits."""
     return in_backward() and not calls_backward(threading.current_thread())
 
 

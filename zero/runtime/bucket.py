@@ -5,15 +5,18 @@ Knows: what belongs to one bucket. Does not know: other buckets, other ranks, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import Tensor
 
+from ..core.flags import either
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Stage
 from .accumulator import GradAccumulator
 from .flat_buffer import FlatBuffer
 from .flat_states import BucketStates
+
+MakePlaceholder = Callable[["Bucket", int], Tensor]
 
 
 class StoredBucket:
@@ -56,7 +59,7 @@ class Bucket(StoredBucket):
     ``means``: what is put into p.grad for a mean, by slot: a view of the mean that nothing else uses; empty until there
     are means. ``addresses``: of their memory.
 
-    ``missing``: how many gradients the backward under way has not brought yet.
+    Only the methods here change these.
     """
 
     def __init__(self, stored: StoredBucket, grad: GradAccumulator, states: BucketStates) -> None:
@@ -68,7 +71,100 @@ class Bucket(StoredBucket):
         self.placeholders: list[Tensor | None] = [None] * slots
         self.means: list[Tensor] = []
         self.addresses: list[int] = []
-        self.missing = 0
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def read_trainable(self) -> None:
+        """Read which parameters require a gradient now."""
+        self.trainable = bytearray([parameter.requires_grad for parameter in self.parameters])
+
+    def begin_backward(self, *, pending: bool) -> bool:
+        """Prepare for a backward. Return whether it includes this bucket: a parameter is trainable now, or the bucket
+        was included since its last reduction, or gradients are ``pending`` on some rank."""
+        trainable = self.trainable.count(1)
+        if not (trainable or self.grad.touched or pending):
+            return False
+        self.seen = either(self.seen, self.trainable)
+        self.grad.begin_backward(trainable)
+        return True
+
+    def take_gradient(self, slot: int, make: MakePlaceholder) -> None:
+        """Note that the backward under way has a gradient, and put a placeholder into p.grad. Raises `RuntimeError` if
+        torch refuses that, as `publish` says."""
+        self.used[slot] = 1
+        placeholder = self.placeholders[slot]  # without a call, where there is one
+        if placeholder is None:
+            placeholder = self.placeholder(slot, make)
+        self.parameters[slot].grad = self.published[slot] = placeholder
+
+    def set_used(self, used: bytearray) -> None:
+        """Set which parameters any rank has used."""
+        self.used = used
+
+    def finalize(self) -> None:
+        """Note that sums have become means: gradients must be cleared before a backward may add to them."""
+        self.stale = bytearray(self.used)
+
+    def renew(self, slot: int) -> int:
+        """Note that a gradient was cleared. Return whether it had to be, 0 or 1."""
+        stale, self.stale[slot] = self.stale[slot], 0
+        return stale
+
+    def renew_all(self) -> None:
+        """Note that every gradient was cleared."""
+        self.stale = bytearray(len(self.stale))
+
+    def clear(self) -> None:
+        """Reset all parameters to "no gradient"."""
+        self.used, self.seen = bytearray(len(self.used)), bytearray(len(self.seen))
+        self.grad.clear()
+        if not self.grad.tensors():
+            self.means, self.addresses = [], []
+
+    def clear_slot(self, slot: int) -> None:
+        """Reset a parameter, whose p.grad the user has set to None, to "no gradient"."""
+        self.grad.clear_slot(slot)
+        self.published[slot] = None
+        self.used[slot] = self.seen[slot] = 0
+
+    # -- p.grad ---------------------------------------------------------------------------------------------------
+
+    def publish(self, slot: int, gradient: Tensor | None) -> None:
+        """Put a tensor into p.grad; None if torch refuses it, since the parameter was cast or moved."""
+        try:
+            self.parameters[slot].grad = self.published[slot] = gradient
+        except RuntimeError:
+            self.parameters[slot].grad = self.published[slot] = None
+
+    def placeholder(self, slot: int, make: MakePlaceholder) -> Tensor:
+        """Return the placeholder of a slot, which ``make`` makes once."""
+        placeholder = self.placeholders[slot]
+        if placeholder is None:
+            placeholder = self.placeholders[slot] = make(self, slot)
+        return placeholder
+
+    def publish_none(self) -> None:
+        """Put None into p.grad of all parameters."""
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.published = [None] * len(self.published)
+
+    def current_means(self) -> list[Tensor]:
+        """Return what is put into p.grad for a mean, by slot."""
+        if not self.means:
+            self.means = [view.detach() for view in self.grad.mean_views()]
+        for slot in self.moved_means():
+            if self.parameters[slot].grad is not self.means[slot]:  # it was cleared, or assigned
+                self.means[slot] = self.grad.mean_view(slot).detach()
+        return self.means
+
+    def moved_means(self) -> list[int]:
+        """Return the slots whose tensor for a mean, in p.grad or not, is not where the mean is."""
+        found = [*map(Tensor.data_ptr, self.means)]
+        if found == self.addresses:
+            return []
+        self.addresses = [view.data_ptr() for view in self.grad.mean_views()]  # share_memory_() moves all of them
+        return [slot for slot, pair in enumerate(zip(found, self.addresses, strict=False)) if pair[0] != pair[1]]
 
 
 def slots_of(buckets: Iterable[Bucket]) -> dict[int, tuple[Bucket, int]]:

@@ -13,8 +13,8 @@ elements of a parameter stay the last ones of a tensor: the class then does the 
 themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
-Where parameters have one owner each (`ParameterSpec.whole`), a run is one parameter, in its shape. The class may then
-keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars here.
+Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape. The class may
+then keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class BucketStates:
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
         *,
-        whole: bool = False,
+        one_owner: bool = False,
     ) -> None:
         """Create the states of an interval; there are none yet.
 
@@ -99,11 +99,11 @@ class BucketStates:
             shapes: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
-            whole: whether the class steps each parameter by itself, in its shape.
+            one_owner: whether the class steps each parameter by itself, in its shape.
         """
         self._store = store
         self.instance = instance
-        self._shapes, self.whole = shapes, whole
+        self._shapes, self.one_owner = shapes, one_owner
         self.scalars = [shape == () for shape, _ in shapes]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
@@ -148,7 +148,7 @@ class BucketStates:
 
     def _joins(self, index: int) -> bool:
         """Return True if the piece continues the run of the one before it."""
-        if self.whole:
+        if self.one_owner:
             return False
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
@@ -160,19 +160,21 @@ class BucketStates:
         A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers.
         """
         slot = self.pieces[index].slot
-        return self._shapes[slot] if self.whole or self.scalars[slot] else ((numel,), (1,))
+        return self._shapes[slot] if self.one_owner or self.scalars[slot] else ((numel,), (1,))
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
         state = self._states[first]
-        for low, high in parts(begin, end, CUT if cut and not self.whole and weights.device.type == "cpu" else None):
+        for low, high in parts(
+            begin, end, CUT if cut and not self.one_owner and weights.device.type == "cpu" else None
+        ):
             parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
                 self.instance.state[parameter] = {**_copied(state.scalars), **run.views}
-            if self.whole:
+            if self.one_owner:
                 self._states[first] = None  # the run has it now: its tensors may be large
             self.runs.append(run)
 
@@ -187,9 +189,9 @@ class BucketStates:
             for name, value in state.items():
                 if value is run.views.get(name) or not is_elementwise(value, run.parameter):
                     continue
-                if (self.whole or run.parameter.dim() == 0) and name not in names:
+                if (self.one_owner or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.whole and not (
+                if self.one_owner and not (
                     may_lie_flat(value)
                     and value.dtype == self.weights.dtype
                     and value.stride() == run.parameter.stride()
@@ -236,7 +238,7 @@ class BucketStates:
 
         They can then be edited in place. At the next step pieces with equal ones form a run again.
         """
-        if not self.whole:
+        if not self.one_owner:
             self.snapshot()
         state = self.state_of(piece)
         if state is not None and any(
@@ -309,7 +311,7 @@ class BucketStates:
             for name, value in self.instance.state.get(run.parameter, {}).items():
                 if name not in run.views:
                     yield from _tensors_in(value)
-        for state in self._states if self.whole else ():  # of parameters that the last step left alone
+        for state in self._states if self.one_owner else ():  # of parameters that the last step left alone
             yield from () if state is None else _tensors_in(dict(state.scalars))
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
@@ -329,16 +331,16 @@ class BucketStates:
             self._point_to(self._store.ready(self._flats()))
 
     def evict(self) -> None:
-        """Evict the states, which will not be needed for a while. Copies keep their memory until `release`."""
+        """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
         if self._store is not None:
             flats = self._flats()
             self._store.evict(flats)
             self._point_to({name: flats[name] for name in self._store.staged})
 
-    def release(self) -> None:
+    def free_copies(self) -> None:
         """Release the memory of copies."""
         if self._store is not None:
-            self._store.release()
+            self._store.free_copies()
 
     def wait_for_copies(self) -> None:
         """Wait until states that were copied back from a device can be read."""

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from ..config import Offload
 from ..core.layout import ALIGNMENT_BYTES
-from .events import Event
+from .profiler_ranges import ProfilerRange
 from .staging import Staging
 
 _PAGE = mmap.PAGESIZE
@@ -258,8 +258,8 @@ class OffloadedStates:
         names: Iterable[str],
         dtype: torch.dtype,
         device: torch.device,
-        prefetching: Event,
-        evicting: Event,
+        prefetching: ProfilerRange,
+        evicting: ProfilerRange,
     ) -> None:
         """Allocate the tensors that are known at construction; `tensor` allocates others later.
 
@@ -302,13 +302,13 @@ class OffloadedStates:
 
     def evict(self, flats: Mapping[str, Tensor]) -> None:
         """Begin to copy and to write the states back, which will not be needed for a while. Copies keep their memory
-        until `release`."""
+        until `free_copies`."""
         self._staging.put_back(flats)
         with self._evicting():
             self._offload_backend.evict(self._tensors.values())
 
-    def release(self) -> None:
-        """Release the memory of the copies."""
+    def free_copies(self) -> None:
+        """Free the memory of the copies."""
         self._staging.let_go()
 
     def wait_for_copies(self) -> None:

@@ -186,7 +186,7 @@ class ShardedAverage:
 
     def _updated(self, bucket: Bucket) -> FlatBuffer:
         """Return the weights that this rank updates, in the dtype with which the model computes."""
-        return bucket.updated_weights(self._all.stage, self._all.shards.rank)
+        return bucket.updated_weights(self._all.stage, self._all.shard_group.rank)
 
     def _weights(self, bucket: Bucket) -> FlatBuffer:
         """Return them as the next step would begin with them: the master weights if there are any."""
@@ -209,7 +209,7 @@ class ShardedAverage:
         if flat.placement is Placement.WHOLE:
             return flat.slot(slot, spec).detach().clone()
         tag = Tag(Kind.ALL_GATHER, f"average {self.name}: {spec.name}"[:70], index=bucket.spec.index)
-        rank = self._all.shards.rank
+        rank = self._all.shard_group.rank
         own = flat.shard(bucket.spec.cuts, rank)
         whole = gather_slot(own, slot, bucket.spec.cuts, rank, self._all.collective, tag)
         return strided(whole, 0, spec.shape, spec.stride)
@@ -250,12 +250,12 @@ class Averages:
         storage: ParameterStorage,
         reducer: Reducer,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
     ) -> None:
-        """``transport``: of all ranks; ``shards``: of those that share one copy."""
+        """``transport``: of all ranks; ``shard_group``: of those that share one copy."""
         self.stage, self.storage, self.reducer = stage, storage, reducer
-        self.transport, self.shards, self.collective = transport, shards, collective
+        self.transport, self.shard_group, self.collective = transport, shard_group, collective
         self.by_name: dict[str, ShardedAverage] = {}
         self._applied = ""  # the name of the average with which the model computes
 
@@ -267,9 +267,9 @@ class Averages:
         """Return the names as a message. Local."""
         return json.dumps(sorted(self.by_name)).encode()
 
-    def compare(self, told: Sequence[bytes]) -> None:
+    def compare(self, messages: Sequence[bytes]) -> None:
         """Raise `ValueError` on every rank unless all have sent equal `names`. Local."""
-        found = [json.loads(names) for names in told]
+        found = [json.loads(names) for names in messages]
         for rank, names in enumerate(found):
             if names != found[0]:
                 raise ValueError(
@@ -303,7 +303,7 @@ class Averages:
             problem = f"{purpose} with gradients that no step has used: call it after step() or zero_grad()"
         self._agree(name, purpose, problem)
         buckets = self.storage.buckets
-        kept = [bucket.updated_weights(self.stage, self.shards.rank).data.clone() for bucket in buckets]
+        kept = [bucket.updated_weights(self.stage, self.shard_group.rank).data.clone() for bucket in buckets]
         self._replace_weights([self.by_name[name].values(bucket).data for bucket in buckets], purpose)
         self._applied = name
         try:
@@ -333,9 +333,9 @@ class Averages:
         self.storage.loading()
         with as_a_whole(self.transport, f"in {purpose}", Exception):
             for bucket, value in zip(self.storage.buckets, values, strict=True):
-                own, index = bucket.updated_weights(self.stage, self.shards.rank), bucket.spec.index
+                own, index = bucket.updated_weights(self.stage, self.shard_group.rank), bucket.spec.index
                 own.data.copy_(value)
-                if own.placement is not bucket.weights.placement and self.shards.world_size > 1:
+                if own.placement is not bucket.weights.placement and self.shard_group.world_size > 1:
                     tag = Tag(Kind.ALL_GATHER, f"{purpose}, bucket {index}"[:70], index=index)
                     redistribute(own, bucket.weights, bucket.spec.cuts, self.collective, tag).wait()
         self.storage.stepped()

@@ -97,9 +97,9 @@ def describe(
 ) -> Description:
     """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
-    transport, shards = collective.transport, choice.shards
+    transport, shard_group = collective.transport, choice.shard_group
     buckets = storage.buckets
-    parameters = [bucket.weights.data for bucket in (*buckets, *storage.rest_buckets())]
+    parameters = [bucket.weights.data for bucket in (*buckets, *storage.unlisted_buckets())]
     units = storage.manager
     gathered = None if units is None else units.gathered.pool
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
@@ -108,11 +108,13 @@ def describe(
     formula = formula_bytes(
         layout,
         stage,
-        shards.rank,
+        shard_group.rank,
         lambda spec: _kept(buckets[spec.index]),
-        storage.rest,
+        storage.unlisted_layout,
         reshard_group_size,
-        slices_are_exposed=bool(stage.gathers(1)) and storage.needs_gather and shards.memory is not None,
+        shards_are_exposed=bool(stage.gathers(1))
+        and storage.unit_hooks.needs_gather
+        and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
@@ -120,7 +122,7 @@ def describe(
         stage.number,
         transport.rank,
         transport.world_size,
-        shards.world_size,
+        shard_group.world_size,
         collective.name,
         choice.reason,
         tuple(_bucket(bucket, collective.name) for bucket in buckets),
@@ -129,7 +131,7 @@ def describe(
             "gradients": _storages(gradients),
             "optimizer": _storages(states),
             "gathered": frozenset() if gathered is None else gathered.storages(),
-            "scratch": shards.pool.storages(),
+            "scratch": shard_group.pool.storages(),
             "common": frozenset() if units is None else units.resident.in_common(),
         },
         {
@@ -137,7 +139,7 @@ def describe(
             "gradients": _bytes(gradients),
             "optimizer": _bytes(states),
             "gathered_peak": 0 if gathered is None else gathered.peak_bytes,
-            "scratch_peak": shards.pool.peak_bytes,
+            "scratch_peak": shard_group.pool.peak_bytes,
         },
         formula,
         {name: sum(part.nbytes for part in parts_of(parameter)) for name, parameter in storage.replicas()},
@@ -148,10 +150,10 @@ def describe(
             stage,
             backwards,
             synchronised,
-            storage.rest,
-            units_need_gather=storage.needs_gather,
+            storage.unlisted_layout,
+            units_need_gather=storage.unit_hooks.needs_gather,
             means_are_shown=reducer.means_are_shown,
-            replicas=transport.world_size // shards.world_size,
+            replicas=transport.world_size // shard_group.world_size,
             reshard_group_size=reshard_group_size,
         ),
     )

@@ -72,7 +72,7 @@ def _nbytes(dtype: str, shape: Sequence[int], *_: object) -> int:
 def gather(
     buckets: Sequence[Bucket],
     transport: Transport,
-    shards: Transport,
+    shard_group: Transport,
     to: int | None,
     whole_here: bool,
     tag: Tag,
@@ -92,20 +92,20 @@ def gather(
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
     """
-    told, large, problem = _described(buckets, transport.rank_label)
-    lists = [told]
+    described, large, problem = _described(buckets, transport.rank_label)
+    lists = [described]
     if not whole_here:
-        found = [json.loads(data) for data in transport.exchange(json.dumps([told, problem]).encode(), tag)]
+        found = [json.loads(data) for data in transport.exchange(json.dumps([described, problem]).encode(), tag)]
         problem = next((other for _, other in found if other), None)
-        first = transport.rank // shards.world_size * shards.world_size
-        lists = [facts for facts, _ in found[first : first + shards.world_size]]  # other replicas hold the same
+        first = transport.rank // shard_group.world_size * shard_group.world_size
+        lists = [facts for facts, _ in found[first : first + shard_group.world_size]]  # other replicas hold the same
     if problem is not None:
         raise TypeError(problem)
-    here, receivers = to in (None, transport.rank), range(shards.world_size)
+    here, receivers = to in (None, transport.rank), range(shard_group.world_size)
     if to is not None:
-        replica, place = divmod(to, shards.world_size)
+        replica, place = divmod(to, shard_group.world_size)
         receivers = range(place, place + 1)
-        if transport.rank // shards.world_size != replica or (whole_here and not here):
+        if transport.rank // shard_group.world_size != replica or (whole_here and not here):
             return None
     result: dict[int, Any] = {}
     masters: dict[int, Tensor] = {}
@@ -118,7 +118,7 @@ def gather(
             mine = torch.cat([as_bytes(tensor) for tensor in large[spec.index]] or [torch.empty(0, dtype=torch.uint8)])
             cuts = OwnerCuts(ends[-1], len(facts), tuple(range(len(facts))), tuple(ends[:-1]))
             one = Tag(Kind.GATHER, f"{tag.label}, large states"[:70], tag.round, spec.index * 1000 + 999)
-            data = mine if whole_here else gather_to(mine.to(spec.device), cuts, shards, receivers, one)
+            data = mine if whole_here else gather_to(mine.to(spec.device), cuts, shard_group, receivers, one)
         names: dict[str, str] = {}
         for each in facts:
             names |= each.flat
@@ -137,7 +137,7 @@ def gather(
                 flats[name] = part.cpu()
                 continue
             one = Tag(Kind.GATHER, f"{tag.label}, {name}"[:70], tag.round, spec.index * 1000 + number)
-            whole = gather_to(part, spec.cuts, shards, receivers, one)
+            whole = gather_to(part, spec.cuts, shard_group, receivers, one)
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
@@ -163,7 +163,7 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
 
     Large are those of more than one element: states that whole parameters may have.
     """
-    told: list[Any] = []
+    described: list[Any] = []
     tensors: list[list[Tensor]] = []
     problem: str | None = None
     for bucket in buckets:
@@ -185,8 +185,8 @@ def _described(buckets: Sequence[Bucket], rank: str) -> tuple[list[Any], list[li
             shapes = {name: _facts(value) for name, value in large.items()}
             pieces.append((piece.slot, list(state.elementwise), inline(others, small), shapes))
         flat = {name: NAMES[flat.data.dtype] for name, flat in states.flat.items()}
-        told.append((pieces, flat, states.master is not None and states.master.exists))
-    return told, tensors, problem
+        described.append((pieces, flat, states.master is not None and states.master.exists))
+    return described, tensors, problem
 
 
 def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective) -> Tensor:

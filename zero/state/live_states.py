@@ -18,7 +18,7 @@ from torch import Tensor
 from ..core.bits import strided
 from ..parameters.storage import ParameterStorage
 from ..runtime.compiled_calls import untraced_methods
-from ..step.update import Watcher
+from ..step.update import UpdateListener
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -60,7 +60,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
 
-    def __init__(self, storage: ParameterStorage, watchers: Sequence[Watcher]) -> None:
+    def __init__(self, storage: ParameterStorage, watchers: Sequence[UpdateListener]) -> None:
         """``watchers``: the live list of those that read states, which a user may edit once he has them."""
         self._storage, self._watchers = storage, watchers
         self._closed, self._process = False, os.getpid()
@@ -75,7 +75,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
         if self._closed:
             return ParameterStates({}, lambda: "this optimizer is closed")
         index = self._storage.index(parameter)
-        bucket, slot = self._storage.place(index)
+        bucket, slot = self._storage.slot_of(index)
         spec, states = bucket.specs[slot], bucket.states
         number, found = states.piece_of(slot), dict[str, Any]()
         state = None if number is None else states.own_state(number)
@@ -106,7 +106,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
     def _has_states(self, index: int) -> bool:
         if self._closed:
             return False
-        bucket, slot = self._storage.place(index)
+        bucket, slot = self._storage.slot_of(index)
         number = bucket.states.piece_of(slot)
         return number is not None and bucket.states.state_of(number) is not None
 

@@ -16,14 +16,17 @@ from torch import Tensor
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options
-from ..step.classes import InnerOptimizers
-from ..step.inner import NO_OPTIONS, InnerOptimizer
+from ..step.classes import UserOptimizers
+from ..step.user_optimizer import NO_OPTIONS, UserOptimizer
 
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 
 
 def completed(
-    state_dict: Mapping[str, Any], groups: Sequence[Options], inners: InnerOptimizers, listed: Sequence[ParameterSpec]
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    user_optimizers: UserOptimizers,
+    listed: Sequence[ParameterSpec],
 ) -> dict[str, Any]:
     """Return a plain dict with what the classes of its param groups add to it. Changes nothing, of the dict neither.
 
@@ -34,7 +37,7 @@ def completed(
     Args:
         state_dict: one of all param groups, with as many parameters in each as this optimizer has.
         groups: the live param groups.
-        inners: their classes.
+        user_optimizers: their classes.
         listed: their parameters.
 
     Raises:
@@ -44,11 +47,11 @@ def completed(
     members: dict[int, list[ParameterSpec]] = {place: [] for place in range(len(groups))}
     for spec in sorted(listed, key=lambda spec: spec.index):
         members[spec.group].append(spec)
-    for number, inner in inners.used():
+    for number, inner in user_optimizers.used():
         if inner.optimizer_class.__setstate__ is torch.optim.Optimizer.__setstate__:
             continue
         throw_away = _ThrowAway(inner)
-        places = list(inners.groups_of(number, groups))
+        places = list(user_optimizers.groups_of(number, groups))
         for place in places:
             throw_away.add(saved[place], members[place], states)
         try:
@@ -63,7 +66,7 @@ def completed(
     return {**state_dict, "state": states, "param_groups": saved}
 
 
-def _check_options(inner: InnerOptimizer, place: int, saved: Options, after: Options, live: Options) -> None:
+def _check_options(inner: UserOptimizer, place: int, saved: Options, after: Options, live: Options) -> None:
     """Raise `ValueError` if the class has added options to a group that has others, which it does not know."""
     added = live.keys() & after.keys() - saved.keys()
     unknown = saved.keys() - live.keys() - {*inner.defaults, *NO_OPTIONS, *_OF_SCHEDULERS}
@@ -77,7 +80,7 @@ def _check_options(inner: InnerOptimizer, place: int, saved: Options, after: Opt
 class _ThrowAway:
     """A throw-away instance of a class, and what it is given of a state dict."""
 
-    def __init__(self, inner: InnerOptimizer) -> None:
+    def __init__(self, inner: UserOptimizer) -> None:
         self._inner, self._instance = inner, inner.instance(None)
         self._groups: list[Options] = []
         self._parameters: dict[int, tuple[Tensor, ParameterSpec]] = {}  # by the dict's index

@@ -16,7 +16,7 @@ from torch import Tensor
 from collectives import Kind, Tag, Transport
 from collectives.torch_internals import is_traceable_wrapper_subclass
 
-from ..core.bits import copied, flattened
+from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
 from ..core.stage import Placement, Stage
@@ -24,9 +24,9 @@ from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options, PieceState, may_lie_flat
-from ..step.classes import InnerOptimizers
-from ..step.inner import NO_OPTIONS
+from ..step.classes import UserOptimizers
 from ..step.partition import check_classes
+from ..step.user_optimizer import NO_OPTIONS
 from .by_class import merged, split
 from .gather import gather
 from .older import completed
@@ -36,19 +36,24 @@ class PlainDicts:
     """Saves and loads the plain dicts of one optimizer on one rank."""
 
     def __init__(
-        self, stage: Stage, storage: ParameterStorage, inners: InnerOptimizers, transport: Transport, shards: Transport
+        self,
+        stage: Stage,
+        storage: ParameterStorage,
+        user_optimizers: UserOptimizers,
+        transport: Transport,
+        shard_group: Transport,
     ) -> None:
-        """``shards``: the transport of the ranks that share one copy of the states."""
-        self._stage, self._storage, self._inners = stage, storage, inners
-        self._transport, self._shards = transport, shards
+        """``shard_group``: the transport of the ranks that share one copy of the states."""
+        self._stage, self._storage, self._user_optimizers = stage, storage, user_optimizers
+        self._transport, self._shard_group = transport, shard_group
         self._consolidated: tuple[dict[int, Any], dict[int, Tensor]] | None = None  # states, master weights
 
     def consolidate(self, to: int | None, purpose: str) -> None:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
-        whole_here = self._stage.states is Placement.WHOLE or self._shards.world_size == 1
+        whole_here = self._stage.states is Placement.WHOLE or self._shard_group.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        kinds = [inner.kinds for inner in self._inners]
-        found = gather(self._storage.buckets, self._transport, self._shards, to, whole_here, tag, kinds)
+        kinds = [inner.kinds for inner in self._user_optimizers]
+        found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds)
         if found is not None:
             self._consolidated = found
 
@@ -78,7 +83,7 @@ class PlainDicts:
         return split(result, classes) if len(set(classes)) > 1 else result
 
     def _class_names(self, groups: Sequence[Options]) -> list[str]:
-        return [self._inners.of(number).qualified_name for number in range(len(groups))]
+        return [self._user_optimizers.of(number).qualified_name for number in range(len(groups))]
 
     def load(self, state_dict: Mapping[str, Any], groups: Sequence[Options]) -> None:
         """Load this rank's pieces and the options of the param groups from a plain dict. Local.
@@ -87,10 +92,10 @@ class PlainDicts:
         """
         classes = self._class_names(groups)
         state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
-        buckets, inners, listed = self._storage.buckets, self._inners, self._storage.listed()
+        buckets, user_optimizers, listed = self._storage.buckets, self._user_optimizers, self._storage.listed()
         check_form(state_dict, groups, listed)
-        state_dict = completed(state_dict, groups, inners, listed)
-        names = check_classes(inners, state_dict["param_groups"], self._storage.layout.parameters)
+        state_dict = completed(state_dict, groups, user_optimizers, listed)
+        names = check_classes(user_optimizers, state_dict["param_groups"], self._storage.layout.parameters)
         mapping = check(state_dict, groups, listed, names)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
@@ -99,7 +104,7 @@ class PlainDicts:
         if MASTERS in state_dict:
             scatter_masters(state_dict[MASTERS], mapping, buckets)
         for number, found in names.items():
-            inners[number].note_elementwise(found)
+            user_optimizers[number].note_elementwise(found)
         self._consolidated = None
 
 
@@ -196,7 +201,7 @@ def check(
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 shape = by_index[index].shape
-                if value is None or by_index[index].whole:  # a whole parameter may have states of any shape
+                if value is None or by_index[index].one_owner:  # a whole parameter may have states of any shape
                     continue
                 large = name in elementwise.get(by_index[index].optimizer_class, ())
                 if large and tuple(value.shape) != shape:
@@ -241,13 +246,13 @@ def scatter(
             names = []
             for name, value in values.items():
                 large = lies_flat(name, value, spec, elementwise)
-                if not large or (spec.whole and tuple(value.stride()) != spec.stride):
+                if not large or (spec.one_owner and tuple(value.stride()) != spec.stride):
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
                 key = (piece.slot, name)
                 if key not in flat_values:
-                    flat_values[key] = flattened(value.detach().to(device, dtype), spec.stride)
+                    flat_values[key] = in_stride_order(value.detach().to(device, dtype), spec.stride)
                 target = states.allocate(name, dtype)
                 source = flat_values[key][piece.begin - slot.offset : piece.end - slot.offset]
                 target.piece(piece).copy_(source)
@@ -264,7 +269,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     return (
         name in elementwise.get(spec.optimizer_class, ())
         and value is not None
-        and (not spec.whole or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
+        and (not spec.one_owner or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
     )
 
 
@@ -302,7 +307,9 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
             slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
             whole = masters.get(mapping[spec.index])
             if whole is not None:
-                values = flattened(whole.detach().to(bucket.spec.device, bucket.spec.dtypes.master_dtype), spec.stride)
+                values = in_stride_order(
+                    whole.detach().to(bucket.spec.device, bucket.spec.dtypes.master_dtype), spec.stride
+                )
                 target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
         states.evict()

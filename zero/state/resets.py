@@ -13,7 +13,7 @@ from torch import Tensor
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.flat_states import Options
-from ..step.classes import InnerOptimizers
+from ..step.classes import UserOptimizers
 
 
 def agree_to_forget(
@@ -43,7 +43,7 @@ def agree_to_forget(
 
 
 def forget_states(
-    storage: ParameterStorage, inners: InnerOptimizers, groups: Sequence[Options], indices: Sequence[int]
+    storage: ParameterStorage, user_optimizers: UserOptimizers, groups: Sequence[Options], indices: Sequence[int]
 ) -> None:
     """Forget the states of the parameters at these places in the layout. Local.
 
@@ -62,5 +62,5 @@ def forget_states(
                 states.set_state(piece, None)
         if all(states.state_of(piece) is None for piece in range(len(gone))):
             states.flat.clear()
-        inners[number].begin(states, inners.groups_of(number, groups), gone)
+        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, groups), gone)
         states.evict()

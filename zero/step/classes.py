@@ -11,37 +11,37 @@ import torch
 
 from ..runtime.flat_states import Options
 from .arguments import KEY, arguments_of, check_class, different_argument
-from .inner import NO_OPTIONS, BucketUpdate, InnerOptimizer
 from .param_lists import ParamLists
+from .user_optimizer import NO_OPTIONS, BucketUpdate, UserOptimizer
 
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
-class InnerOptimizers:
+class UserOptimizers:
     """The classes, in the order in which they were named. Number 0 is that of the groups that name none."""
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
         check_class(optimizer_class)
-        self._all = [InnerOptimizer(optimizer_class, defaults)]
+        self._all = [UserOptimizer(optimizer_class, defaults)]
         self._of_groups: list[int] = []  # the class of each param group
         self.lists = ParamLists()
 
     @property
-    def main(self) -> InnerOptimizer:
+    def main(self) -> UserOptimizer:
         """The class of the groups that name none."""
         return self._all[0]
 
-    def __getitem__(self, number: int) -> InnerOptimizer:
+    def __getitem__(self, number: int) -> UserOptimizer:
         return self._all[number]
 
-    def __iter__(self) -> Iterator[InnerOptimizer]:
+    def __iter__(self) -> Iterator[UserOptimizer]:
         return iter(self._all)
 
     def number(self, group: int) -> int:
         """Return the number of a group's class. ``group``: its number."""
         return self._of_groups[group]
 
-    def of(self, group: int) -> InnerOptimizer:
+    def of(self, group: int) -> UserOptimizer:
         """Return a group's class."""
         return self._all[self._of_groups[group]]
 
@@ -49,7 +49,7 @@ class InnerOptimizers:
         """Return the param groups of a class, by their numbers."""
         return {place: group for place, group in enumerate(groups) if self._of_groups[place] == number}
 
-    def used(self) -> list[tuple[int, InnerOptimizer]]:
+    def used(self) -> list[tuple[int, UserOptimizer]]:
         """Return the classes that groups have, with their numbers, in order."""
         return [(number, self._all[number]) for number in sorted(set(self._of_groups))]
 
@@ -97,7 +97,7 @@ class InnerOptimizers:
         check_class(named, place)
         arguments = arguments_of(named, given)
         try:
-            inner = InnerOptimizer(named, arguments)
+            inner = UserOptimizer(named, arguments)
         except Exception as error:
             raise ValueError(f"{place}{named.__name__} cannot be built with its options ({error})") from error
         for option in _SWITCHES:
@@ -109,7 +109,7 @@ class InnerOptimizers:
         self._of_groups.append(self._number_of(inner, place))
         return {**inner.defaults, **kept, **options, KEY: inner.qualified_name}
 
-    def _number_of(self, inner: InnerOptimizer, place: str) -> int:
+    def _number_of(self, inner: UserOptimizer, place: str) -> int:
         """Return the number of a class that a param group names; add it if it is new. ``place``: begins each error."""
         for number, known in enumerate(self._all):
             if known.optimizer_class is inner.optimizer_class:
@@ -137,7 +137,7 @@ class InnerOptimizers:
                 del completed[key]
 
     def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:
-        """Step the buckets of each class. Arguments and result are those of `InnerOptimizer.step`, for all groups."""
+        """Step the buckets of each class. Arguments and result are those of `UserOptimizer.step`, for all groups."""
         changed: dict[int, Options] = {}
         for number, inner in enumerate(self._all):
             mine = [update for update in updates if update.optimizer_class == number]

@@ -15,25 +15,25 @@ from typing import Any
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options
-from .classes import InnerOptimizers
-from .inner import InnerOptimizer, NotElementwiseError
+from .classes import UserOptimizers
 from .trial import ByElement, ByParameter, Trial
+from .user_optimizer import NotElementwiseError, UserOptimizer
 
 PARTITIONS = ("element", "parameter")
 
 
 def choose_partitions(
-    inners: InnerOptimizers,
+    user_optimizers: UserOptimizers,
     groups: Sequence[Options],
     parameters: Sequence[ParameterSpec],
-    asked: Mapping[int, str | None],
+    requested: Mapping[int, str | None],
 ) -> tuple[list[ParameterSpec], list[str], dict[int, frozenset[str]]]:
     """Choose the partition of each param group.
 
     Args:
-        inners: the classes.
+        user_optimizers: the classes.
         groups: all param groups.
-        parameters: those of the groups in ``asked``.
+        parameters: those of the groups in ``requested``.
         asked: of each new group, by its number, the partition that the user asked for; None: whichever the class needs.
 
     Returns:
@@ -45,9 +45,9 @@ def choose_partitions(
     """
     names: dict[int, frozenset[str]] = {}
     found: dict[int, tuple[int, bool]] = {}  # class and partition of each new group
-    said = []
-    for number, inner in inners.used():
-        mine = {group: name for group, name in asked.items() if inners.number(group) == number}
+    lines = []
+    for number, inner in user_optimizers.used():
+        mine = {group: name for group, name in requested.items() if user_optimizers.number(group) == number}
         members = [spec for spec in parameters if spec.group in mine]
         by_parameter = {group for group, name in mine.items() if name == "parameter"}
         with _explaining_loops(inner, groups, members):
@@ -57,7 +57,7 @@ def choose_partitions(
                 if "element" in mine.values():
                     raise
                 names[number], by_parameter = frozenset(), set(mine)
-                said.append(
+                lines.append(
                     f"{inner.name} is not element-wise ({error.why}), so each parameter has one owner, which steps it "
                     'whole (partition="parameter")'
                 )
@@ -65,15 +65,15 @@ def choose_partitions(
         found |= {group: (number, group in by_parameter) for group in mine}
     chosen = [found[spec.group] for spec in parameters]
     described = [
-        replace(spec, optimizer_class=number, whole=whole)
-        for spec, (number, whole) in zip(parameters, chosen, strict=True)
+        replace(spec, optimizer_class=number, one_owner=one_owner)
+        for spec, (number, one_owner) in zip(parameters, chosen, strict=True)
     ]
-    return described, said, names
+    return described, lines, names
 
 
-def check_partitions(asked: Mapping[int, Any]) -> None:
-    """Raise `ValueError` naming a param group whose ``partition`` is none. ``asked``: as in `choose_partitions`."""
-    for number, name in asked.items():
+def check_partitions(requested: Mapping[int, Any]) -> None:
+    """Raise `ValueError` naming a param group whose ``partition`` is none. ``requested``: as in `choose_partitions`."""
+    for number, name in requested.items():
         if name is not None and name not in PARTITIONS:
             raise ValueError(
                 f'partition must be "element" (ranks own pieces of parameters) or "parameter" (each parameter has one '
@@ -82,7 +82,7 @@ def check_partitions(asked: Mapping[int, Any]) -> None:
 
 
 def check_classes(
-    inners: InnerOptimizers, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+    user_optimizers: UserOptimizers, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> dict[int, frozenset[str]]:
     """Raise `ValueError` unless each class gives its own bits in the partition that its ``parameters`` have.
 
@@ -91,19 +91,19 @@ def check_classes(
     """
     found: dict[int, frozenset[str]] = {}
     for number in sorted({spec.optimizer_class for spec in parameters}):
-        inner, mine = inners[number], [spec for spec in parameters if spec.optimizer_class == number]
+        inner, mine = user_optimizers[number], [spec for spec in parameters if spec.optimizer_class == number]
         with _explaining_loops(inner, groups, mine):
             found[number] = (
                 inner.elementwise
-                | _check(ByElement, inner, groups, [spec for spec in mine if not spec.whole])
-                | _check(ByParameter, inner, groups, [spec for spec in mine if spec.whole])
+                | _check(ByElement, inner, groups, [spec for spec in mine if not spec.one_owner])
+                | _check(ByParameter, inner, groups, [spec for spec in mine if spec.one_owner])
             )
     return found
 
 
 @contextmanager
 def _explaining_loops(
-    inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+    inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> Iterator[None]:
     """Add to a `ValueError` how a loop is named, if a group with torch's default loop is on the CPU and another device.
 
@@ -128,12 +128,12 @@ def _explaining_loops(
 
 
 def _check(
-    partition: type[Trial], inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+    partition: type[Trial], inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> frozenset[str]:
     """Try a class, unless there are no ``parameters``. Return the names of the states that are as large as their
     parameter. Notes the tensor subclasses among states in ``inner.kinds``."""
     if not parameters:
         return frozenset()
     names, kinds = partition(inner, groups, parameters).run()
-    inner.kinds |= kinds
+    inner.note_kinds(kinds)
     return names

@@ -4,9 +4,9 @@ Knows: the values of these parameters, their gradients, and how ranks lay them o
 parameters, which shapes are tried, and the comparison of results.
 
     whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
-    half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `InnerOptimizer`, as on a rank: neighbouring
+    half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `UserOptimizer`, as on a rank: neighbouring
     half 1    [ 1-D 2-D.... ] [ 4-D.. ] [ scalar ]             pieces form a run, up to one with padding after it
-    alone     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by `InnerOptimizer`, each as by its owner
+    alone     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by `UserOptimizer`, each as by its owner
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..core.layout import BucketSpec, Dtypes, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .inner import BucketUpdate, InnerOptimizer, unhooked_step
+from .user_optimizer import BucketUpdate, UserOptimizer, unhooked_step
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class ClassFailedError(Exception):
     """The class itself raised an error over whole parameters."""
 
 
-class Whole:
+class FullParameters:
     """Throw-away parameters, stepped by the class. Raises `ClassFailedError` if the class refuses them."""
 
-    def __init__(self, inner: InnerOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
+    def __init__(self, inner: UserOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
         self._generator = torch.Generator().manual_seed(0)
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
         self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
@@ -143,9 +143,9 @@ class OnRank:
 
     def __init__(
         self,
-        inner: InnerOptimizer,
+        inner: UserOptimizer,
         options: Sequence[Options],
-        whole: Whole,
+        whole: FullParameters,
         names: frozenset[str],
         half: int | None = None,
     ) -> None:
@@ -185,7 +185,7 @@ class OnRank:
             self.pieces.append(TrialPiece(slot.parameter, place, values, gradients, index, number))
             values.copy_(self.pieces[-1].of(parameters[slot.parameter]))
         self._states.append(self._states_of(slots, dtypes, flat))
-        self._inner.begin(self._states[-1], dict(enumerate(self.groups)))
+        self._inner.create_states(self._states[-1], dict(enumerate(self.groups)))
         self._gradients.append(FlatBuffer(gradient, Placement.WHOLE))
 
     def _states_of(self, slots: Sequence[Slot], dtypes: Dtypes, flat: Tensor) -> BucketStates:
@@ -194,7 +194,7 @@ class OnRank:
         groups = [self._whole.settings[slot.parameter].options for slot in slots]
         shapes = [(tuple(p.shape), p.stride()) for p in (self._whole.parameters[slot.parameter] for slot in slots)]
         weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
-        return BucketStates(instance, bucket, weights, groups, shapes, whole=self._half is None)
+        return BucketStates(instance, bucket, weights, groups, shapes, one_owner=self._half is None)
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
         """Step all pieces once.

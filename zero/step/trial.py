@@ -21,9 +21,9 @@ from ..core.layout import Dtypes, ParameterSpec
 from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
 from ..runtime.flat_states import Options, is_elementwise
 from .equality import equal_values, same
-from .inner import NO_OPTIONS, InnerOptimizer, NotElementwiseError
-from .throwaway import ClassFailedError, OnRank, Placed, Setting, Whole
+from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, Setting
 from .throwaway_shapes import large_shapes, placed, shortened
+from .user_optimizer import NO_OPTIONS, NotElementwiseError, UserOptimizer
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
@@ -44,7 +44,7 @@ class Trial:
     full: ClassVar[str]
     other_bits: ClassVar[str]  # the error of a parameter, given by its shape
 
-    def __init__(self, inner: InnerOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
+    def __init__(self, inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
         """``groups``: all param groups; ``parameters``: those of the class, at least one."""
         self.inner = inner
         self.options, self.settings = distinct(inner.defaults, groups, parameters)
@@ -83,7 +83,7 @@ class Trial:
         except ClassFailedError as error:
             raise self.refusal(f"a step over several parameters failed ({error})") from error
 
-    def with_raised(self, names: Sequence[str]) -> tuple[InnerOptimizer, list[Options]]:
+    def with_raised(self, names: Sequence[str]) -> tuple[UserOptimizer, list[Options]]:
         """Return the class and the options, where those of ``names`` that are low are raised to `RAISED_RATE`.
 
         They are raised both in the class's arguments and in the groups, since a class may keep both. Raises
@@ -104,7 +104,7 @@ class Trial:
         shapes = dict.fromkeys(shape for _, shape in self._placed)
         for shape in shapes:
             try:
-                whole = Whole(self.inner, self.options, [each for each in self._placed if each[1] == shape])
+                whole = FullParameters(self.inner, self.options, [each for each in self._placed if each[1] == shape])
                 for step in range(STEPS):
                     whole.step(whole.gradients(step))
             except ClassFailedError as error:
@@ -122,13 +122,13 @@ class Trial:
         self._placed = [each for each in self._placed if each[1] not in refused]
 
     def compare(
-        self, inner: InnerOptimizer, options: Sequence[Options], steps: int
+        self, inner: UserOptimizer, options: Sequence[Options], steps: int
     ) -> tuple[frozenset[str], dict[str, Rebuild]]:
         """Step throw-away parameters whole and as ranks do, and compare.
 
         Raises `ValueError` on a difference, `ClassFailedError` if the class raised over whole parameters.
         """
-        whole = Whole(inner, options, [each for each in self._placed for _ in range(self.copies)])
+        whole = FullParameters(inner, options, [each for each in self._placed for _ in range(self.copies)])
         with self._refusing(f"it refuses {self.parts}"):
             names = whole.names(of_every_shape=self.whole)
             ranks = [OnRank(inner, options, whole, names, half) for half in ((None,) if self.whole else (0, 1))]
@@ -154,7 +154,7 @@ class Trial:
                     rank.step_nothing()
         return names, kinds
 
-    def _compare_rest(self, whole: Whole, rank: OnRank, large: frozenset[str]) -> None:
+    def _compare_rest(self, whole: FullParameters, rank: OnRank, large: frozenset[str]) -> None:
         """Raise `ValueError` if options or states differ between whole parameters and those on a rank.
 
         They may differ long before the parameters do, and they are saved in state dicts. ``large``: the names of the
@@ -192,7 +192,7 @@ class Trial:
         """Return whether throw-away parameters of this shape stand for one of the user's."""
         raise NotImplementedError
 
-    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+    def check_states(self, whole: FullParameters) -> dict[str, Rebuild]:
         """Raise `ValueError` for a state that ranks cannot keep. Return the tensor subclasses among states."""
         raise NotImplementedError
 
@@ -232,7 +232,7 @@ class ByElement(Trial):
     def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
         return len(shape) == len(spec.shape)
 
-    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+    def check_states(self, whole: FullParameters) -> dict[str, Rebuild]:
         """Raise `ValueError` if a state is neither as large as its parameter nor a scalar: it cannot be cut."""
         for number, parameter in enumerate(whole.parameters):
             for name, value in whole.state(number).items():
@@ -275,7 +275,7 @@ class ByParameter(Trial):
     def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
         return shape in (shortened(spec.shape), *large_shapes([spec.shape]))
 
-    def check_states(self, whole: Whole) -> dict[str, Rebuild]:
+    def check_states(self, whole: FullParameters) -> dict[str, Rebuild]:
         """Raise `ValueError` for a tensor subclass that is not rebuilt as it was from what is sent and saved of it."""
         found: dict[str, Rebuild] = {}
         for number in range(len(whole.parameters)):
@@ -295,7 +295,7 @@ class ByParameter(Trial):
         return found
 
 
-def check_steps_alone(inner: InnerOptimizer, problem: Exception) -> None:
+def check_steps_alone(inner: UserOptimizer, problem: Exception) -> None:
     """Raise `ValueError` if a class failed because it needs more than its step, as schedule-free classes do."""
     made: Any = inner.optimizer_class
     if callable(getattr(made, "train", None)) and callable(getattr(made, "eval", None)):

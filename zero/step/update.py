@@ -2,9 +2,9 @@
 
 Knows: the order of these. Does not know: the user's calls, and what the ranks agree on before.
 
-    clip:    norm of all slices, one factor                          all ranks
+    clip:    norm of all shard_group, one factor                          all ranks
     update:  the inner optimizer on this rank's intervals            each rank alone
-    gather:  the slices of all owners, if the stage keeps them whole all ranks
+    gather:  the shards of all owners, if the stage keeps them whole all ranks
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,20 +21,20 @@ from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
 from ..core.norm import PowerSum
 from ..core.stage import GATHERS_IN_FLIGHT, Stage
 from ..runtime.bucket import Bucket
-from ..runtime.events import Event, Waited
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
-from .classes import InnerOptimizers
+from ..runtime.profiler_ranges import ProfilerRange, Waited
+from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
-from .inner import BucketUpdate
+from .user_optimizer import BucketUpdate
 
 
 class _Means(Protocol):
-    """The mean gradients of the slices that this rank owns, as in `OwnedMeans`."""
+    """The mean gradients of the shards that this rank owns, as in `ReducedGrads`."""
 
-    def slices(self) -> list[Tensor]: ...
+    def shards(self) -> list[Tensor]: ...
 
-    def any_is_double(self) -> bool: ...
+    def any_is_fp64(self) -> bool: ...
 
 
 class _Parameters(Protocol):
@@ -51,7 +50,7 @@ class _Parameters(Protocol):
         """Note that all buckets were updated."""
 
 
-class Watcher(Protocol):
+class UpdateListener(Protocol):
     """An object that reads states while training goes on, as a save does."""
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
@@ -61,15 +60,6 @@ class Watcher(Protocol):
         """Return when the states of a bucket, given by its index, may change."""
 
 
-class _Events:
-    """The profiler's events of one bucket."""
-
-    def __init__(self, bucket: int, rank: str) -> None:
-        self.updating = Event(f"update bucket {bucket}", rank)
-        self.gathering = Event(f"all_gather bucket {bucket}", rank)
-        self.waiting = Event(f"wait_for_all_gather bucket {bucket}", rank)
-
-
 class Update:
     """The clip and the step of one optimizer on one rank. All ranks must call each, after `Reducer.finalize_grads`."""
 
@@ -77,22 +67,21 @@ class Update:
         self,
         stage: Stage,
         transport: Transport,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         storage: _Parameters,
         means: _Means,
-        inners: InnerOptimizers,
+        user_optimizers: UserOptimizers,
     ) -> None:
         self._stage, self._transport, self._collective = stage, transport, collective
-        self._storage, self._means, self._inners = storage, means, inners
-        self._events: WeakKeyDictionary[Bucket, _Events] = WeakKeyDictionary()
-        self.watchers: list[Watcher] = []
-        self._place, self._pool = shards.rank, shards.pool
-        self._is_first_copy = transport.rank < shards.world_size  # among the ranks that hold the same slices
+        self._storage, self._means, self._user_optimizers = storage, means, user_optimizers
+        self.watchers: list[UpdateListener] = []
+        self._place, self._pool = shard_group.rank, shard_group.pool
+        self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same shards
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""
-        pieces = self._means.slices() if self._is_first_copy else []
+        pieces = self._means.shards() if self._is_first_copy else []
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
         return mine.to_bytes()
 
@@ -107,7 +96,7 @@ class Update:
         total = PowerSum.of([], norm_type)
         for data in parts:
             total = total.merge(PowerSum.from_bytes(data))
-        norm = total.norm(torch.float64 if self._means.any_is_double() else torch.float32)
+        norm = total.norm(torch.float64 if self._means.any_is_fp64() else torch.float32)
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
@@ -126,7 +115,7 @@ class Update:
         buckets = self._storage.buckets
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            queue.begin([bucket.spec.index for bucket in buckets if 1 in bucket.used])
+            queue.begin_round([bucket.spec.index for bucket in buckets if 1 in bucket.used])
 
         def update(bucket: Bucket) -> BucketUpdate:
             def begin() -> None:
@@ -134,20 +123,18 @@ class Update:
                     watcher.before_update(bucket.spec.index)
 
             present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
-            event = self._events_of(bucket).updating
-            gradient = bucket.grad.final_grad()
             return BucketUpdate(
                 bucket.states,
-                gradient,
+                bucket.grad.final_grad(),
                 present,
-                event,
+                self._event("update", bucket.spec.index),
                 partial(queue.ready, bucket.spec.index),
                 begin if self.watchers else None,
                 bucket.specs[0].optimizer_class,
             )
 
         self._storage.stepping()
-        changed = self._inners.step([update(bucket) for bucket in buckets], groups)
+        changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
         queue.finish()
         self._pool.drop_cheap()
         self._storage.stepped()
@@ -155,13 +142,11 @@ class Update:
 
     def _gather(self, index: int) -> Work:
         bucket = self._storage.buckets[index]
-        weights, cuts, events = bucket.weights, bucket.spec.cuts, self._events_of(bucket)
+        weights, cuts = bucket.weights, bucket.spec.cuts
         tag = Tag(Kind.ALL_GATHER, f"parameters of bucket {index}", index=index)
-        with events.gathering():
+        with self._event("all_gather", index)():
             work = redistribute(weights.shard(cuts, self._place), weights, cuts, self._collective, tag)
-            return Waited(work, events.waiting)
+            return Waited(work, self._event("wait_for_all_gather", index))
 
-    def _events_of(self, bucket: Bucket) -> _Events:
-        if bucket not in self._events:
-            self._events[bucket] = _Events(bucket.spec.index, self._transport.rank_label)
-        return self._events[bucket]
+    def _event(self, what: str, bucket: int) -> ProfilerRange:
+        return ProfilerRange(f"{what} bucket {bucket}", self._transport.rank_label)

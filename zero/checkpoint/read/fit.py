@@ -68,7 +68,7 @@ class Fit:
         if name in self._inner.get(stored.name, ()):
             return False
         entry, widest = saved[1], self.widest(stored)[1]
-        if spec.whole and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
+        if spec.one_owner and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
             return False
         return lies_flat(name, _without_values(entry), spec, self.elementwise)
 
@@ -114,13 +114,13 @@ class Fit:
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""
-        inners = contents.parts.classes
+        user_optimizers = contents.parts.classes
         saved_groups = [
             {**group, "params": [known_as(name, self._known) for name in group["params"]]}
             for group in checkpoint.param_groups
         ]
         for number, (group, _) in enumerate(zip(saved_groups, contents.groups, strict=False)):
-            mine = inners.of(number).qualified_name
+            mine = user_optimizers.of(number).qualified_name
             if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
                 raise ValueError(
                     f"param group {number} of the checkpoint was trained by {group.get('optimizer_class')}, but this "
@@ -131,7 +131,7 @@ class Fit:
         self.states = by_known_name(checkpoint.states(), self._known)
         self.values = by_known_name(checkpoint.state_values(), self._known)
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
-        kinds = {name: _shape_alone for inner in inners for name in inner.kinds}
+        kinds = {name: _shape_alone for inner in user_optimizers for name in inner.kinds}
         meta: dict[int, dict[str, Any]] = {}
         with checkpoint.parsing(OPTIMIZER):
             for parameter in self.states.keys() | self.values.keys():
@@ -148,7 +148,7 @@ class Fit:
         plain: dict[str, Any] = {"state": meta, "param_groups": named}
         listed = contents.storage.listed()
         check_form(plain, contents.groups, listed)
-        plain = completed(plain, contents.groups, inners, listed)
+        plain = completed(plain, contents.groups, user_optimizers, listed)
         for index, states in plain["state"].items():
             for name, value in states.items():
                 if value is not meta[index].get(name):
@@ -157,7 +157,7 @@ class Fit:
             {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "param_names")}
             for group in plain["param_groups"]
         ]
-        self.elementwise = check_classes(inners, self.groups, contents.storage.layout.parameters)
+        self.elementwise = check_classes(user_optimizers, self.groups, contents.storage.layout.parameters)
         check(plain, contents.groups, listed, self.elementwise)
 
 

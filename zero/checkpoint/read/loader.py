@@ -24,7 +24,7 @@ from torch import Tensor
 
 from collectives import Kind, Tag
 
-from ...core.bits import as_bytes, flattened, laid_out, memory_of
+from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
@@ -49,7 +49,7 @@ class Loader:
     def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
         """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
         self._contents, self._checkpoint, self._fit, self._with_states = contents, checkpoint, fit, with_states
-        self._rank = contents.parts.shards.rank
+        self._rank = contents.parts.shard_group.rank
         self._parts = PartReader(checkpoint)
         self._old: dict[str, FlatBuffer] = {}  # memory of the states of the bucket that is begun
         self._later: list[Callable[[], None]] = []  # what follows when everything was read
@@ -175,7 +175,7 @@ class Loader:
             begin = bucket.spec.slots[slot].offset
 
             def read_permuted() -> None:
-                whole = flattened(self._checkpoint.read(*saved), bucket.specs[slot].stride)
+                whole = in_stride_order(self._checkpoint.read(*saved), bucket.specs[slot].stride)
                 target.copy_(whole[piece.begin - begin : piece.end - begin])
 
             self._later.append(read_permuted)
@@ -208,7 +208,7 @@ class Loader:
                     bucket.weights.piece(piece).copy_(master.piece(piece))
                 elif piece.slot not in wide:
                     master.piece(piece).copy_(bucket.weights.piece(piece))
-        if parts.shards.world_size > 1:
+        if parts.shard_group.world_size > 1:
             held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
             if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
                 held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
@@ -217,7 +217,7 @@ class Loader:
             for place, whole in enumerate(held):
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)
                 cuts = bucket.spec.cuts
-                redistribute(whole.shard(cuts, parts.shards.rank), whole, cuts, parts.collective, tag).wait()
+                redistribute(whole.shard(cuts, parts.shard_group.rank), whole, cuts, parts.collective, tag).wait()
         if number in self._contents.updated:
             bucket.states.evict()
 

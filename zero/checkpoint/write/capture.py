@@ -145,7 +145,7 @@ class Capture:
     def _capture_permuted(self, tensor: BucketTensor) -> None:
         """Bring a tensor whose memory is not row-major to the rank that writes its first element. Collective."""
         contents, (number, slot) = self._contents, tensor.place
-        bucket, shards = contents.buckets[number], contents.parts.shards
+        bucket, shards = contents.buckets[number], contents.parts.shard_group
         place, spec = bucket.spec.slots[slot], bucket.specs[slot]
         writers = (r for r in range(contents.transport.world_size) if slot in contents.writers.first_of(bucket.spec, r))
         writer, mine = next(writers), contents.transport.rank

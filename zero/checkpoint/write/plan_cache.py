@@ -96,7 +96,7 @@ class PlanCache:
         return [
             storage.layout,
             *storage.buckets,
-            *storage.rest_buckets(),
+            *storage.unlisted_buckets(),
             *storage.replicated,
             *chain.from_iterable([holder.values() for holder in holders]),
             *[getattr(tensor, name) for tensor, name in self._contents.wrapped],

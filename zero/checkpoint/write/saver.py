@@ -198,7 +198,7 @@ class Saver:
             "nonce": found[0]["nonce"],
             "world_size": self._transport.world_size,
             "stage": parts.stage.number,
-            "sharding_factor": parts.shards.world_size,
+            "sharding_factor": parts.shard_group.world_size,
             "collective": parts.collective.name,
         }
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from collectives import Work
 
-from ...runtime.events import Event
+from ...runtime.profiler_ranges import ProfilerRange
 from ..unit_buffer import UnitBuffer
 
 
 @dataclass(eq=False)
 class GatheredBuffer(UnitBuffer):
-    """A bucket, or the part of one that belongs to a unit, whose slices are gathered from the ranks."""
+    """A bucket, or the part of one that belongs to a unit, whose shards are gathered from the ranks."""
 
-    whole: Tensor | None = None
-    post_forward_shard: Tensor | None = None  # slice of the whole, between a forward and its backward, for the group
+    unsharded: Tensor | None = None
+    post_forward_shard: Tensor | None = None  # shard of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
     address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
 
@@ -32,18 +32,14 @@ class GatheredBuffer(UnitBuffer):
         dtype = self.bucket.dtypes.param_dtype
         self._nans = [nan_like(parameter, dtype) for parameter in self.parameters]
 
-    def put_whole(self) -> None:
+    def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""
-        assert self.whole is not None
-        for parameter, view in zip(self.parameters, self.views(self.whole), strict=True):
-            parameter.data = view
-        self.note()
+        assert self.unsharded is not None
+        self.set_data(self.views(self.unsharded))
 
     def put_nans(self) -> None:
         """Put a NaN into the data of each parameter, which must have its own class."""
-        for parameter, nan in zip(self.parameters, self._nans, strict=True):
-            parameter.data = nan
-        self.note()
+        self.set_data(self._nans)
 
     def renew_nan(self, slot: int) -> None:
         """Put another NaN in the place of one that was edited."""
@@ -58,9 +54,9 @@ def nan_like(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 class State(Enum):
     """Where the whole of a unit is."""
 
-    SHARDED = "nowhere: each rank has its slices"
+    SHARDED = "nowhere: each rank has its shards"
     GATHERING = "on its way"
-    WHOLE = "in buffers"
+    UNSHARDED = "in buffers"
 
 
 @dataclass(eq=False)
@@ -75,6 +71,6 @@ class GatheredUnit:
     work: list[Work] = field(default_factory=list)  # the all-gathers under way
 
     def __post_init__(self, rank: str) -> None:
-        self.unsharding = Event(f"unshard unit {self.name}", rank)
-        self.waiting = Event(f"wait_for_unshard unit {self.name}", rank)
-        self.resharding = Event(f"reshard unit {self.name}", rank)
+        self.unsharding = ProfilerRange(f"unshard unit {self.name}", rank)
+        self.waiting = ProfilerRange(f"wait_for_unshard unit {self.name}", rank)
+        self.resharding = ProfilerRange(f"reshard unit {self.name}", rank)

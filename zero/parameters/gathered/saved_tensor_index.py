@@ -96,7 +96,7 @@ class SavedTensorIndex:
 
     def _is_there(self, buffer: GatheredBuffer) -> bool:
         """False after share_memory(): a buffer's address may be used by other tensors."""
-        whole = buffer.externally_held if buffer.whole is None else buffer.whole
+        whole = buffer.externally_held if buffer.unsharded is None else buffer.unsharded
         return whole is not None and whole.data_ptr() == buffer.address
 
     def restore(self, saved: PackedParam) -> Tensor:
@@ -107,15 +107,15 @@ class SavedTensorIndex:
                 f"{buffer.name(place.slot)!r}, which this backward needs, was changed by a step or an edit after the "
                 "forward that used it: run the backward before, or the forward again"
             )
-        if buffer.whole is None:
+        if buffer.unsharded is None:
             raise RuntimeError(
                 f"{buffer.name(place.slot)!r}, which this backward needs, was laid out anew (by add_param_group() or "
                 "close()) after the forward that used it: run the forward again"
             )
-        if place.dtype is buffer.whole.dtype:
-            return buffer.whole.as_strided(place.size, place.stride, place.offset)
-        made = torch.empty(0, dtype=place.dtype, device=buffer.whole.device)
-        return made.set_(buffer.whole.untyped_storage(), place.offset, place.size, place.stride)
+        if place.dtype is buffer.unsharded.dtype:
+            return buffer.unsharded.as_strided(place.size, place.stride, place.offset)
+        made = torch.empty(0, dtype=place.dtype, device=buffer.unsharded.device)
+        return made.set_(buffer.unsharded.untyped_storage(), place.offset, place.size, place.stride)
 
 
 def _address(tensor: Tensor) -> int:

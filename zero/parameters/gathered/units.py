@@ -3,9 +3,9 @@
 Knows: shards, gathered buffers, the tensor in each parameter's ``data``. Does not know: modules, autograd, or when a
 unit is needed: its caller unshards, installs, uninstalls and reshards.
 
-    SHARDED --unshard--> GATHERING --wait--> WHOLE     installed in WHOLE alone: parameters are views of the buffers
-       ^                                       |       else: each parameter's data is one NaN
-       +--------------- reshard ---------------+
+    SHARDED --unshard--> GATHERING --wait--> UNSHARDED    installed there alone: parameters are views of the buffers
+       ^                                         |          else: each parameter's data is one NaN
+       +---------------- reshard ----------------+
 
 A buffer lives as long as its storage is referenced. If something outside of this package references it (a view that a
 module cached, an array that shares the memory), the next gather writes into the same buffer, so that the view follows
@@ -14,19 +14,22 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from collectives import Choice, Collective, Transport, Work
+from collectives import Choice, Collective, Kind, Tag, Transport, Work
 from collectives.pool import Pool, holders
 
+from ...core.cuts import Cuts
+from ...core.layout import BucketSpec
 from ...core.parameter_specs import as_plain
 from ...runtime.joining import Joining
 from ..edit_detector import EditDetector
 from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
-from .gathers import UnitGathers
 from .saved_tensor_index import SavedTensorIndex
 
 
@@ -35,28 +38,28 @@ class GatheredUnits:
 
     def __init__(
         self,
-        shards: Transport,
+        shard_group: Transport,
         collective: Collective,
         post_forward_group: Choice | None,
         edits: EditDetector,
         joining: Joining,
     ) -> None:
-        """``post_forward_group``: the ranks that share the slices kept between a forward and its backward."""
-        self._rank, self._edits, self._joining = shards.rank, edits, joining
+        """``post_forward_group``: the ranks that share the shards kept between a forward and its backward."""
+        self._rank, self._edits, self._joining = shard_group.rank, edits, joining
+        self._collective, self._post_forward_group = collective, post_forward_group
         self.pool = Pool(exact=True)
-        self._gathers = UnitGathers(shards.rank, collective, post_forward_group, self.pool)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
 
-    def put(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+    def add_buffer(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Add a buffer. Its parameters lose their own memory."""
         unit.buffers.append(buffer)
         buffer.put_nans()
 
-    def take_out(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
+    def remove_buffer(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Remove a buffer, whose parameters have other memory now."""
         unit.buffers.remove(buffer)
-        buffer.whole = None
+        buffer.unsharded = None
         self.saved_tensors.forget(buffer)
 
     # -- unshard and reshard --------------------------------------------------------------------------------------
@@ -70,7 +73,7 @@ class GatheredUnits:
         else:
             with self._joining.broadcast("gather", unit=unit.number):
                 self._unshard(unit)
-                self.wait(unit)  # a rank that gathers only for others waits until all have read its slices
+                self.wait(unit)  # a rank that gathers only for others waits until all have read its shards
 
     def _unshard(self, unit: GatheredUnit) -> None:
         with unit.unsharding():
@@ -78,18 +81,37 @@ class GatheredUnits:
                 self._sweep()
                 for buffer in unit.buffers:
                     unit.work.append(self._gather(unit, buffer))
-                    assert buffer.whole is not None
-                    self.saved_tensors.remember(unit.number, buffer, buffer.whole)
+                    assert buffer.unsharded is not None
+                    self.saved_tensors.remember(unit.number, buffer, buffer.unsharded)
             unit.state = State.GATHERING
 
     def _gather(self, unit: GatheredUnit, buffer: GatheredBuffer) -> Work:
         if buffer.externally_held is not None:
             self._externally_held.remove(buffer)
-            buffer.whole, buffer.externally_held = buffer.externally_held, None
+            buffer.unsharded, buffer.externally_held = buffer.externally_held, None
         else:
-            buffer.whole = self._gathers.room(buffer)
-        target = buffer.whole.data  # with a version counter of its own: to gather again is no edit
-        return self._gathers.start(unit, buffer, target)
+            buffer.unsharded = self._room(buffer, buffer.bucket.numel)
+        return self._start(unit, buffer, buffer.unsharded.data)  # with a version counter of its own: this is no edit
+
+    def _room(self, buffer: GatheredBuffer, numel: int) -> Tensor:
+        bucket = buffer.bucket
+        return self.pool.take(numel, bucket.dtypes.param_dtype, torch.device(bucket.device))
+
+    def _start(self, unit: GatheredUnit, buffer: GatheredBuffer, target: Tensor) -> Work:
+        """Launch the all-gather of a bucket into ``target``, in the post-forward group if its shard was kept."""
+        bucket, (kept, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
+        if kept is not None and self._post_forward_group is not None:
+            cuts, (low, high) = self._kept(self._post_forward_group, bucket)
+            target[low:high].copy_(kept)
+            return self._post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
+        low, high = bucket.owned(self._rank)
+        target[low:high].copy_(buffer.shard)
+        return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
+
+    def _kept(self, group: Choice, bucket: BucketSpec) -> tuple[Cuts, tuple[int, int]]:
+        """Return the cuts of a whole bucket in the post-forward group, and the interval that this rank keeps."""
+        cuts = bucket.even_cuts(group.shard_group.world_size)
+        return cuts, cuts.owned(group.shard_group.rank)
 
     def wait(self, unit: GatheredUnit) -> None:
         """Wait for the all-gathers under way."""
@@ -98,24 +120,31 @@ class GatheredUnits:
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)
-            unit.state = State.WHOLE
+            unit.state = State.UNSHARDED
 
-    def reshard(self, unit: GatheredUnit, for_now: bool) -> None:
-        """Free the buffers of a unit that is whole and not installed. ``for_now``: a backward will need it; the slices
-        of the ``post_forward_group`` are kept."""
+    def reshard(self, unit: GatheredUnit, after_forward: bool) -> None:
+        """Free the buffers of a unit that is unsharded and not installed. ``after_forward``: a backward will need it;
+        the shards of the ``post_forward_group`` are kept."""
         unit.state = State.SHARDED
         for buffer in unit.buffers:
-            if for_now and self._gathers.post_forward_group and not self._joining.gathers_are_broadcast:
-                buffer.post_forward_shard = self._gathers.keep(buffer)
-            buffer.externally_held, buffer.whole = buffer.whole, None
+            if after_forward and self._post_forward_group and not self._joining.gathers_are_broadcast:
+                assert buffer.unsharded is not None
+                _, (low, high) = self._kept(self._post_forward_group, buffer.bucket)
+                buffer.post_forward_shard = self._room(buffer, high - low).copy_(buffer.unsharded.data[low:high])
+            buffer.externally_held, buffer.unsharded = buffer.unsharded, None
             self._externally_held.append(buffer)
         self._sweep()
+
+    def free_post_forward_shards(self, unit: GatheredUnit) -> None:
+        """Free the shards that were kept for a backward."""
+        for buffer in unit.buffers:
+            buffer.post_forward_shard = None
 
     def abandon(self, unit: GatheredUnit) -> None:
         """Abandon the all-gathers under way, after a failure of the ranks' communication."""
         unit.work = []
         if unit.state is State.GATHERING:
-            unit.state = State.WHOLE
+            unit.state = State.UNSHARDED
 
     def _sweep(self) -> None:
         """Reclaim the resharded buffers that have no external references any more."""
@@ -138,7 +167,7 @@ class GatheredUnits:
                     self._edits.note_released(buffer, slot)
                     buffer.renew_nan(slot)
                 buffer.set_classes(buffer.bases)
-                buffer.put_whole()
+                buffer.put_unsharded()
 
     def uninstall(self, unit: GatheredUnit) -> None:
         """Release the parameters of a unit, and put a NaN into each. Edits are noted."""
@@ -147,8 +176,8 @@ class GatheredUnits:
                 self._edits.note_slot(buffer, slot)
             buffer.put_nans()
             buffer.set_classes(buffer.released)
-            if buffer.whole is not None:
-                self._edits.compare(buffer, buffer.whole)
+            if buffer.unsharded is not None:
+                self._edits.compare(buffer, buffer.unsharded)
 
     # -- changes --------------------------------------------------------------------------------------------------
 
@@ -158,23 +187,25 @@ class GatheredUnits:
         for slot in slots:
             buffer.versions[slot] += 1
         self._sweep()
-        if buffer.whole is not None:
-            torch.autograd.graph.increment_version(buffer.whole)
+        if buffer.unsharded is not None:
+            torch.autograd.graph.increment_version(buffer.unsharded)
         if buffer.externally_held is not None:
             buffer.externally_held.fill_(float("nan"))
 
     def commit(self, buffer: GatheredBuffer, slots: Sequence[int]) -> None:
         """Copy the values of these slots, which are whole and equal on all ranks, into this rank's shard."""
-        assert buffer.whole is not None
-        low, high = buffer.bucket.owned(self._rank)
-        for piece in buffer.bucket.pieces(low, high):
-            if piece.slot in slots:
-                buffer.shard[piece.begin - low : piece.end - low].copy_(buffer.whole[piece.begin : piece.end])
+        assert buffer.unsharded is not None
+        buffer.commit(slots, buffer.unsharded, self._rank)
 
     def undo_edits(self, unit: GatheredUnit) -> None:
         """Undo the edits of an installed unit."""
         for buffer in unit.buffers:
             buffer.note()
-            if buffer.whole is not None:
+            if buffer.unsharded is not None:
                 low, high = buffer.bucket.owned(self._rank)
-                buffer.whole.data[low:high].copy_(buffer.shard)
+                buffer.unsharded.data[low:high].copy_(buffer.shard)
+
+
+def _tag(unit: GatheredUnit, buffer: GatheredBuffer) -> Tag:
+    digest = zlib.crc32(f"{unit.name} {buffer.updated}".encode())  # the label may be cut
+    return Tag(Kind.ALL_GATHER, f"gather of unit {unit.name!r}", index=buffer.bucket.index, digest=digest)

@@ -135,7 +135,7 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
         spec = layout.parameters[first]
         where = AFTER_THE_LAST if early else unit
         whole = None
-        if spec.whole:
+        if spec.one_owner:
             of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
             tensors = state_tensors[spec.optimizer_class]
             whole = WholeParameters(bucket.cuts.largest(), of_bucket, busiest, tensors)

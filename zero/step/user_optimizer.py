@@ -52,70 +52,59 @@ class BucketUpdate:
     optimizer_class: int = 0
 
 
-class InnerOptimizer:
+class UserOptimizer:
     """The user's class: one instance for each bucket, whose parameters are the bucket's runs.
 
     So buckets can be stepped one after the other, while counters that the class keeps for itself are as if it had been
     called once. The ``groups`` given to the methods are the user's own param groups that have this class, by their
-    numbers: their options are used, their parameters are not.
+    numbers: their options are used, their parameters are not. ``arguments`` are those of the class's constructor.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
         plain = optimizer_class([torch.zeros(1, 1)], **defaults)  # torch's own errors about the arguments
         self.defaults: Options = dict(plain.defaults)
-        self._class, self._arguments = optimizer_class, defaults
+        self.optimizer_class, self.arguments = optimizer_class, defaults
         self._begins_with_state = bool(plain.state)
-        self._elementwise: frozenset[str] = frozenset()
+        self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
-
-    @property
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The class."""
-        return self._class
 
     @property
     def name(self) -> str:
         """The name of the class."""
-        return self._class.__name__
+        return self.optimizer_class.__name__
 
     @property
     def qualified_name(self) -> str:
         """The name of the class, with its module."""
-        return f"{self._class.__module__}.{self._class.__qualname__}"
-
-    @property
-    def arguments(self) -> Options:
-        """The arguments of the class's constructor."""
-        return self._arguments
-
-    @property
-    def elementwise(self) -> frozenset[str]:
-        """The names of the states that are as large as their parameter."""
-        return self._elementwise
+        return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
 
     def note_elementwise(self, names: frozenset[str]) -> None:
         """Note the names of further states that are as large as their parameter."""
-        self._elementwise |= names
+        self.elementwise |= names
+
+    def note_kinds(self, kinds: Mapping[str, Rebuild]) -> None:
+        """Note the tensor subclasses among states."""
+        self.kinds |= kinds
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.
 
         A class may keep a learning rate as a tensor, whatever it is given.
         """
-        (group,) = self._class([{**given, "params": [torch.zeros(1, 1)]}], **self._arguments).param_groups
+        (group,) = self.optimizer_class([{**given, "params": [torch.zeros(1, 1)]}], **self.arguments).param_groups
         return {key: value for key, value in group.items() if key != "params"}
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
-        return self._class(groups, **copy.deepcopy(self._arguments))
+        return self.optimizer_class(groups, **copy.deepcopy(self.arguments))
 
-    def another(self, **changed: Any) -> InnerOptimizer:
-        """Return an empty `InnerOptimizer` of the same class, with the arguments in ``changed`` replaced."""
-        return InnerOptimizer(self._class, {**copy.deepcopy(self._arguments), **changed})
+    def another(self, **changed: Any) -> UserOptimizer:
+        """Return an empty `UserOptimizer` of the same class, with the arguments in ``changed`` replaced."""
+        return UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed})
 
     def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
-        made = self._class([torch.zeros(1, 1)], **self._arguments)
+        made = self.optimizer_class([torch.zeros(1, 1)], **self.arguments)
         made.param_groups.clear()
         made.state.clear()
         if other is not None:
@@ -125,7 +114,7 @@ class InnerOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def begin(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
+    def create_states(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
         """Let a class that creates its states in the constructor (Adagrad) create those of the pieces that are ``new``,
         a byte each, 0 or 1. None: of all."""
         if not self._begins_with_state:
@@ -133,7 +122,7 @@ class InnerOptimizer:
         late = states.master is not None and not states.master.exists
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
-            built = self._class(_param_groups(states, groups), **self._arguments)
+            built = self.optimizer_class(_param_groups(states, groups), **self.arguments)
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late and states.master is not None:
@@ -173,12 +162,12 @@ class InnerOptimizer:
                     states.evict()
                 if 1 in update.present:
                     if len(behind) == STATES_BEHIND:
-                        behind.popleft().release()
+                        behind.popleft().free_copies()
                     behind.append(states)
                 update.done()
         finally:
             for update in updates:
-                update.states.release()
+                update.states.free_copies()
         changed = {number: _changed(number, group, found) for number, group in groups.items()}
         return {number: options for number, options in changed.items() if options}
 

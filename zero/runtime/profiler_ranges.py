@@ -40,7 +40,7 @@ LOG = logging.getLogger("zero")
 _OF_PROFILER = vars(profiler)
 
 
-class Event:
+class ProfilerRange:
     """One kind of work, used as ``with event(): ...``."""
 
     __slots__ = ("_range", "_rank", "_what")
@@ -76,7 +76,7 @@ _NOTHING = _Nothing()
 class Waited:
     """A collective in flight whose wait is an event."""
 
-    def __init__(self, work: Work, event: Event) -> None:
+    def __init__(self, work: Work, event: ProfilerRange) -> None:
         self._work, self._event = work, event
 
     def wait(self) -> None:
@@ -91,7 +91,12 @@ class WaitedInStages:
     """
 
     def __init__(
-        self, work: Work, passing: Event, passed_on: Callable[[], None], waiting: Event, done: Callable[[], None]
+        self,
+        work: Work,
+        passing: ProfilerRange,
+        passed_on: Callable[[], None],
+        waiting: ProfilerRange,
+        done: Callable[[], None],
     ) -> None:
         self._work, self._done = work, False
         self._passing, self._passed_on, self._waiting, self._then = passing, passed_on, waiting, done

@@ -14,18 +14,18 @@ from ..core.layout import Piece
 from ..runtime.bucket import Bucket
 
 
-class OwnedMeans:
+class ReducedGrads:
     """The mean gradients of one optimizer on one rank, after the ranks have finalized them."""
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         """``buckets``: the list itself, which may grow."""
         self._buckets = buckets
 
-    def slices(self) -> list[Tensor]:
+    def shards(self) -> list[Tensor]:
         """Return the means in the shards that this rank owns, 1-D: over all owners, every element once."""
         return self._intervals(lambda bucket: bucket.grad.pieces)
 
-    def any_is_double(self) -> bool:
+    def any_is_fp64(self) -> bool:
         """Return whether the gradient of a used parameter is accumulated in fp64."""
         doubles = [bucket for bucket in self._buckets if bucket.spec.dtypes.accumulate_dtype is torch.float64]
         return any(1 in bucket.used for bucket in doubles)
@@ -63,7 +63,7 @@ class FoundInf:
     """
 
     def __init__(self) -> None:
-        self._told: dict[torch.device, Tensor] = {}  # in the last `unscale_`
+        self._results: dict[torch.device, Tensor] = {}  # in the last `unscale_`
         self._overflow = False
 
     def repeats(self, found: Tensor, *, may_be_new: bool) -> bool:
@@ -72,17 +72,17 @@ class FoundInf:
 
         ``may_be_new``: the gradients may be others than those of the last `unscale_`.
         """
-        if self._told and not may_be_new and found.device not in self._told:
-            self._tell(found)
-        return self._told.get(found.device) is found
+        if self._results and not may_be_new and found.device not in self._results:
+            self._set(found)
+        return self._results.get(found.device) is found
 
-    def tell(self, found: Tensor, overflow: bool) -> None:
+    def note(self, found: Tensor, overflow: bool) -> None:
         """Note the result of an `unscale_`, and set ``found`` of its first device to it."""
-        self._told, self._overflow = {}, overflow
-        self._tell(found)
+        self._results, self._overflow = {}, overflow
+        self._set(found)
 
-    def _tell(self, found: Tensor) -> None:
-        self._told[found.device] = found
+    def _set(self, found: Tensor) -> None:
+        self._results[found.device] = found
         if self._overflow:
             found.fill_(1.0)
 

@@ -28,10 +28,10 @@ from ..runtime.joining import Joining
 from .backward_schedule import BackwardSchedule
 from .placeholder import PlaceholderListener, ShardedGradient
 
-Place = tuple[Bucket, int]  # a bucket, and the number of a slot
+SlotRef = tuple[Bucket, int]  # a bucket, and the number of a slot
 
 
-class GradSlots:
+class GradPublisher:
     """The p.grad of all parameters of one optimizer on one rank."""
 
     def __init__(
@@ -64,18 +64,12 @@ class GradSlots:
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
-    def put_placeholder(self, bucket: Bucket, slot: int) -> RuntimeError | None:
-        """Put a placeholder, since the gradient was taken. If torch refuses it, since the parameter was cast or moved,
-        put None and return the error."""
-        made = bucket.placeholders[slot]
-        if made is None:
-            made = bucket.placeholders[slot] = ShardedGradient(bucket, slot, self._listener)
-        try:
-            bucket.parameters[slot].grad = bucket.published[slot] = made
-        except RuntimeError as refused:
-            bucket.parameters[slot].grad = bucket.published[slot] = None
-            return refused
-        return None
+    def make_placeholder(self, bucket: Bucket, slot: int) -> Tensor:
+        """Make the placeholder of a slot."""
+        return ShardedGradient(bucket, slot, self._listener)
+
+    def _put_placeholder(self, bucket: Bucket, slot: int) -> None:
+        bucket.publish(slot, bucket.placeholder(slot, self.make_placeholder))
 
     def publish(self) -> None:
         """Put the mean, a placeholder or None into every p.grad, as the state of the gradients is now."""
@@ -85,31 +79,22 @@ class GradSlots:
                 self._publish_means(bucket)
                 continue
             for slot in where(without(either(bucket.used, bucket.seen), _holding_placeholders(bucket))):
-                self.put_placeholder(bucket, slot)
+                self._put_placeholder(bucket, slot)
 
     def _publish_means(self, bucket: Bucket) -> None:
-        if not bucket.means:
-            bucket.means = [view.detach() for view in bucket.grad.mean_views()]
-        for slot in _elsewhere(bucket):
-            if bucket.parameters[slot].grad is not bucket.means[slot]:  # it was cleared, or assigned
-                bucket.means[slot] = bucket.grad.mean_view(slot).detach()
-        pairs = zip(bucket.means, bucket.used, strict=True)
+        pairs = zip(bucket.current_means(), bucket.used, strict=True)
         for slot, mean in enumerate([mean if used else None for mean, used in pairs]):
-            if bucket.published[slot] is mean and bucket.parameters[slot].grad is mean:
-                continue
-            try:
-                bucket.parameters[slot].grad = bucket.published[slot] = mean
-            except RuntimeError:  # the parameter was cast or moved
-                bucket.parameters[slot].grad = bucket.published[slot] = None
+            if bucket.published[slot] is not mean or bucket.parameters[slot].grad is not mean:
+                bucket.publish(slot, mean)
 
     def withdraw(self) -> None:
         """Put placeholders in the place of means, so that autograd does not add to these."""
         for bucket in self._schedule.buckets:
             for slot, published in enumerate(bucket.published):
                 if published is not None:
-                    self.put_placeholder(bucket, slot)
+                    self._put_placeholder(bucket, slot)
 
-    def release(self) -> None:
+    def hand_over(self) -> None:
         """Make p.grad the user's own: a copy of a mean, or None."""
         for bucket in self._schedule.buckets:
             for slot, published in enumerate(bucket.published):
@@ -125,7 +110,7 @@ class GradSlots:
         with as_plain():  # a released parameter would be asked in Python
             for bucket in self._schedule.buckets:
                 if trainable:
-                    bucket.trainable = bytearray([parameter.requires_grad for parameter in bucket.parameters])
+                    bucket.read_trainable()
                 found += [
                     (bucket, slot, parameter.grad)
                     for slot, (parameter, published) in enumerate(zip(bucket.parameters, bucket.published, strict=True))
@@ -135,11 +120,10 @@ class GradSlots:
 
     def detect_changes(self) -> str | None:
         """Apply the user's changes since gradients were published. Return the error for one that is not allowed."""
-        foreign, cleared = dict[int, str](), list[Place]()
+        foreign, cleared = dict[int, str](), list[SlotRef]()
         for bucket, slot, gradient in self._read(trainable=True):
             published = bucket.published[slot]
             if gradient is None:
-                bucket.published[slot] = None
                 cleared.append((bucket, slot))
             elif published is not None and _is_mean(published):
                 bucket.grad.mean_view(slot).copy_(gradient)
@@ -160,7 +144,7 @@ class GradSlots:
     def _moved(self) -> str | None:
         """Return the error for a mean in p.grad that was given other memory; None if none was."""
         for bucket in self._schedule.buckets:
-            for slot in _elsewhere(bucket) if bucket.grad.shows_means else ():
+            for slot in bucket.moved_means() if bucket.grad.shows_means else ():
                 if bucket.parameters[slot].grad is bucket.means[slot]:
                     return (
                         f"the gradient of {bucket.specs[slot].name!r} was given other memory (by assigning to .data, "
@@ -180,18 +164,14 @@ class GradSlots:
             self._zero(bucket, slot, known=True)
             self._schedule.renewed(bucket, slot)
 
-    def cleared(self) -> list[Place]:
-        """Return the gradients that were set to None since they were published. Each is reported once."""
-        found = [(bucket, slot) for bucket, slot, gradient in self._read(trainable=False) if gradient is None]
-        for bucket, slot in found:
-            bucket.published[slot] = None
-        return found
+    def cleared(self) -> list[SlotRef]:
+        """Return the gradients that were set to None since they were published."""
+        return [(bucket, slot) for bucket, slot, gradient in self._read(trainable=False) if gradient is None]
 
-    def forget(self, cleared: Sequence[Place]) -> None:
+    def forget(self, cleared: Sequence[SlotRef]) -> None:
         """Reset the sums of gradients that the user set to None."""
         for bucket, slot in cleared:
-            bucket.grad.clear_slot(slot)
-            bucket.used[slot] = bucket.seen[slot] = 0
+            bucket.clear_slot(slot)
             self._schedule.renewed(bucket, slot)
         if cleared and all(published is None for b in self._schedule.buckets for published in b.published):
             self._schedule.clear()
@@ -229,9 +209,7 @@ class GradSlots:
         if set_to_none:  # whatever the user did to them
             with as_plain():
                 for bucket in self._schedule.buckets:
-                    for parameter in bucket.parameters:
-                        parameter.grad = None
-                    bucket.published = [None] * len(bucket.published)
+                    bucket.publish_none()
             self._schedule.clear()
         else:
             self.detect_changes()
@@ -260,15 +238,6 @@ class GradSlots:
 def _is_mean(published: Tensor) -> bool:
     """Return True for a mean, which the user may edit or replace; False for a placeholder."""
     return not isinstance(published, ShardedGradient)
-
-
-def _elsewhere(bucket: Bucket) -> list[int]:
-    """Return the slots whose tensor for a mean, in p.grad or not, is not where the mean is."""
-    found = [*map(Tensor.data_ptr, bucket.means)]
-    if found == bucket.addresses:
-        return []
-    bucket.addresses = [view.data_ptr() for view in bucket.grad.mean_views()]  # share_memory_() moves all of them
-    return [slot for slot, pair in enumerate(zip(found, bucket.addresses, strict=False)) if pair[0] != pair[1]]
 
 
 def _holding_placeholders(bucket: Bucket) -> bytes:
