@@ -16,7 +16,7 @@ from collectives import Transport, on_threads
 from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.contents import Contents
 from zero.checkpoint.read import fit
-from zero.checkpoint.sharded_optimizer import sharded_optimizer_of
+from zero.checkpoint.sharded_optimizer import ShardedOptimizer
 from zero.checkpoint.user_state import generators, set_generators
 from zero.commands.cli import main
 from zero.runtime.flat_states import BucketStates, PieceState
@@ -303,7 +303,7 @@ def test_a_training_by_another_class_is_refused_and_its_model_is_loaded() -> Non
 
 def pieces_of(optimizer: ZeroOptimizer) -> list[tuple[str, BucketStates, int]]:
     """Return each piece of a parameter that this rank holds: the name, the states of its bucket, its number there."""
-    contents = Contents(sharded_optimizer_of(optimizer))
+    contents = Contents(ShardedOptimizer(optimizer))
     names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
     found = []
     for number in contents.updated:

@@ -102,7 +102,6 @@ class Contents:
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = parts.averages
         self.not_saved = list(_extra_states(self.parts.module))
-        self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
         self.model = list(self._model())
         self.digest = _digest(self.model)  # of what all ranks must have alike
         self._names: dict[int, list[str]] = {}  # of each param group's parameters, in torch.optim's order
@@ -152,7 +151,6 @@ class Contents:
         if inner:
             for key in inner:
                 part = getattr(tensor, key)
-                self.wrapped.append((tensor, key))
                 if isinstance(part, Tensor):
                     yield from self._whole(
                         f"{name}.{key}", tuple(f"{a}.{key}" for a in aliases), part, is_buffer, index
@@ -168,26 +166,14 @@ class Contents:
     def parameters(self) -> tuple[SavedParameter, ...]:
         """Return what the manifest says of the parameters."""
         groups = {spec.index: spec.group for spec in self.storage.listed()}
-        trainable = {id(p): p.requires_grad for bucket in self.buckets for p in bucket.parameters}
         found = []
-        for stored in self.model:
-            if stored.is_buffer:
-                continue
-            frozen = stored.place is None
-            if not frozen:
-                number, slot = stored.place  # type: ignore[misc]
-                with as_plain():
-                    frozen = not trainable[id(self.buckets[number].parameters[slot])]
-            found.append(
-                SavedParameter(
-                    stored.name,
-                    (stored.name, *stored.aliases),
-                    stored.shape,
-                    NAMES[stored.dtype],
-                    None if stored.index is None else groups[stored.index],
-                    not frozen,
-                )
-            )
+        with as_plain():
+            for stored in (stored for stored in self.model if not stored.is_buffer):
+                number, slot = stored.place or (0, 0)
+                trainable = stored.place is not None and self.buckets[number].parameters[slot].requires_grad
+                names, dtype = (stored.name, *stored.aliases), NAMES[stored.dtype]
+                group = None if stored.index is None else groups[stored.index]
+                found.append(SavedParameter(stored.name, names, stored.shape, dtype, group, trainable))
         return tuple(found)
 
     def param_groups(self) -> list[Any]:
@@ -301,7 +287,7 @@ def stride_to_note(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) 
 
 
 def _digest(model: Sequence[StoredTensor]) -> str:
-    lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index}" for s in model]
+    lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index} {s.place}" for s in model]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
-from .sharded_optimizer import sharded_optimizer_of
+from .sharded_optimizer import ShardedOptimizer
 
 _REPORT = "stop"  # the name of the report
 
@@ -32,7 +32,7 @@ class StopOnSignal:
         wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
         if wrong:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
-        self._parts, self._signals = sharded_optimizer_of(optimizer), tuple(signals)
+        self._parts, self._signals = ShardedOptimizer(optimizer), tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None  # by this process
         self._why: str | None = None

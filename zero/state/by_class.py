@@ -18,14 +18,12 @@ def split(whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         groups = [group for group, of in zip(whole["param_groups"], names, strict=True) if of == name]
         indices = {index: place for place, index in enumerate(index for group in groups for index in group["params"])}
         found[name] = {
-            "state": _renumbered(whole["state"], indices),
+            **_renumbered(whole, indices),
             "param_groups": [
                 {**group, "optimizer_class": name, "params": [indices[index] for index in group["params"]]}
                 for group in groups
             ],
         }
-        if MASTERS in whole:
-            found[name][MASTERS] = _renumbered(whole[MASTERS], indices)
     return found
 
 
@@ -60,11 +58,15 @@ def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
             count += 1
         whole["param_groups"].append({**group, "params": [indices[name][index] for index in group["params"]]})
     for name, plain in dicts.items():
-        whole["state"] |= _renumbered(plain["state"], indices[name])
-        if MASTERS in plain:
-            whole.setdefault(MASTERS, {}).update(_renumbered(plain[MASTERS], indices[name]))
+        for key, values in _renumbered(plain, indices[name]).items():
+            whole.setdefault(key, {}).update(values)
     return whole
 
 
-def _renumbered(values: Mapping[int, Any], indices: Mapping[int, int]) -> dict[int, Any]:
-    return {indices[index]: value for index, value in values.items() if index in indices}
+def _renumbered(plain: Mapping[str, Any], indices: Mapping[int, int]) -> dict[str, dict[int, Any]]:
+    """Return what a dict has by index, with other indices."""
+    return {
+        key: {indices[index]: value for index, value in plain[key].items() if index in indices}
+        for key in ("state", MASTERS)
+        if key in plain
+    }

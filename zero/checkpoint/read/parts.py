@@ -14,33 +14,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...core.bits import as_bytes, memory_of
-from ..format.extents import Part, chunks
-from ..format.tensorfile import Header, TensorEntry
+from ..format.extents import Part, TensorFile, chunks
 from .file_reader import FileReader
 from .parallel import each_block
 from .reader import Checkpoint
 
 Target = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """A file of the checkpoint, as `extents.chunks` needs it."""
-
-    path: str
-    header: Header
-
-    @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
-
-    @property
-    def data(self) -> int:
-        return self.header.data
-
-    @property
-    def tensors(self) -> Sequence[TensorEntry]:
-        return self.header.tensors
 
 
 @dataclass
@@ -85,7 +64,8 @@ class PartReader:
     def read(self, threads: int) -> None:
         """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
         found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in self._parts)
-        saved = [SavedFile(path, found.header(path)) for folder in folders for path in found.paths(folder)]
+        headers = {path: found.header(path) for folder in folders for path in found.paths(folder)}
+        saved = [TensorFile(path, header.data, header.tensors) for path, header in headers.items()]
         block_bytes = found.manifest.block_bytes
         wanted = chunks(saved, self._parts, block_bytes)
         for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):

@@ -6,19 +6,21 @@ Knows: the folders and keys of the format. Does not know: blocks, ranks, how an 
 from __future__ import annotations
 
 import os
-from collections.abc import Container
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from ...core.names import MASTERS
-from ...core.statetree import NO_OPTIONS, FormatError, decode, decode_states
+from ...core.statetree import NO_OPTIONS, FormatError, Rebuild, decode, decode_states
 from ...state.by_class import split
 from ..format.manifest import NAME
 from ..format.names import AVERAGES, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
 from ..format.tensorfile import TensorEntry, parse_json
 from .file_reader import CheckpointError
 from .tensor_folder import TensorFolder
+
+_Value = TypeVar("_Value")
 
 
 class Checkpoint(TensorFolder):
@@ -85,25 +87,27 @@ class Checkpoint(TensorFolder):
 
         Tensors inside them are among `states`: `decode_states` brings them together.
         """
-        found: dict[str, dict[str, Any]] = {}
-        names = self._indices()
         for path in self.paths(OPTIMIZER)[:1]:  # each of them has all values
             with self.parsing(path):
                 values = parse_json(self.header(path).metadata.get("values", "{}").encode(), "values")
                 if not isinstance(values, dict):
                     raise FormatError("its values have no names")
-                for key, value in values.items():
-                    parameter, name = self._split(key, names)
-                    found.setdefault(parameter, {})[name] = value
-        return found
+                return self._by_parameter(values)
+        return {}
 
     def states(self) -> dict[str, dict[str, tuple[str, TensorEntry]]]:
         """Return the tensors of each parameter's states: by the parameter's name, by their names, file and entry."""
-        found: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
-        names = self._indices()
-        for key, place in self.tensors(OPTIMIZER).items():
-            parameter, name = self._split(key, names)
-            found.setdefault(parameter, {})[name] = place
+        return self._by_parameter(self.tensors(OPTIMIZER))
+
+    def _by_parameter(self, values: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
+        """Return what has the keys of states by the parameter's name, and by the state's."""
+        parameters = {name for group in self.param_groups for name in group["params"]}
+        found: dict[str, dict[str, _Value]] = {}
+        for key, value in values.items():
+            names = split_key(key, parameters)
+            if names is None:
+                raise CheckpointError(f"{self.path}: {key!r} is the state of no parameter of a param group")
+            found.setdefault(names[0], {})[names[1]] = value
         return found
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -117,40 +121,17 @@ class Checkpoint(TensorFolder):
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return one dict of all param groups, whatever their classes, with "masters" if there are master weights."""
-        indices = self._indices()
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self.read_folder(OPTIMIZER).items():
-            parameter, name = self._split(key, indices)
-            tensors.setdefault(parameter, {})[name] = tensor
-        values = self.state_values()
-        states: dict[int, dict[str, Any]] = {}
+        tensors = self._by_parameter(self.read_folder(OPTIMIZER))
         with self.parsing(OPTIMIZER):
-            for parameter in tensors.keys() | values.keys():
-                found = decode_states(values.get(parameter, {}), tensors.get(parameter, {}))
-                states[indices[parameter]] = found
-        groups = []
-        for group in self.param_groups:
-            options = {k: v for k, v in group.items() if k not in NO_OPTIONS}
-            params = [indices[name] for name in group["params"]]
-            groups.append({**options, "param_names": list(group["params"]), "params": params})
+            whole = plain_dict(self.param_groups, tensors, self.state_values())
+        order = [name for group in whole["param_groups"] for name in group["param_names"]]
+        indices = {name: index for index, name in enumerate(order)}
         masters: dict[int, Tensor] = {}
         for name, tensor in self.masters().items():
             if name not in indices:
                 raise CheckpointError(f"{self.path}: {name!r} has master weights, but is in no param group")
             masters[indices[name]] = tensor
-        ordered = {index: dict(sorted(states[index].items())) for index in sorted(states)}
-        return {"state": ordered, "param_groups": groups, **({MASTERS: masters} if masters else {})}
-
-    def _indices(self) -> dict[str, int]:
-        """Return the index of each parameter that is in a param group, as torch.optim counts."""
-        names = (name for group in self.param_groups for name in group["params"])
-        return {name: index for index, name in enumerate(names)}
-
-    def _split(self, key: str, names: Container[str]) -> tuple[str, str]:
-        found = split_key(key, names)
-        if found is None:
-            raise CheckpointError(f"{self.path}: {key!r} is the state of no parameter of a param group")
-        return found
+        return {**whole, MASTERS: masters} if masters else whole
 
     @property
     def state(self) -> dict[str, Any]:
@@ -178,6 +159,32 @@ class Checkpoint(TensorFolder):
             if not isinstance(found, dict):
                 raise FormatError("it has no tree of values by name")
             return found
+
+
+def plain_dict(
+    groups: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    values: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, Rebuild] | None = None,
+) -> dict[str, Any]:
+    """Return the torch.optim dict of saved param groups and states, which are given by the parameters' names.
+
+    ``tensors``, ``values``, ``kinds``: of `decode_states`. Raises `FormatError` as that does.
+    """
+    indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    states = {
+        indices[name]: dict(sorted(decode_states(values.get(name, {}), tensors.get(name, {}), kinds).items()))
+        for name in tensors.keys() | values.keys()
+    }
+    packed = [
+        {
+            **{key: value for key, value in group.items() if key not in NO_OPTIONS},
+            "param_names": list(group["params"]),
+            "params": [indices[name] for name in group["params"]],
+        }
+        for group in groups
+    ]
+    return {"state": dict(sorted(states.items())), "param_groups": packed}
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

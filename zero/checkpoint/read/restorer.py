@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from ...core.cuts import EvenCuts
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..folder.directory import set_aside, step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
-from ..sharded_optimizer import sharded_optimizer_of
+from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import check_generators, check_keys, restored, set_generators
 from .file_reader import CheckpointError
 from .fit import Fit
@@ -128,14 +127,14 @@ class Restorer:
         ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
         ``purpose``: the call that an error names.
         """
-        sharded_optimizer_of(self._optimizer).agree_to_load(purpose)
+        ShardedOptimizer(self._optimizer).agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
             broken = self._agree(checkpoint, problem)
             if broken is None:
                 assert loader is not None
                 assert checkpoint is not None
-                sharded_optimizer_of(self._optimizer).load(loader.load)
+                ShardedOptimizer(self._optimizer).load(loader.load)
                 return self._rest(checkpoint)
             left = [older.name for older, _ in paths[number + 1 :]]
             if not fall_back or not left:
@@ -151,29 +150,15 @@ class Restorer:
             checkpoint = Checkpoint(path)
             if step is not None and checkpoint.step != step:
                 raise ValueError(f"{path} was saved as step {checkpoint.step}: give its folder that name again")
-            checkpoint.check_structure()
-            self._verify(checkpoint)
-            contents = Contents(sharded_optimizer_of(self._optimizer))
+            rank, world = self._optimizer.rank, self._optimizer.world_size
+            checkpoint.verify_part(rank, world, threads_of_rank(world))
+            contents = Contents(ShardedOptimizer(self._optimizer))
             fit = Fit(contents, checkpoint, with_states=self._with_states)
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
             return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
         except Exception as error:
             return None, checkpoint, error
-
-    def _verify(self, checkpoint: Checkpoint) -> None:
-        """Read this rank's part of all blocks."""
-        threads = threads_of_rank(self._optimizer.world_size)
-        counts = {path: checkpoint.file(path).blocks for path in checkpoint.manifest.files}
-        low, high = EvenCuts(sum(counts.values()), self._optimizer.world_size, 1).owned(self._optimizer.rank)
-        begin = 0
-        for path, blocks in counts.items():
-            first, last = max(low - begin, 0), min(high - begin, blocks)
-            if first < last:
-                with checkpoint.file(path) as reader:
-                    reader.verify(first, last, threads)
-            begin += blocks
-        checkpoint.check_indices()
 
     def _check_rank_state(self, checkpoint: Checkpoint) -> None:
         same = checkpoint.world_size == self._optimizer.world_size
@@ -220,7 +205,7 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
-        mine, saved_averages = sorted(sharded_optimizer_of(self._optimizer).averages.by_name), checkpoint.average_names
+        mine, saved_averages = sorted(ShardedOptimizer(self._optimizer).averages.by_name), checkpoint.average_names
         if self._with_states:
             missing += [
                 f"the average {name!r} (none was saved: it begins anew)" for name in mine if name not in saved_averages

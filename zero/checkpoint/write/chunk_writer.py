@@ -33,16 +33,29 @@ SMALLEST_DIRECT = 64 * 1024  # below, two system calls cost more than the copy i
 class Writer(ABC):
     """Writes chunks. They are on the disk after `finish`."""
 
-    def __init__(self, block_bytes: int) -> None:
-        """``block_bytes``: of the largest chunk."""
-        self._block_bytes = block_bytes
+    def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
+        """``folder``: of the save. ``block_bytes``: of the largest chunk."""
+        self._folder, self._rank, self._block_bytes = folder, rank, block_bytes
+        self._memory = mmap.mmap(-1, block_bytes + PAGE)
+        self._view = memoryview(self._memory)
+        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._open = ExitStack()
         self.fragments: dict[str, list[Fragment]] = {}
         self.nbytes = 0
 
-    @abstractmethod
     def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
         """Write ``nbytes`` at ``begin`` of the file ``path``. ``fill``: puts the bytes into a 1-D uint8 tensor."""
+        place = begin % PAGE
+        fill(self._buffer[place : place + nbytes])
+        data = self._view[place : place + nbytes]
+        fragment = Fragment(begin, nbytes, zlib.crc32(data), self._rank, self.nbytes)
+        self.fragments.setdefault(path, []).append(fragment)
+        self._put(path, begin, data)
+        self.nbytes += nbytes
+
+    @abstractmethod
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
+        """Write the bytes of a chunk."""
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write the first bytes of the file ``path``."""
@@ -57,31 +70,21 @@ class Writer(ABC):
     def close(self) -> None:
         """Close what is open. Called also after an error."""
         self._open.close()
+        del self._buffer
+        self._view.release()
 
 
 class ChunkWriter(Writer):
     """Writes each chunk at its place in its file, file after file."""
 
-    def __init__(self, folder: Path, block_bytes: int) -> None:
-        """``folder``: to which paths are relative."""
-        super().__init__(block_bytes)
-        self._folder = folder
-        self._memory = mmap.mmap(-1, block_bytes + PAGE)
-        self._view = memoryview(self._memory)
-        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._path: str | None = None
-        self._file = self._direct = -1
+    _path: str | None = None
+    _file = _direct = -1
 
-    def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
         if path != self._path:
             self._begin(path)
-        place = begin % PAGE
-        fill(self._buffer[place : place + nbytes])
-        data = self._view[place : place + nbytes]
-        self.fragments[path].append(Fragment(begin, nbytes, zlib.crc32(data)))
-        self.nbytes += nbytes
         low = -(-begin // PAGE) * PAGE
-        high = (begin + nbytes) // PAGE * PAGE
+        high = (begin + len(data)) // PAGE * PAGE
         if self._direct < 0 or high - low < SMALLEST_DIRECT:
             files.write_at(self._file, data, begin)
             return
@@ -99,7 +102,6 @@ class ChunkWriter(Writer):
     def _begin(self, path: str) -> None:
         self._open.close()
         self._path, self._direct = path, -1
-        self.fragments.setdefault(path, [])
         self._file = self._open.enter_context(files.opened(self._folder / path))
         if files.DIRECT:
             with suppress(OSError):  # not on this file system
@@ -107,12 +109,6 @@ class ChunkWriter(Writer):
 
     def finish(self) -> None:
         files.sync_files([self._folder / path for path in self.fragments])
-
-    def close(self) -> None:
-        super().close()
-        self._path = None
-        del self._buffer
-        self._view.release()
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -90,11 +90,6 @@ class Commit:
             self._withdraw()
         return not self._moved and self._announcement is None
 
-    def withdraw_if_in_place(self) -> None:
-        """Remove the announcement if the checkpoint is where other ranks look for it otherwise."""
-        if self._announcement is not None and nonce_and_content(self._target)[0] == self._nonce:
-            self._withdraw()
-
     def _withdraw(self) -> None:
         if self._announcement is not None:
             with suppress(OSError):

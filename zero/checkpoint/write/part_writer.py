@@ -9,13 +9,9 @@ know: what the bytes are, when a save is complete.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from torch import Tensor
 
 from .. import files
 from ..format.checksums import Fragment
@@ -24,35 +20,15 @@ from .chunk_writer import Writer
 PARTS = "parts"
 
 
-@dataclass(frozen=True, order=True)
-class PartFragment(Fragment):
-    """A fragment that is not in the file yet. ``place``: its first byte in the part of the rank ``rank``."""
-
-    rank: int
-    place: int
-
-    def packed(self) -> tuple[int, ...]:
-        return *super().packed(), self.rank, self.place
-
-
 class PartWriter(Writer):
     """Writes chunks one after the other into a new file."""
 
     def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
-        """``folder``: of the save."""
-        super().__init__(block_bytes)
-        self._rank = rank
-        self._memory = bytearray(block_bytes)
-        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        super().__init__(folder, rank, block_bytes)
         self._file = self._open.enter_context(files.opened(part_of(folder, rank), files.NEW))
 
-    def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
-        fill(self._buffer[:nbytes])
-        data = memoryview(self._memory)[:nbytes]
-        fragment = PartFragment(begin, nbytes, zlib.crc32(data), self._rank, self.nbytes)
-        self.fragments.setdefault(path, []).append(fragment)
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
         files.write_at(self._file, data, self.nbytes)
-        self.nbytes += nbytes
 
     def finish(self) -> None:
         files.sync(self._file)
@@ -73,7 +49,6 @@ def put_together(folder: Path, paths: Sequence[str], fragments: Mapping[str, Seq
         for path in paths:
             with files.opened(folder / path, files.NEW) as number:
                 for fragment in sorted(fragments.get(path, ())):
-                    assert isinstance(fragment, PartFragment)
                     if fragment.rank not in parts:
                         name = f"{PARTS}/{part_of(folder, fragment.rank).name}"
                         parts[fragment.rank] = opening.enter_context(files.read_only(folder, name))

@@ -32,7 +32,7 @@ from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
 from .chunk_writer import ChunkWriter, Writer
 from .commit import Commit, announced_content, nonce_and_content, trash_of
-from .part_writer import PARTS, PartFragment, PartWriter, put_together
+from .part_writer import PARTS, PartWriter, put_together
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
@@ -114,7 +114,6 @@ class SaveFolder:
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
-        kind = PartFragment if self._in_parts else Fragment
         done: set[str] = set()
 
         def all_done() -> bool:
@@ -124,7 +123,7 @@ class SaveFolder:
                 if name.endswith(".done") and name not in done:
                     done.add(name)
                     for path, fragments in json.loads(_read(self._note(name)) or b"{}").items():
-                        found.setdefault(path, []).extend(kind(*fragment) for fragment in fragments)
+                        found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
             return len(done) == self._world_size
 
         def missing() -> str:
@@ -176,10 +175,6 @@ class SaveFolder:
     def unsynced(self) -> str | None:
         """Why the commit may be lost if the machine crashes; None if it is on the disk."""
         return self._commit.unsynced
-
-    def leave(self) -> None:
-        """Remove the announcement if the checkpoint is where the other ranks look for it otherwise."""
-        self._commit.withdraw_if_in_place()
 
     def give_up(self, why: str) -> None:
         """Leave the reason for the other ranks, and remove everything else. Raises nothing."""
@@ -233,13 +228,11 @@ class SaveFolder:
 
     def writer(self, block_bytes: int) -> Writer:
         """Return what writes this rank's chunks."""
-        if self._in_parts:
-            return PartWriter(self.temporary, self._rank, block_bytes)
-        return ChunkWriter(self.temporary, block_bytes)
+        return (PartWriter if self._in_parts else ChunkWriter)(self.temporary, self._rank, block_bytes)
 
     def report_done(self, fragments: Mapping[str, Sequence[Fragment]]) -> None:
         """Leave the checksums of what this rank has written."""
-        told = {path: [fragment.packed() for fragment in found] for path, found in fragments.items()}
+        told = {path: [list(vars(fragment).values()) for fragment in found] for path, found in fragments.items()}
         files.put_note(self._note(f"rank-{self._rank:05d}.done"), json.dumps(told).encode())
 
     def report_failed(self, why: str) -> None:
