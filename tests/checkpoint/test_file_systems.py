@@ -24,7 +24,7 @@ from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
 from zero.checkpoint.folder.lock import LEASE, FolderLock, Holder
 from zero.checkpoint.folder.visibility import check_visible
-from zero.checkpoint.write.part_writer import PartWriter
+from zero.checkpoint.write.chunk_writer import PartWriter
 
 from .disk import Disk
 from .file_systems import FILE_SYSTEMS, VARIABLE, Module, failing

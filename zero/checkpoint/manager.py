@@ -64,7 +64,7 @@ class CheckpointManager:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
         self.directory = Path(directory).absolute()
-        self._optimizer = optimizer
+        self._optimizer, self._parts = optimizer, ShardedOptimizer(optimizer)
         self._asynchronous, self._assets = asynchronous, assets
         self._saver = Saver(optimizer)
         self._saving: Saving | None = None
@@ -88,7 +88,7 @@ class CheckpointManager:
         except BaseException:
             self._unlock()
             raise
-        ShardedOptimizer(optimizer).watchers.append(self)
+        self._parts.watchers.append(self)
 
     def _take_lock(self) -> None:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
@@ -246,7 +246,7 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if ShardedOptimizer(self._optimizer).transport.broken:
+                if self._parts.transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
                 self._compare(saving)
@@ -258,20 +258,17 @@ class CheckpointManager:
 
     def _compare(self, saving: Saving) -> None:
         """Let every rank know how the last save has ended, and remove what it has left."""
-        transport, tag = (
-            ShardedOptimizer(self._optimizer).transport,
-            Tag(Kind.EXCHANGE, "CheckpointManager.close()"),
-        )
+        transport = self._parts.transport
         if not transport.broken:
+            tag = Tag(Kind.EXCHANGE, "CheckpointManager.close()")
             saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
 
     def _release(self) -> None:
         self._closed = True
         self._saver.withdraw()
-        watchers = ShardedOptimizer(self._optimizer).watchers
-        if self in watchers:
-            watchers.remove(self)
+        if self in self._parts.watchers:
+            self._parts.watchers.remove(self)
         self._unlock()
 
     def _unlock(self) -> None:

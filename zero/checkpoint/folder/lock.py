@@ -140,12 +140,13 @@ class FolderLock:
     """The lock of one folder, held by this process: until `close`, or until this object or the process is gone.
 
     Attributes:
+        path: the folder.
         remark: what is weaker than a lock of the kernel; None if it is one.
     """
 
     def __init__(self, folder: Path, nonce: str) -> None:
         """Lock an existing folder. Raises `ValueError` if another run holds the lock."""
-        self._path, self._me = folder, Holder.me(nonce)
+        self.path, self._me = folder, Holder.me(nonce)
         self.remark: str | None = None
         self._open: list[Callable[[], None]] = []  # closes what is open
         self._closing = weakref.finalize(self, _close, self._open)  # also if nobody calls `close`
@@ -155,7 +156,7 @@ class FolderLock:
 
     def _lock(self) -> None:
         try:
-            self._folder = files.open_folder(self._path)  # while it is open, no other folder gets its number
+            self._folder = files.open_folder(self.path)  # while it is open, no other folder gets its number
             self._open.append(partial(files.close, self._folder))
             self._held = self._flock() or self._lease()
             self._check_held()
@@ -165,22 +166,22 @@ class FolderLock:
 
     def _flock(self) -> _Flock | None:
         """Take a lock of the kernel. Return None if the file system has none."""
-        lease = _Lease(self._path / LEASE, self._me)
+        lease = _Lease(self.path / LEASE, self._me)
         try:
-            lock = _Flock(self._path / LOCK, self._me)
+            lock = _Flock(self.path / LOCK, self._me)
             self._open.append(lock.close)
             self._take(lock)
         except OSError as error:
             if error.errno not in files.NO_LOCKS:
                 raise
-            self.remark = files.no_locks(self._path, error.strerror, LEASE)
+            self.remark = files.no_locks(self.path, error.strerror, LEASE)
             return None
         if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
-            raise ValueError(f"{lease.holder()} still trains into {self._path}{lease.remedy}")
+            raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
         return lock
 
     def _lease(self) -> _Lease:
-        lease = _Lease(self._path / LEASE, self._me)
+        lease = _Lease(self.path / LEASE, self._me)
         self._take(lease)
         self._open.append(lease.close)
         return lease
@@ -190,7 +191,7 @@ class FolderLock:
         end = time.monotonic() + _GONE
         while not lock.take():
             if time.monotonic() > end:
-                text = f"{lock.holder()} still trains into {self._path}: stop it, or use another folder"
+                text = f"{lock.holder()} still trains into {self.path}: stop it, or use another folder"
                 raise ValueError(f"{text}{lock.remedy}")
             time.sleep(_PAUSE)
 
@@ -202,10 +203,10 @@ class FolderLock:
         """
         at_its_path = False
         with suppress(OSError):  # ESTALE, or there is none
-            at_its_path = bool(self._open) and _is_at(self._folder, self._path)
+            at_its_path = bool(self._open) and _is_at(self._folder, self.path)
         if not at_its_path:
-            if not self._path.is_dir():
-                raise FileNotFoundError(f"{self._path} was removed: make it again, and saves go on")
+            if not self.path.is_dir():
+                raise FileNotFoundError(f"{self.path} was removed: make it again, and saves go on")
             _close(self._open)
             self._lock()
         self._check_held()

@@ -76,14 +76,14 @@ class Chunk:
     """Bytes of a file that a rank writes or reads at once, between two borders of blocks.
 
     Attributes:
-        file: the number of the file.
+        path: of the file.
         begin: the first byte, counted from the beginning of the file.
         parts: their bytes in the sources, one after the other. ``Part.begin`` counts from the beginning of the file.
         nbytes: their bytes.
         sources: how many parts each source has, in the order of their first ones.
     """
 
-    file: int
+    path: str
     begin: int
     parts: tuple[Part, ...]
     nbytes: int = field(init=False, compare=False)
@@ -173,33 +173,33 @@ def slot_part(
 
 
 def chunks(
-    files: Sequence[TensorFile], parts: Mapping[tuple[str, str], Sequence[Part]], block_bytes: int, first: int = 0
+    files: Sequence[TensorFile], parts: Mapping[tuple[str, str], Sequence[Part]], block_bytes: int
 ) -> list[Chunk]:
     """Return the chunks of one rank, in the order of the files.
 
     ``parts``: the rank's parts of each tensor, in order, by the tensor's folder and name. Parts that are neighbours in
-    the file and in their source become one. ``first``: the number of the first file.
+    the file and in their source become one.
     """
     found: list[Chunk] = []
     run: list[Part] = []
 
-    def flush(number: int) -> None:
+    def flush(path: str) -> None:
         if run:
-            found.append(Chunk(number, run[0].begin, tuple(run)))
+            found.append(Chunk(path, run[0].begin, tuple(run)))
             run.clear()
 
-    for number, file in enumerate(files, first):
+    for file in files:
         for entry in file.tensors:
             for part in parts.get((file.folder, entry.name), ()):
                 start = file.data + entry.begin + part.begin
                 for low, high in split(start, start + part.nbytes, block_bytes):
                     if run and (low % block_bytes == 0 or low != run[-1].begin + run[-1].nbytes):
-                        flush(number)
+                        flush(file.path)
                     offset = part.offset + low - start
                     last = run[-1] if run else None
                     if last is not None and last.source == part.source and last.offset + last.nbytes == offset:
                         run[-1] = Part(part.source, last.offset, last.begin, last.nbytes + high - low)
                     else:
                         run.append(Part(part.source, offset, low, high - low))
-        flush(number)
+        flush(file.path)
     return found

@@ -26,10 +26,9 @@ from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import check_generators, check_keys, restored, set_generators
-from .file_reader import CheckpointError
+from .file_reader import CheckpointError, threads_of_rank
 from .fit import Fit
 from .loader import Loader
-from .parallel import threads_of_rank
 from .reader import Checkpoint
 
 Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
@@ -76,35 +75,34 @@ class Restorer:
     def restore(self, directory: Path, step: int | None) -> Restored | None:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
         paths: list[tuple[str, int]] = []
-        older: list[int] = []
         problem: Exception | None = None
         try:
-            paths, older = self._choose(directory, step)
+            paths = self._choose(directory, step)
         except Exception as error:
             problem = error
-        mine = [None if problem is None else str(problem), paths, older]
+        mine = [None if problem is None else str(problem), paths]
         found = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
         if problem is not None:
             raise problem
-        for rank, (theirs, _, _) in enumerate(found):
+        for rank, (theirs, _) in enumerate(found):
             if theirs is not None:
                 raise ValueError(f"rank {rank}: {theirs}")
-        _, told, older = found[0]
+        told = [(Path(path), number) for path, number in found[0][1]]
         if not told:
             return None
         try:
-            return self.load([(Path(path), number) for path, number in told], fall_back=step is None)
+            return self.load(told[:1] if step is not None else told, fall_back=step is None)
         except CheckpointError as error:
-            if not older:
+            if step is None or not told[1:]:
                 raise
-            raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
+            raise CheckpointError(f"{error}; older steps: {', '.join(str(number) for _, number in told[1:])}") from None
 
-    def _choose(self, directory: Path, step: int | None) -> tuple[list[tuple[str, int]], list[int]]:
-        """Return, on rank 0, the folders to try, with their steps, and the steps before ``step``. Local."""
+    def _choose(self, directory: Path, step: int | None) -> list[tuple[str, int]]:
+        """Return, on rank 0, the folders of ``step`` (None: the newest) and of older ones, with their steps. Local."""
         if step is not None:
             check_step(step)
         if self._optimizer.rank != 0:
-            return [], []
+            return []
         try:
             there = steps_in(directory)
         except OSError as error:
@@ -114,9 +112,9 @@ class Restorer:
                 f"step {step} of {directory} was set aside as {', '.join(path.name for path in aside)} by a save of a "
                 "lower step: zero.load() reads it by path, and renamed to its step it is the newest again"
             )
-        wanted = reversed(there) if step is None else [step]
-        paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
-        return paths, [] if step is None else [number for number in there if number < step]
+        older = [number for number in reversed(there) if step is None or number < step]
+        wanted = older if step is None else [step, *older]
+        return [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
 
     @torch.no_grad()
     def load(

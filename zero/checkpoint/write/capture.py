@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,31 +33,26 @@ from .plan import AVERAGE, COUNT, SCALARS, WEIGHTS, WHOLE, BucketTensor, WritePl
 from .snapshot import Source
 
 
-@dataclass(frozen=True)
 class TreeFile:
     """A file of one tree of values: the JSON in its header, the tensors as its tensors.
 
-    ``plan``: that of the file. ``parts``: of its tensors, each of which is a source.
+    Attributes:
+        tensors: each of them is a source.
+        plan: of the file.
+        parts: of the tensors.
     """
 
-    path: str
-    tree: Any
-    tensors: Mapping[str, Tensor]
-    plan: FilePlan = field(init=False, compare=False)
-    parts: Mapping[tuple[str, str], Sequence[Part]] = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        entries, end = [], 0
-        for name, tensor in self.tensors.items():
+    def __init__(self, path: str, tree: Any, tensors: Mapping[str, Tensor]) -> None:
+        entries: list[TensorEntry] = []
+        for name, tensor in tensors.items():
+            end = entries[-1].end if entries else 0
             entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), end, noted_stride(tensor)))
-            end = entries[-1].end
-        header = header_bytes(entries, {"tree": json.dumps(self.tree)})
-        object.__setattr__(self, "plan", FilePlan.of(self.path, header, entries))
-        sources = {
-            (self.plan.folder, entry.name): [Part((self.path, number), 0, 0, entry.nbytes)]
+        self.tensors = tensors
+        self.plan = FilePlan.of(path, header_bytes(entries, {"tree": json.dumps(tree)}), entries)
+        self.parts = {
+            (self.plan.folder, entry.name): [Part((path, number), 0, 0, entry.nbytes)]
             for number, entry in enumerate(entries)
         }
-        object.__setattr__(self, "parts", sources)
 
 
 def gather_permuted(contents: Contents, permuted: Sequence[BucketTensor]) -> dict[Source, Tensor]:
@@ -106,7 +100,7 @@ class Capture:
             self._stage((f"{COUNT} {name}", 0), torch.tensor([average.n_averaged]))
         for tree in trees:
             for number, tensor in enumerate(tree.tensors.values()):
-                self.staged[tree.path, number] = as_bytes(tensor.cpu().contiguous()).clone()
+                self.staged[tree.plan.path, number] = as_bytes(tensor.cpu().contiguous()).clone()
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
         notes/failed                why there will be no checkpoint
-        parts/rank-00000 ...        see `part_writer`
+        parts/rank-00000 ...        see `chunk_writer`
 Ranks need no message for it, so a thread of each can do it while others train. A rank waits for another one as long as
 something in the folder changes. If rank 0 gives up and cannot even leave a note, it removes the folder.
 
@@ -27,12 +27,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import files
+from ..folder.directory import remove_all
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
-from .chunk_writer import ChunkWriter, Writer
+from .chunk_writer import PARTS, ChunkWriter, PartWriter, Writer, put_together
 from .commit import Commit, announced_content, nonce_and_content, trash_of
-from .part_writer import PARTS, PartWriter, put_together
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
@@ -179,7 +179,7 @@ class SaveFolder:
     def give_up(self, why: str) -> None:
         """Leave the reason for the other ranks, and remove everything else. Raises nothing."""
         told = self._leave(why)
-        self._remove(keep_notes=True)
+        self._remove(but_notes=True)
         if not told and not self._leave(why) and self._commit.take_back():  # by now there may be room
             self._remove()
 
@@ -199,21 +199,10 @@ class SaveFolder:
             return False
         return True
 
-    def _remove(self, *, keep_notes: bool = False) -> None:
-        """Remove the folder, as far as that is possible; the notes last, by which a later run knows it."""
-        notes = self.temporary / NOTES
-        for parent, _, names in os.walk(self.temporary, topdown=False):
-            if Path(parent) != notes:
-                for name in names:
-                    _try(files.remove, Path(parent, name))
-                if Path(parent) != self.temporary:
-                    _try(files.remove_folder, Path(parent))
-        if not keep_notes:
-            names = os.listdir(notes) if notes.is_dir() else []
-            for name in sorted(names, key=lambda name: name == "nonce"):
-                _try(files.remove, notes / name)
-            _try(files.remove_folder, notes)
-            _try(files.remove_folder, self.temporary)
+    def _remove(self, *, but_notes: bool = False) -> None:
+        """Remove the folder, as far as that is possible."""
+        with suppress(OSError):
+            remove_all(self.temporary, but_notes=but_notes)
 
     # -- every rank ---------------------------------------------------------------------------------------------------
 
@@ -263,7 +252,8 @@ class SaveFolder:
             return bool(found)
 
         self._wait(committed, lambda: f"{self._cannot_see()}: rank 0 did not commit it in time", UnseenError)
-        _try(files.sync_folder, self.target.parent)
+        with suppress(OSError):
+            files.sync_folder(self.target.parent)
         return found[0]
 
     def _announced(self) -> str:
@@ -333,11 +323,6 @@ def _free(folder: Path) -> str:
         disk = os.statvfs(folder)
         return f", and {disk.f_bavail * disk.f_frsize:,} are free"
     return ""
-
-
-def _try(call: Callable[[Path], object], path: Path) -> None:
-    with suppress(OSError):
-        call(path)
 
 
 def _read(path: Path) -> bytes | None:

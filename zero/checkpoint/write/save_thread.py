@@ -39,7 +39,6 @@ class SavePlan:
     """What one rank writes.
 
     Attributes:
-        paths: of the files; chunks refer to them by number.
         heads: the first bytes of files, by path, which this rank writes: on rank 0 all headers and all small files.
         chunks: the tensors' bytes that this rank writes.
         sizes: the bytes of every file of all ranks, by path.
@@ -48,7 +47,6 @@ class SavePlan:
         manifest: without the sums of the files.
     """
 
-    paths: Sequence[str]
     heads: Mapping[str, bytes]
     chunks: Sequence[Chunk]
     sizes: Mapping[str, int]
@@ -295,7 +293,7 @@ class Saving:
             for path, data in plan.heads.items():
                 writer.write_bytes(path, data)
             for chunk in plan.chunks:
-                writer.write(plan.paths[chunk.file], chunk.begin, chunk.nbytes, partial(plan.snapshot.take, chunk))
+                writer.write(chunk.path, chunk.begin, chunk.nbytes, partial(plan.snapshot.take, chunk))
             writer.finish()
         finally:
             writer.close()

@@ -52,7 +52,7 @@ class SaveRequest:
         max_shard_bytes: of a file.
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
-        in_parts: whether ranks cannot write into one file there; see `part_writer`.
+        in_parts: whether ranks cannot write into one file there; see `PartWriter`.
         problem: an error that the caller has found; every rank raises it.
     """
 
@@ -189,7 +189,7 @@ class Saver:
         shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
         parts_of_trees = {name: parts for tree in trees for name, parts in tree.parts.items()}
-        chunks_of_trees = chunks(own_files, parts_of_trees, request.block_bytes, len(shared))
+        chunks_of_trees = chunks(own_files, parts_of_trees, request.block_bytes)
         all_chunks = [*plan.chunks(shared), *chunks_of_trees]
         plain = {**plan.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
         heads = {file.path: file.header for file in own_files}
@@ -217,8 +217,7 @@ class Saver:
             written_by,
         )
         snapshot = Snapshot(capture.staged, capture.live, all_chunks)
-        paths = [file.path for file in [*shared, *own_files]]
-        return SavePlan(paths, heads, all_chunks, sizes, request.block_bytes, snapshot, manifest)
+        return SavePlan(heads, all_chunks, sizes, request.block_bytes, snapshot, manifest)
 
     def _plan_of(
         self, request: SaveRequest, contents: Contents, facts: StateFacts, found: list[dict[str, Any]]
