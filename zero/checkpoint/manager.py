@@ -17,7 +17,7 @@ from collectives import Kind, Tag
 
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
-from .files import no_writes_in_place
+from .files import weaker
 from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
@@ -84,7 +84,7 @@ class CheckpointManager:
         try:
             self._in_parts = check_visible(optimizer, self.directory, problem)
             if self._in_parts and optimizer.rank == 0:
-                warn_caller(no_writes_in_place(self.directory))
+                warn_caller(weaker(self.directory, "pwrite"))
         except BaseException:
             self._unlock()
             raise

@@ -42,7 +42,7 @@ def save(
     unusable = _make_parents(target, optimizer.rank)
     in_parts = check_visible(optimizer, target.parent, unusable)
     if in_parts and optimizer.rank == 0:
-        warn_caller(files.no_writes_in_place(target.parent))
+        warn_caller(files.weaker(target.parent, "pwrite"))
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:

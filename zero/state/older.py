@@ -29,7 +29,7 @@ def completed(
 
     Each class is given its groups and their states once, on an instance whose parameters have no memory. Of a tensor of
     more than one element it sees the shape alone, so one on the meta device serves, too. If a class refuses what it is
-    given, its groups stay as they are; `plain_dicts.check` names what they lack.
+    given, its groups stay as they are; `plain_dicts.fitted` names what they lack.
 
     Args:
         state_dict: one of all param groups, with as many parameters in each as this optimizer has.

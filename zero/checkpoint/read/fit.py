@@ -14,9 +14,7 @@ from torch import Tensor
 from ...core.layout import ParameterSpec
 from ...core.names import by_known_name, known_as, remark_on_prefix
 from ...core.statetree import DTYPES, NO_OPTIONS, encode_inline, tensor_names
-from ...state.older import completed
-from ...state.plain_dicts import check, check_form, lies_flat
-from ...step.partition import check_classes
+from ...state.plain_dicts import fitted, lies_flat
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
@@ -138,9 +136,7 @@ class Fit:
         with checkpoint.parsing(OPTIMIZER):
             plain = plain_dict(saved_groups, tensors, self.values, kinds)
         before = plain["state"]
-        listed = contents.storage.listed()
-        check_form(plain, contents.groups, listed)
-        plain = completed(plain, contents.groups, inners, listed)
+        plain, self.elementwise, _ = fitted(plain, contents.groups, inners, contents.storage)
         for index, states in plain["state"].items():
             for name, value in states.items():
                 if value is not before[index].get(name):
@@ -149,8 +145,6 @@ class Fit:
             {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "param_names")}
             for group in plain["param_groups"]
         ]
-        self.elementwise = check_classes(inners, self.groups, contents.storage.layout.parameters)
-        check(plain, contents.groups, listed, self.elementwise)
 
 
 def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:

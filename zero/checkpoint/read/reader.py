@@ -19,7 +19,7 @@ from torch import Tensor
 from ...core.bits import as_bytes, laid_out, memory_of
 from ...core.cuts import EvenCuts
 from ...core.statetree import DTYPES, NO_OPTIONS, FormatError, Rebuild, decode, decode_states
-from ...state.by_class import split
+from ...state.plain_dicts import split
 from ..folder.directory import read_manifest, steps_in
 from ..format.manifest import NAME, Manifest
 from ..format.names import (

@@ -106,7 +106,9 @@ class Saver:
                 disk = _make(destination, own_folder)
         except Exception as error:
             problem = error
-        text = None if problem is None else _told(problem)
+        text = None if problem is None else str(problem)
+        if isinstance(problem, OSError):
+            text = f"{type(problem).__name__}: {problem}"
         message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
         try:
             told = parts.agree_to_save(text, json.dumps(message).encode())
@@ -269,13 +271,6 @@ def _make(destination: Destination, folder: SaveFolder) -> str | None:
     except OSError as error:
         return f"rank 0 could not save {folder.target}: {type(error).__name__}: {error}"
     return None
-
-
-def _told(error: Exception) -> str:
-    """Return an error as text for the other ranks."""
-    if isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
-    return str(error)
 
 
 def _compare(found: list[dict[str, Any]]) -> None:
