@@ -22,6 +22,7 @@ from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import PieceState
 from ..step.inner import NO_OPTIONS
 from .format.extents import Writers
@@ -29,6 +30,7 @@ from .format.manifest import SavedParameter
 from .format.tensorfile import METADATA
 from .sharded_optimizer import ShardedOptimizer
 
+WEIGHTS, STATE, AVERAGE = "weights", "state", "average"  # kinds of flat memory; of the last two there are several
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
 
 
@@ -91,7 +93,10 @@ class StateFacts:
 
 
 class Contents:
-    """What one optimizer holds, on one rank."""
+    """What one optimizer holds, on one rank.
+
+    ``first_slots``: of each bucket, the slots whose first element this rank writes.
+    """
 
     def __init__(self, parts: ShardedOptimizer) -> None:
         self.parts, self.groups = parts, parts.groups
@@ -107,7 +112,8 @@ class Contents:
         self._names: dict[int, list[str]] = {}  # of each param group's parameters, in torch.optim's order
         for listed in sorted(self.storage.listed(), key=lambda spec: spec.index):
             self._names.setdefault(listed.group, []).append(listed.name)
-        self._first: dict[int, range] = {}
+        firsts = (self.writers.first_of(bucket.spec, self.transport.rank) for bucket in self.buckets)
+        self.first_slots = [range(min(slots), max(slots) + 1) if slots else range(0) for slots in firsts]
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -193,16 +199,18 @@ class Contents:
 
     # -- the states ---------------------------------------------------------------------------------------------------
 
-    def first_slots(self, number: int) -> range:
-        """Return the slots of a bucket whose first element this rank writes."""
-        if number not in self._first:
-            slots = self.writers.first_of(self.buckets[number].spec, self.transport.rank)
-            self._first[number] = range(min(slots), max(slots) + 1) if slots else range(0)
-        return self._first[number]
+    def flats(self, number: int) -> dict[str, FlatBuffer]:
+        """Return what this rank holds of a bucket, but for its master weights, by kind."""
+        bucket = self.buckets[number]
+        found = {WEIGHTS: bucket.weights}
+        if number in self.updated:
+            found |= {f"{STATE} {name}": flat for name, flat in bucket.states.flat.items()}
+            found |= {f"{AVERAGE} {name}": average.values(bucket) for name, average in self.averages.with_values()}
+        return found
 
     def own_states(self, number: int) -> Iterator[tuple[range, PieceState]]:
         """Yield neighbouring slots of a bucket with one state, of those whose first element this rank writes."""
-        own, states = self.first_slots(number), self.buckets[number].states
+        own, states = self.first_slots[number], self.buckets[number].states
         for first, last, state in states.spans():
             slots = range(max(own.start, states.pieces[first].slot), min(own.stop, states.pieces[last - 1].slot + 1))
             if state is not None and slots:

@@ -25,11 +25,11 @@ from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer
 from ...runtime.master_weights import MasterWeights
 from ...state.gather import gather_to
-from ..contents import Contents
+from ..contents import STATE, WEIGHTS, Contents
 from ..format.extents import FilePlan, Part
 from ..format.names import MASTERS
 from ..format.tensorfile import TensorEntry, header_bytes
-from .plan import AVERAGE, COUNT, SCALARS, WEIGHTS, WHOLE, BucketTensor, WritePlan
+from .plan import COUNT, SCALARS, WHOLE, BucketTensor, WritePlan
 from .snapshot import Source
 
 
@@ -126,15 +126,11 @@ class Capture:
     def _capture_buckets(self, plan: WritePlan) -> None:
         for number, bucket in enumerate(self._contents.buckets):
             low, high = plan.intervals[number]
-            self._stage((WEIGHTS, number), bucket.weights.interval(low, high).detach())
-            if number not in self._contents.updated:
-                continue
-            for name, flat in bucket.states.flat.items():
-                self._keep_live((f"state {name}", number), flat.interval(low, high))
+            for kind, flat in self._contents.flats(number).items():
+                keep = self._keep_live if kind.startswith(f"{STATE} ") else self._stage
+                keep((kind, number), flat.interval(low, high).detach())
             if number in plan.mastered:
                 self._capture_masters(number, bucket, low, high)
-            for name, average in self._contents.averages.with_values():  # an update of theirs may come at any time
-                self._stage((f"{AVERAGE} {name}", number), average.values(bucket).interval(low, high))
 
     def _capture_masters(self, number: int, bucket: Bucket, low: int, high: int) -> None:
         """Note the master weights, as a step would begin with them: they follow the parameters of this moment."""
@@ -191,14 +187,8 @@ def _whole_of(contents: Contents, tensor: BucketTensor) -> Tensor | None:
 def _held(contents: Contents, tensor: BucketTensor) -> FlatBuffer:
     """Return what this rank holds of the bucket: weights, states of a name, or master weights."""
     bucket = contents.buckets[tensor.place[0]]
-    if tensor.kind == WEIGHTS:
-        return bucket.weights
     if tensor.kind == MASTERS:
         return FlatBuffer(bucket.states.synced_weights(), bucket.weights.placement, bucket.states.begin)
-    if tensor.kind.startswith(f"{AVERAGE} "):
-        return contents.averages.by_name[tensor.kind.removeprefix(f"{AVERAGE} ")].values(bucket)
-    states, name = bucket.states, tensor.kind.removeprefix("state ")
-    if name in states.flat:
-        return states.flat[name]
     nothing = torch.empty(0, dtype=tensor.dtype, device=bucket.spec.device)  # no piece of this rank has the state
-    return FlatBuffer(nothing, bucket.weights.placement, states.begin)
+    found = contents.flats(tensor.place[0]).get(tensor.kind)
+    return FlatBuffer(nothing, bucket.weights.placement, bucket.states.begin) if found is None else found

@@ -28,13 +28,13 @@ import torch
 from ...core.bits import other_stride
 from ...core.layout import ParameterSpec
 from ...core.statetree import DTYPES, N_AVERAGED, NAMES
-from ..contents import Contents, Place, StateFacts, StoredTensor
+from ..contents import AVERAGE, STATE, WEIGHTS, Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
 from ..format.tensorfile import TensorEntry, header_of, index_bytes, strides_note, tensors_text
 from .snapshot import Source
 
-WEIGHTS, WHOLE, SCALARS, AVERAGE, COUNT = "weights", "whole", "scalars", "average", "count"
+WHOLE, SCALARS, COUNT = "whole", "scalars", "count"
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def bucket_tensors(contents: Contents, facts: StateFacts, stored: StoredTensor, 
     found = [BucketTensor(MODEL, stored.name, WEIGHTS, place, stored.dtype)]
     states = facts.states.get(place)
     for name, dtype in {} if states is None else states.elementwise.items():
-        found.append(BucketTensor(OPTIMIZER, state_key(stored.name, name), f"state {name}", place, DTYPES[dtype]))
+        found.append(BucketTensor(OPTIMIZER, state_key(stored.name, name), f"{STATE} {name}", place, DTYPES[dtype]))
     if place in facts.masters:
         dtypes = contents.buckets[place[0]].spec.dtypes
         found.append(BucketTensor(MASTERS, stored.name, MASTERS, place, dtypes.master_dtype))
@@ -196,7 +196,7 @@ class WritePlan:
             spec, piece = contents.buckets[number].spec, pieces[number].get(slot)
             row_major = is_row_major(_spec(contents, stored.place))
             for tensor in bucket_tensors(contents, facts, stored, stored.place):
-                if not row_major and slot in contents.first_slots(number):
+                if not row_major and slot in contents.first_slots[number]:
                     nbytes = _spec(contents, tensor.place).numel * tensor.dtype.itemsize
                     self._parts[tensor.folder, tensor.key] = [Part(tensor.source, 0, 0, nbytes)]
                 elif row_major and piece is not None and piece.numel:

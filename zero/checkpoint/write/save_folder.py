@@ -130,10 +130,10 @@ class SaveFolder:
         def all_done() -> bool:
             for name in sorted(os.listdir(self.temporary / NOTES)):
                 if name.endswith(".failed"):
-                    raise SaveError((_read(self._note(name)) or b"").decode())
+                    raise SaveError(files.read_whole(self._note(name), LONGEST).decode())
                 if name.endswith(".done") and name not in done:
                     done.add(name)
-                    for path, fragments in json.loads(_read(self._note(name)) or b"{}").items():
+                    for path, fragments in json.loads(files.read_whole(self._note(name), LONGEST)).items():
                         found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
             return len(done) == self._world_size
 
@@ -387,13 +387,6 @@ def _free(folder: Path) -> str:
         disk = os.statvfs(folder)
         return f", and {disk.f_bavail * disk.f_frsize:,} are free"
     return ""
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return files.read_whole(path, LONGEST)
-    except FileNotFoundError:
-        return None
 
 
 def _nonce_and_content(folder: Path) -> tuple[str, str]:
