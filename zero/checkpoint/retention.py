@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folder.directory import LockedDirectory, complete_steps, step_name, steps_in
+from .folder.directory import LockedDirectory, check_free, complete_steps, step_name, steps_in
 from .format.manifest import Manifest
 from .options import require
 from .read.reader import open_checkpoint
@@ -73,7 +73,8 @@ class StepDestination(Destination):
         self._aside: list[Path] = []
 
     def check(self) -> None:
-        self._directory.check_free(self._step, overwrite=self._overwrite)
+        check_free(steps_in(self._directory.path).get(self._step, self._target), overwrite=self._overwrite)
+        self._directory.check()
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
         above = self._directory.above(self._step, folder.nonce)

@@ -213,12 +213,6 @@ class LockedDirectory(FolderLock):
             if found and found[1] != but and _is_scratch(entry):
                 files.remove(entry)
 
-    def check_free(self, step: int, *, overwrite: bool) -> None:
-        """Raise `FileExistsError` if a checkpoint of this step may not be written. `RuntimeError`: see `check`."""
-        there = steps_in(self.path)
-        check_free(there.get(step, self.path / step_name(step)), overwrite=overwrite)
-        self.check()
-
 
 def check_free(target: Path, *, overwrite: bool) -> None:
     """Raise `FileExistsError` if something exists that may not be replaced: only a checkpoint may."""

@@ -155,36 +155,35 @@ class FolderLock:
         os.register_at_fork(after_in_child=self._closing)
 
     def _lock(self) -> None:
+        self._held: _Flock | _Lease
+        lease = _Lease(self.path / LEASE, self._me)
         try:
             self._folder = files.open_folder(self.path)  # while it is open, no other folder gets its number
             self._open.append(partial(files.close, self._folder))
-            self._held = self._flock() or self._lease()
+            if self._take_flock():
+                if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
+                    raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
+            else:
+                self._held = lease
+                self._take(lease)
+                self._open.append(lease.close)
             self._check_held()
         except BaseException:
             _close(self._open)
             raise
 
-    def _flock(self) -> _Flock | None:
-        """Take a lock of the kernel. Return None if the file system has none."""
-        lease = _Lease(self.path / LEASE, self._me)
+    def _take_flock(self) -> bool:
+        """Take a lock of the kernel. Return False if the file system has none."""
         try:
-            lock = _Flock(self.path / LOCK, self._me)
+            self._held = lock = _Flock(self.path / LOCK, self._me)
             self._open.append(lock.close)
             self._take(lock)
         except OSError as error:
             if error.errno not in files.NO_LOCKS:
                 raise
             self.remark = files.no_locks(self.path, error.strerror, LEASE)
-            return None
-        if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
-            raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
-        return lock
-
-    def _lease(self) -> _Lease:
-        lease = _Lease(self.path / LEASE, self._me)
-        self._take(lease)
-        self._open.append(lease.close)
-        return lease
+            return False
+        return True
 
     def _take(self, lock: _Flock | _Lease) -> None:
         """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""

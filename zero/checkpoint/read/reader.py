@@ -275,7 +275,7 @@ class Checkpoint:
 
     def verify_part(self, number: int, parts: int, threads: int) -> None:
         """Do as `verify`, but read only the part ``number`` of all blocks, in ``threads`` threads."""
-        self._check_structure()
+        self.check_structure()
         counts = {path: self.file(path).blocks for path in self.manifest.files}
         low, high = EvenCuts(sum(counts.values()), parts, 1).owned(number)
         begin = 0
@@ -288,7 +288,7 @@ class Checkpoint:
         for folder in (*FOLDERS, *(f"{AVERAGES}/{name}" for name in self.average_names)):
             self._check_index(folder)
 
-    def _check_structure(self) -> None:
+    def check_structure(self) -> None:
         """Raise `CheckpointError` if a file is missing, has another size, or should not be there."""
         for path in self.manifest.files:
             with self.file(path):
