@@ -26,7 +26,7 @@ from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
-from .state.live_states import refuse
+from .state.live_states import WithLiveStates
 from .step.classes import InnerOptimizers
 from .step.clip import check_norm_arguments
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(torch.optim.Optimizer):
+class ZeroOptimizer(WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it, and all ranks call each method that is not marked as local. After construction every rank
@@ -86,7 +86,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
     """
 
     _engine: Engine
-    _built = False
 
     def __init__(
         self,
@@ -341,27 +340,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if not (was_broken and isinstance(first, CollectiveError)):  # else the reason is on its way
                 warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
 
-    # -- states -------------------------------------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Any:
-        """The states that this rank holds, by parameter; tensors may be edited in place. See `States`. Local."""
-        return self._engine.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if self._built:  # torch's constructor assigns an empty dict
-            refuse()
-
-    def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
-        """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
-
-        The class begins anew with them, as after ``del optimizer.state[p]`` on an optimizer of torch. Master weights,
-        gradients and param groups stay as they are.
-        """
-        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        self._engine.reset_states(self.param_groups, chosen)
-
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -413,9 +391,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
             "consolidate_state_dict() and state_dict() give"
         )
-
-    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
-        refuse()
 
     def __repr__(self) -> str:
         name = f"{self._inners.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"

@@ -1,7 +1,7 @@
 """``optimizer.state``: a live view of the parts of each parameter's states that this rank holds.
 
 Tensors may be edited in place. Nothing else can be written: what a rank would assign or delete is a part of a state,
-whose other parts are on other ranks. `forget_states` forgets them on all of these.
+whose other parts are on other ranks. `WithLiveStates` forgets states on all of them.
 
 Knows: pieces of states, and which rank has which. Does not know: how a class steps with them, when ranks may change
 them, torch.optim's dicts.
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor
 
 from ..core.bits import strided
@@ -119,6 +120,42 @@ class States(Mapping[Tensor, dict[str, Any]]):
 
     def __reduce__(self) -> Any:
         return dict, ({parameter: dict(states) for parameter, states in self.items()},)  # a copy of what is here
+
+
+class _Engine(Protocol):
+    state: States
+
+    def reset_states(self, groups: Sequence[dict[str, Any]], chosen: Sequence[Tensor] | None) -> None: ...
+
+
+@untraced_methods
+class WithLiveStates(torch.optim.Optimizer):
+    """An optimizer whose states belong to its engine, once it is built."""
+
+    _engine: _Engine
+    _built = False
+
+    @property
+    def state(self) -> Any:
+        """The states that this rank holds, by parameter; tensors may be edited in place. See `States`. Local."""
+        return self._engine.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._built:  # torch's constructor assigns an empty dict
+            refuse()
+
+    def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
+        """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
+
+        The class begins anew with them, as after ``del optimizer.state[p]`` on an optimizer of torch. Master weights,
+        gradients and param groups stay as they are.
+        """
+        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
+        self._engine.reset_states(self.param_groups, chosen)
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        refuse()
 
 
 def agree_to_forget(
