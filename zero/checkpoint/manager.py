@@ -151,7 +151,9 @@ class CheckpointManager:
             problem=problem,
         )
         lock = self._lock
-        destination = None if lock is None else StepDestination(lock, self._retention, step, overwrite=overwrite)
+        destination = None
+        if lock is not None:
+            destination = StepDestination(target, lock, self._retention, step, overwrite=overwrite)
         before, saving = self._saving, self._saver.save(request, destination)
         self._saving = saving
         self._broken.discard(target.name)  # it is replaced once

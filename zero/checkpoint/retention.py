@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folder.directory import LockedDirectory, check_free, complete_steps, step_name, steps_in
+from .folder.directory import LockedDirectory, check_free, complete_steps, steps_in
 from .format.manifest import Manifest
 from .options import require
 from .read.reader import open_checkpoint
@@ -67,8 +67,10 @@ class Retention:
 class StepDestination(Destination):
     """The folder of one step, in a locked folder with a rule of retention."""
 
-    def __init__(self, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool) -> None:
-        super().__init__(directory.path / step_name(step), overwrite=overwrite)
+    def __init__(
+        self, target: Path, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool
+    ) -> None:
+        super().__init__(target, overwrite=overwrite)
         self._directory, self._retention, self._step = directory, retention, step
         self._aside: list[Path] = []
 
