@@ -242,7 +242,6 @@ def test_a_save_makes_so_many_calls_for_a_parameter_and_a_later_one_few(tmp_path
     assert fewer > 100
     some, _ = calls(512, 128)
     many, later = calls(1024, 64)
-    print(few, fewer, some, many, later, (some - few) / 496)
     of_one = (some - few) / (512 - 16)
     assert of_one < 200
     assert abs(many - some - 512 * of_one) < 0.02 * many
