@@ -29,9 +29,8 @@ from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.average import Averages
 from .state.gather import gather_master
-from .state.live_states import States
+from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
-from .state.resets import agree_to_forget, forget_states
 
 TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")

@@ -43,7 +43,7 @@ def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatc
     expected = torch.randint(256, (sum(SIZES),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     data = expected.numpy().tobytes()
     files.create(tmp_path / "a", len(data))
-    writer = ChunkWriter(tmp_path, BLOCK_BYTES)
+    writer = ChunkWriter(tmp_path, 0, BLOCK_BYTES)
     try:
         begin = 0
         for size in SIZES:

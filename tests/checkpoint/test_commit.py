@@ -559,7 +559,7 @@ def test_a_rank_that_is_interrupted_when_the_save_is_complete_fails_it_for_no_ot
     monkeypatch.setattr(SaveFolder, "wait_until_committed", interrupted)
     warned: dict[str, list[str]] = {}
     monkeypatch.setattr(
-        "zero.checkpoint.failures.warn_caller",
+        "zero.checkpoint.manager.warn_caller",
         lambda text: warned.setdefault(threading.current_thread().name, []).append(text),
     )
 

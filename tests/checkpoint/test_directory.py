@@ -364,7 +364,6 @@ def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptim
     (trash / "checkpoint.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / f".tmp-other-{NONCE}").mkdir()
-    (tmp_path / f".probe-{NONCE}").write_text("mine")
     (tmp_path / "step-00000008").symlink_to(tmp_path / "step-00000001")
     before, before_outside = tree(tmp_path), tree(outside)
     with pytest.warns(RuntimeWarning) as warned:

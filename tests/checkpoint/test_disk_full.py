@@ -48,7 +48,7 @@ def run(root: Path, failures: Sequence[Failure | None], monkeypatch: pytest.Monk
     """Save once with each failure, and once without in between. Returns which saves have failed, and the disk."""
     disk = Disk(monkeypatch, root.parent)
     warned: dict[int, list[str]] = {rank: [] for rank in range(WORLD)}
-    monkeypatch.setattr("zero.checkpoint.failures.warn_caller", lambda text: warned[disk.rank()].append(text))
+    monkeypatch.setattr("zero.checkpoint.manager.warn_caller", lambda text: warned[disk.rank()].append(text))
 
     def program(transport: Transport) -> list[bool]:
         rank = transport.rank
@@ -179,7 +179,7 @@ def test_each_failure_in_a_row_is_a_warning_on_every_rank(tmp_path: Path, monkey
     disk = Disk(monkeypatch, tmp_path)
     told: dict[int, list[str]] = {0: [], 1: []}
     rank_of = threading.local()
-    monkeypatch.setattr("zero.checkpoint.failures.warn_caller", lambda text: told[rank_of.rank].append(text))
+    monkeypatch.setattr("zero.checkpoint.manager.warn_caller", lambda text: told[rank_of.rank].append(text))
 
     def program(transport: Transport) -> None:
         disk.this_thread_is(transport.rank)

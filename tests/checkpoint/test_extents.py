@@ -143,9 +143,9 @@ class Disk:
     """Files that count how often each byte is written."""
 
     def __init__(self, files: list[FilePlan]) -> None:
-        self.files = files
-        self.data = [bytearray(file.header + bytes(file.nbytes - file.data)) for file in files]
-        self.times = [[0] * file.nbytes for file in files]
+        self.files = {file.path: file for file in files}
+        self.data = {file.path: bytearray(file.header + bytes(file.nbytes - file.data)) for file in files}
+        self.times = {file.path: [0] * file.nbytes for file in files}
 
     def write(self, chunk: Chunk, memory: dict[tuple[str, int], bytes]) -> None:
         place = chunk.begin
@@ -153,10 +153,10 @@ class Disk:
             assert part.begin == place
             data = memory[part.source][part.offset : part.offset + part.nbytes]
             assert len(data) == part.nbytes > 0
-            assert place + part.nbytes <= self.files[chunk.file].nbytes, "behind the end of the file"
-            self.data[chunk.file][place : place + part.nbytes] = data
+            assert place + part.nbytes <= self.files[chunk.path].nbytes, "behind the end of the file"
+            self.data[chunk.path][place : place + part.nbytes] = data
             for byte in range(place, place + part.nbytes):
-                self.times[chunk.file][byte] += 1
+                self.times[chunk.path][byte] += 1
             place += part.nbytes
         assert place == chunk.begin + chunk.nbytes
 
@@ -203,15 +203,15 @@ def test_all_ranks_together_write_every_byte_of_the_tensors_once(
                     memory[spec.name, 0] = values_of(spec, itemsize)[1]
                     parts["model", spec.name] = [Part((spec.name, 0), 0, 0, len(memory[spec.name, 0]))]
         found = chunks(files, parts, block_bytes)
-        assert [(chunk.file, chunk.begin) for chunk in found] == sorted((chunk.file, chunk.begin) for chunk in found)
+        assert [(chunk.path, chunk.begin) for chunk in found] == sorted((chunk.path, chunk.begin) for chunk in found)
         for chunk in found:
             assert chunk.begin // block_bytes == (chunk.begin + chunk.nbytes - 1) // block_bytes, "crosses a border"
             disk.write(chunk, memory)
-    for number, file in enumerate(files):
-        assert disk.times[number] == [0] * file.data + [1] * (file.nbytes - file.data)
+    for file in files:
+        assert disk.times[file.path] == [0] * file.data + [1] * (file.nbytes - file.data)
         for entry in file.tensors:
             spec = layout.parameters[int(entry.name[1:])]
-            written = disk.data[number][file.data + entry.begin : file.data + entry.end]
+            written = disk.data[file.path][file.data + entry.begin : file.data + entry.end]
             assert written == values_of(spec, getattr(spec.dtypes, which).itemsize)[1], entry
 
 

@@ -21,11 +21,10 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
-from zero.checkpoint.folder import holder
 from zero.checkpoint.folder.directory import complete_steps
-from zero.checkpoint.folder.lock import LEASE, FolderLock
+from zero.checkpoint.folder.lock import LEASE, FolderLock, Holder
 from zero.checkpoint.folder.visibility import check_visible
-from zero.checkpoint.write.part_writer import PartWriter
+from zero.checkpoint.write.chunk_writer import PartWriter
 
 from .disk import Disk
 from .file_systems import FILE_SYSTEMS, VARIABLE, Module, failing
@@ -47,7 +46,7 @@ class Heard:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.texts: list[str] = []
-        for module in ("manager", "failures", "single"):
+        for module in ("manager", "single"):
             patch.setattr(f"zero.checkpoint.{module}.warn_caller", self.texts.append)
 
 
@@ -215,7 +214,7 @@ def test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_t
     """Also for a run that finds locks: the file system may be mounted otherwise on another host."""
     if not locks:
         FILE_SYSTEMS["no flock"].use(monkeypatch)
-    mine = {**json.loads(holder.Holder.me("0" * 16).pack()), "pid": 2**22 + 1}
+    mine = {**json.loads(Holder.me("0" * 16).pack()), "pid": 2**22 + 1}
     text = "" if changes is None else json.dumps({**mine, **changes})
     (tmp_path / LEASE).write_text(text)
     with pytest.raises(ValueError, match=rf"nothing shows whether it has ended: if it has, remove {tmp_path}/.lease"):

@@ -15,11 +15,11 @@ from torch import Tensor
 from collectives import Transport, on_threads
 from zero import CheckpointError, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.contents import Contents
-from zero.checkpoint.read import fit
-from zero.checkpoint.sharded_optimizer import sharded_optimizer_of
+from zero.checkpoint.sharded_optimizer import ShardedOptimizer
 from zero.checkpoint.user_state import generators, set_generators
 from zero.commands.cli import main
 from zero.runtime.flat_states import BucketStates, PieceState
+from zero.state import plain_dicts
 
 from ..support.plain import assert_same_bits, assert_same_states
 from .format_1.toys import HalfMomentum, OtherShapes, Small, gradients, groups, train
@@ -303,7 +303,7 @@ def test_a_training_by_another_class_is_refused_and_its_model_is_loaded() -> Non
 
 def pieces_of(optimizer: ZeroOptimizer) -> list[tuple[str, BucketStates, int]]:
     """Return each piece of a parameter that this rank holds: the name, the states of its bucket, its number there."""
-    contents = Contents(sharded_optimizer_of(optimizer))
+    contents = Contents(ShardedOptimizer(optimizer))
     names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
     found = []
     for number in contents.updated:
@@ -347,7 +347,7 @@ def test_ranks_write_and_read_states_of_any_shape(
     found.pop("masters")
     assert_same_states(found, plain_dict(expected, bounds=(-64.0, 64.0)))
 
-    monkeypatch.setattr(fit, "check", lambda *_: {})
+    monkeypatch.setattr(plain_dicts, "_check", lambda *_: {})
     pieces = [each for of_rank in on_threads(world_size, read) for each in of_rank]
     assert {name for name, _ in pieces} == set(NAMES)
     for name, state in pieces:

@@ -13,7 +13,7 @@ from torch import nn
 
 import zero
 from zero.checkpoint import files
-from zero.checkpoint.read.parallel import each_block, threads_of_rank
+from zero.checkpoint.read.file_reader import each_block, threads_of_rank
 
 PATIENCE = 30.0
 

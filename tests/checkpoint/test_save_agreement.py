@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,11 @@ import torch
 import zero
 from collectives import CollectiveError, Tag, Transport, on_threads
 from zero import CheckpointManager, ZeroOptimizer
+from zero.checkpoint.contents import Contents
+from zero.checkpoint.write import saver
 from zero.checkpoint.write.capture import Capture
-from zero.checkpoint.write.plan import WritePlan
+from zero.checkpoint.write.plan import BucketTensor, WritePlan
+from zero.checkpoint.write.snapshot import Source
 
 from ..support.descriptors import opened
 from ..support.small import blocks
@@ -130,15 +133,15 @@ def test_a_file_to_copy_that_one_rank_lacks_is_told_to_all(tmp_path: Path) -> No
 def test_a_rank_that_cannot_copy_its_values_fails_the_save_and_not_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Capture.stage
+    capture_buckets = Capture._capture_buckets
 
     def no_memory(this: Capture, plan: WritePlan) -> None:
         if this._contents.transport.rank == 1 and threading.current_thread() in failing:
             raise MemoryError("no room for copies")
-        stage(this, plan)
+        capture_buckets(this, plan)
 
     failing: set[threading.Thread] = set()
-    monkeypatch.setattr(Capture, "stage", no_memory)
+    monkeypatch.setattr(Capture, "_capture_buckets", no_memory)
 
     def program(transport: Transport) -> str:
         training = Training(transport, 2)
@@ -160,14 +163,14 @@ def test_a_rank_that_cannot_copy_its_values_fails_the_save_and_not_the_training(
 def test_a_rank_that_fails_while_others_wait_for_its_part_of_a_tensor_ends_all_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    permuted = Capture._capture_permuted
+    gather_permuted = saver.gather_permuted
 
-    def fails(this: Capture, *arguments: Any) -> None:
-        if this._contents.transport.rank == 1:
+    def fails(contents: Contents, permuted: Sequence[BucketTensor]) -> dict[Source, torch.Tensor]:
+        if contents.transport.rank == 1:
             raise MemoryError("no room")
-        permuted(this, *arguments)
+        return gather_permuted(contents, permuted)
 
-    monkeypatch.setattr(Capture, "_capture_permuted", fails)
+    monkeypatch.setattr(saver, "gather_permuted", fails)
 
     def program(transport: Transport) -> None:
         training = Training(transport, 1)

@@ -349,7 +349,7 @@ def test_an_error_of_the_thread_never_blocks_a_step(tmp_path: Path, monkeypatch:
 
 def chunk_of(*parts: tuple[str, int, int, int]) -> Chunk:
     """Return a chunk of (name, bucket, offset, bytes)."""
-    return Chunk(0, 0, tuple(Part((name, bucket), offset, 0, nbytes) for name, bucket, offset, nbytes in parts))
+    return Chunk("a file", 0, tuple(Part((name, bucket), offset, 0, nbytes) for name, bucket, offset, nbytes in parts))
 
 
 def test_an_update_waits_for_the_copy_of_its_own_bucket_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
+from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import PieceState
 from ..step.user_optimizer import NO_OPTIONS
 from .format.extents import Writers
@@ -29,6 +30,7 @@ from .format.manifest import SavedParameter
 from .format.tensorfile import METADATA
 from .sharded_optimizer import ShardedOptimizer
 
+WEIGHTS, STATE, AVERAGE = "weights", "state", "average"  # kinds of flat memory; of the last two there are several
 Place = tuple[int, int]  # the number of a bucket in `Contents.buckets`, and of a slot in it
 
 
@@ -91,7 +93,10 @@ class StateFacts:
 
 
 class Contents:
-    """What one optimizer holds, on one rank."""
+    """What one optimizer holds, on one rank.
+
+    ``first_slots``: of each bucket, the slots whose first element this rank writes.
+    """
 
     def __init__(self, parts: ShardedOptimizer) -> None:
         self.parts, self.groups = parts, parts.groups
@@ -102,13 +107,13 @@ class Contents:
         self.updated = range(len(self.storage.buckets))  # the numbers of the buckets that have states
         self.averages = parts.averages
         self.not_saved = list(_extra_states(self.parts.module))
-        self.wrapped: list[tuple[Tensor, str]] = []  # subclasses, and their attributes that are tensors
         self.model = list(self._model())
         self.digest = _digest(self.model)  # of what all ranks must have alike
         self._names: dict[int, list[str]] = {}  # of each param group's parameters, in torch.optim's order
         for listed in sorted(self.storage.listed(), key=lambda spec: spec.index):
             self._names.setdefault(listed.group, []).append(listed.name)
-        self._first: dict[int, range] = {}
+        firsts = (self.writers.first_of(bucket.spec, self.transport.rank) for bucket in self.buckets)
+        self.first_slots = [range(min(slots), max(slots) + 1) if slots else range(0) for slots in firsts]
 
     # -- the model ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +157,6 @@ class Contents:
         if inner:
             for key in inner:
                 part = getattr(tensor, key)
-                self.wrapped.append((tensor, key))
                 if isinstance(part, Tensor):
                     yield from self._whole(
                         f"{name}.{key}", tuple(f"{a}.{key}" for a in aliases), part, is_buffer, index
@@ -168,26 +172,14 @@ class Contents:
     def parameters(self) -> tuple[SavedParameter, ...]:
         """Return what the manifest says of the parameters."""
         groups = {spec.index: spec.group for spec in self.storage.listed()}
-        trainable = {id(p): p.requires_grad for bucket in self.buckets for p in bucket.parameters}
         found = []
-        for stored in self.model:
-            if stored.is_buffer:
-                continue
-            frozen = stored.place is None
-            if not frozen:
-                number, slot = stored.place  # type: ignore[misc]
-                with as_plain():
-                    frozen = not trainable[id(self.buckets[number].parameters[slot])]
-            found.append(
-                SavedParameter(
-                    stored.name,
-                    (stored.name, *stored.aliases),
-                    stored.shape,
-                    NAMES[stored.dtype],
-                    None if stored.index is None else groups[stored.index],
-                    not frozen,
-                )
-            )
+        with as_plain():
+            for stored in (stored for stored in self.model if not stored.is_buffer):
+                number, slot = stored.place or (0, 0)
+                trainable = stored.place is not None and self.buckets[number].parameters[slot].requires_grad
+                names, dtype = (stored.name, *stored.aliases), NAMES[stored.dtype]
+                group = None if stored.index is None else groups[stored.index]
+                found.append(SavedParameter(stored.name, names, stored.shape, dtype, group, trainable))
         return tuple(found)
 
     def param_groups(self) -> list[Any]:
@@ -207,16 +199,18 @@ class Contents:
 
     # -- the states ---------------------------------------------------------------------------------------------------
 
-    def first_slots(self, number: int) -> range:
-        """Return the slots of a bucket whose first element this rank writes."""
-        if number not in self._first:
-            slots = self.writers.first_of(self.buckets[number].spec, self.transport.rank)
-            self._first[number] = range(min(slots), max(slots) + 1) if slots else range(0)
-        return self._first[number]
+    def flats(self, number: int) -> dict[str, FlatBuffer]:
+        """Return what this rank holds of a bucket, but for its master weights, by kind."""
+        bucket = self.buckets[number]
+        found = {WEIGHTS: bucket.weights}
+        if number in self.updated:
+            found |= {f"{STATE} {name}": flat for name, flat in bucket.states.flat.items()}
+            found |= {f"{AVERAGE} {name}": average.values(bucket) for name, average in self.averages.with_values()}
+        return found
 
     def own_states(self, number: int) -> Iterator[tuple[range, PieceState]]:
         """Yield neighbouring slots of a bucket with one state, of those whose first element this rank writes."""
-        own, states = self.first_slots(number), self.buckets[number].states
+        own, states = self.first_slots[number], self.buckets[number].states
         for first, last, state in states.spans():
             slots = range(max(own.start, states.pieces[first].slot), min(own.stop, states.pieces[last - 1].slot + 1))
             if state is not None and slots:
@@ -301,7 +295,7 @@ def stride_to_note(tensor: Tensor, shape: Sequence[int], stride: Sequence[int]) 
 
 
 def _digest(model: Sequence[StoredTensor]) -> str:
-    lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index}" for s in model]
+    lines = [f"{s.name} {s.aliases} {s.dtype} {s.shape} {s.is_buffer} {s.index} {s.place}" for s in model]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 

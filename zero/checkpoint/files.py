@@ -271,27 +271,18 @@ def no_locks(folder: Path, why: str | None, lease: str) -> str:
     )
 
 
-def no_sync_of_folders(folder: Path) -> str:
-    """Return the warning for `fsync` of a folder."""
-    return (
-        f"{folder} is on a file system that cannot put the entries of a folder on the disk (fsync): after a crash of "
-        "the machine the last checkpoints may be missing or lack files, and restore() takes an older one: keep several "
-        "of them (max_to_keep)"
-    )
+_WEAKER = {
+    "fsync": "cannot put the entries of a folder on the disk (fsync): after a crash of the machine the last "
+    "checkpoints may be missing or lack files, and restore() takes an older one: keep several of them (max_to_keep)",
+    "posix_fallocate": "reserves no room for files (posix_fallocate): a full disk is found while a checkpoint is "
+    "written, and not before; that save fails then, and nothing is lost",
+    "pwrite": "writes a file from its beginning to its end alone: each rank writes a part, and rank 0 puts the files "
+    "together, so a save takes longer, needs room twice, and finds a full disk while it writes; where a folder is "
+    "renamed file by file, a crash meanwhile costs that save",
+}
 
 
-def no_room_reserved(folder: Path) -> str:
-    """Return the warning for `posix_fallocate`."""
-    return (
-        f"{folder} is on a file system that reserves no room for files (posix_fallocate): a full disk is found while a "
-        "checkpoint is written, and not before; that save fails then, and nothing is lost"
-    )
-
-
-def no_writes_in_place(folder: Path) -> str:
-    """Return the warning for `pwrite` at any place."""
-    return (
-        f"{folder} is on a file system that writes a file from its beginning to its end alone: each rank writes a "
-        "part, and rank 0 puts the files together, so a save takes longer, needs room twice, and finds a full disk "
-        "while it writes; where a folder is renamed file by file, a crash meanwhile costs that save"
-    )
+def weaker(folder: Path, call: str) -> str:
+    """Return the warning for a file system that lacks a call: `fsync` of a folder, `posix_fallocate`, or `pwrite` at
+    any place."""
+    return f"{folder} is on a file system that {_WEAKER[call]}"

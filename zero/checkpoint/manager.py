@@ -17,14 +17,13 @@ from collectives import Kind, Tag
 
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
-from .failures import Failures
-from .files import no_writes_in_place
+from .files import weaker
 from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
-from .sharded_optimizer import sharded_optimizer_of
+from .sharded_optimizer import ShardedOptimizer
 from .write.save_thread import Saving
 from .write.saver import Saver, SaveRequest
 
@@ -65,11 +64,11 @@ class CheckpointManager:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
         self.directory = Path(directory).absolute()
-        self._optimizer = optimizer
+        self._optimizer, self._parts = optimizer, ShardedOptimizer(optimizer)
         self._asynchronous, self._assets = asynchronous, assets
         self._saver = Saver(optimizer)
         self._saving: Saving | None = None
-        self._failures = Failures(self.directory)
+        self._weaker: set[str] = set()  # what was said of the file system
         self._lock: LockedDirectory | None = None
         self._closed = False
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
@@ -85,11 +84,11 @@ class CheckpointManager:
         try:
             self._in_parts = check_visible(optimizer, self.directory, problem)
             if self._in_parts and optimizer.rank == 0:
-                warn_caller(no_writes_in_place(self.directory))
+                warn_caller(weaker(self.directory, "pwrite"))
         except BaseException:
             self._unlock()
             raise
-        sharded_optimizer_of(optimizer).watchers.append(self)
+        self._parts.watchers.append(self)
 
     def _take_lock(self) -> None:
         """Lock the folder on rank 0, and remove what earlier runs have left."""
@@ -133,7 +132,7 @@ class CheckpointManager:
         try:
             if self._saving is not None:
                 self._saving.wait()
-                self._failures.note(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
+                self._warn_of(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
@@ -152,7 +151,9 @@ class CheckpointManager:
             problem=problem,
         )
         lock = self._lock
-        destination = None if lock is None else StepDestination(lock, self._retention, step, overwrite=overwrite)
+        destination = None
+        if lock is not None:
+            destination = StepDestination(target, lock, self._retention, step, overwrite=overwrite)
         before, saving = self._saving, self._saver.save(request, destination)
         self._saving = saving
         self._broken.discard(target.name)  # it is replaced once
@@ -160,15 +161,22 @@ class CheckpointManager:
             before.remove_rest()  # every rank has seen how it ended
         if request.blocking:
             saving.result()
-            self._failures.note(saving)
+            self._warn_of(saving)
         return saving
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
         """Warn of a save that has failed on some rank. Called in each step."""
-        if self._saving is not None:
-            self._failures.hear(self._saving, reports)
+        for text in [] if self._saving is None else self._saving.hear(reports):
+            warn_caller(text)
+
+    def _warn_of(self, saving: Saving) -> None:
+        """Warn of what the end of a save has shown. It must be over."""
+        weaker = [text for text in saving.weaker if text not in self._weaker]
+        self._weaker.update(weaker)
+        for text in (*weaker, *saving.news()):
+            warn_caller(text)
 
     def before_update(self, bucket: int) -> None:
         """Let a save under way keep what an update will change. Called before each update of a bucket."""
@@ -240,7 +248,7 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if sharded_optimizer_of(self._optimizer).transport.broken:
+                if self._parts.transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
                 self._compare(saving)
@@ -248,26 +256,21 @@ class CheckpointManager:
             self._release()
         if saving is not None and not saving.was_raised:
             saving.result()
-            self._failures.note(saving)
+            self._warn_of(saving)
 
     def _compare(self, saving: Saving) -> None:
         """Let every rank know how the last save has ended, and remove what it has left."""
-        transport, tag = (
-            sharded_optimizer_of(self._optimizer).transport,
-            Tag(Kind.EXCHANGE, "CheckpointManager.close()"),
-        )
+        transport = self._parts.transport
         if not transport.broken:
+            tag = Tag(Kind.EXCHANGE, "CheckpointManager.close()")
             saving.settle(transport.exchange(saving.outcome(), tag))
             saving.remove_rest()
 
     def _release(self) -> None:
         self._closed = True
-        if self._saving is not None:
-            self._saving.leave()
         self._saver.withdraw()
-        watchers = sharded_optimizer_of(self._optimizer).watchers
-        if self in watchers:
-            watchers.remove(self)
+        if self in self._parts.watchers:
+            self._parts.watchers.remove(self)
         self._unlock()
 
     def _unlock(self) -> None:

@@ -9,11 +9,12 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from .folder.directory import LockedDirectory, complete_steps, steps_in
+from .folder.directory import LockedDirectory, check_free, complete_steps, steps_in
 from .format.manifest import Manifest
 from .options import require
 from .read.reader import open_checkpoint
 from .write.save_folder import SaveFolder
+from .write.save_thread import Destination
 
 
 class Retention:
@@ -63,15 +64,19 @@ class Retention:
         return self._whole[step]
 
 
-class StepDestination:
-    """The folder of one step, in a locked folder with a rule of retention; see `Destination`."""
+class StepDestination(Destination):
+    """The folder of one step, in a locked folder with a rule of retention."""
 
-    def __init__(self, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool) -> None:
-        self._directory, self._retention, self._step, self._overwrite = directory, retention, step, overwrite
+    def __init__(
+        self, target: Path, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool
+    ) -> None:
+        super().__init__(target, overwrite=overwrite)
+        self._directory, self._retention, self._step = directory, retention, step
         self._aside: list[Path] = []
 
     def check(self) -> None:
-        self._directory.check_free(self._step, overwrite=self._overwrite)
+        check_free(steps_in(self._directory.path).get(self._step, self._target), overwrite=self._overwrite)
+        self._directory.check()
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
         above = self._directory.above(self._step, folder.nonce)

@@ -5,23 +5,10 @@ Knows: which of an optimizer's parts a save and a load use. Does not know: files
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
-from dataclasses import dataclass
-
-from torch import nn
-
-from collectives import Collective, Transport
-
-from ..core.stage import Stage
 from ..optimizer import ZeroOptimizer
-from ..parameters.storage import ParameterStorage
 from ..runtime.flat_states import Options
-from ..state.average import Averages
-from ..step.classes import UserOptimizers
-from ..step.update import UpdateListener
 
 
-@dataclass(frozen=True)
 class ShardedOptimizer:
     """An optimizer as it is now, on one rank. It is asked for anew at each save and each load.
 
@@ -41,41 +28,14 @@ class ShardedOptimizer:
         load: lets a function overwrite parameters and states: `Engine.load`.
     """
 
-    stage: Stage
-    module: nn.Module | None
-    storage: ParameterStorage
-    classes: UserOptimizers
-    groups: list[Options]
-    averages: Averages
-    transport: Transport
-    shard_group: Transport
-    collective: Collective
-    watchers: MutableSequence[UpdateListener]
-    check: Callable[[], None]
-    report: Callable[[str, str | None], None]
-    agree_to_save: Callable[[str | None, bytes], list[bytes]]
-    agree_to_load: Callable[[str], None]
-    load: Callable[[Callable[[], None]], None]
-
-
-def sharded_optimizer_of(optimizer: ZeroOptimizer) -> ShardedOptimizer:
-    """Return what checkpoints ask of an optimizer. Local."""
-    engine = optimizer._engine
-    parts = engine.parts
-    return ShardedOptimizer(
-        parts.stage,
-        parts.module,
-        parts.storage,
-        parts.user_optimizers,
-        optimizer.param_groups,
-        engine.averages,
-        parts.transport,
-        parts.shard_group,
-        parts.collective,
-        parts.update.watchers,
-        engine.check,
-        parts.reducer.agreement.report,
-        engine.agree_to_save,
-        engine.agree_to_load,
-        engine.load,
-    )
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        """Local."""
+        engine = optimizer._engine
+        parts = engine.parts
+        self.stage, self.module, self.storage = parts.stage, parts.module, parts.storage
+        self.classes = parts.user_optimizers
+        self.groups: list[Options] = optimizer.param_groups
+        self.averages, self.watchers = engine.averages, engine.watchers
+        self.transport, self.shard_group, self.collective = parts.transport, parts.shard_group, parts.collective
+        self.check, self.report = engine.check, parts.reducer.agreement.report
+        self.agree_to_save, self.agree_to_load, self.load = engine.agree_to_save, engine.agree_to_load, engine.load

@@ -14,32 +14,11 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
-from .folder.directory import check_free, remove_checkpoint
 from .folder.visibility import check_visible
-from .format.manifest import NAME, Manifest
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
-from .write.save_folder import SaveFolder
-from .write.save_thread import Saving
+from .write.save_thread import Destination, Saving
 from .write.saver import Saver, SaveRequest
-
-
-class OnePath:
-    """The path of one checkpoint; see `Destination`."""
-
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
-        self._target, self._overwrite = target, overwrite
-
-    def check(self) -> None:
-        check_free(self._target, overwrite=self._overwrite)
-        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
-            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
-
-    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
-        folder.commit(manifest, self._overwrite, lambda: None)
-
-    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
-        return remove_checkpoint(folder.trash) if os.path.lexists(folder.trash) else []
 
 
 @untraced
@@ -63,7 +42,7 @@ def save(
     unusable = _make_parents(target, optimizer.rank)
     in_parts = check_visible(optimizer, target.parent, unusable)
     if in_parts and optimizer.rank == 0:
-        warn_caller(files.no_writes_in_place(target.parent))
+        warn_caller(files.weaker(target.parent, "pwrite"))
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:
@@ -101,13 +80,13 @@ def _make_parents(target: Path, rank: int) -> str | None:
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
     saver = Saver(optimizer)
-    destination = OnePath(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
+    destination = Destination(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
     saving = saver.save(request, destination)
     saving.settle(optimizer.exchange(saving.outcome()))
     saver.withdraw()
     saving.remove_rest()
     saving.result()
-    for text in (*saving.weaker, *saving.remarks):
+    for text in (*saving.weaker, *saving.news()):
         warn_caller(text)
     return saving
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
-from .sharded_optimizer import sharded_optimizer_of
+from .sharded_optimizer import ShardedOptimizer
 
 _REPORT = "stop"  # the name of the report
 
@@ -25,6 +25,9 @@ class StopOnSignal:
     Inside the block the signals do not end the process. The request travels with what ranks agree on in each ``step()``
     anyway, so it costs no message. A signal that comes after that agreement travels with the next one. If there is none
     until the end of the block, the process gets the signal again there, unless an error ends the block.
+
+    Attributes:
+        why: which rank got which signal, as text; None if there is no request. Equal on all ranks between two steps.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
@@ -32,26 +35,21 @@ class StopOnSignal:
         wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
         if wrong:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
-        self._parts, self._signals = sharded_optimizer_of(optimizer), tuple(signals)
+        self._parts, self._signals = ShardedOptimizer(optimizer), tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
         self._received: signal.Signals | None = None  # by this process
-        self._why: str | None = None
+        self.why: str | None = None
 
     @property
     def requested(self) -> bool:
         """Whether the ranks should end. Equal on all ranks between two steps. Local."""
-        return self._why is not None
-
-    @property
-    def why(self) -> str | None:
-        """Which rank got which signal, as text; None if there is no request. Local."""
-        return self._why
+        return self.why is not None
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
         """Note the signals of all ranks. Called in each step."""
         for rank, report in enumerate(reports):
-            if _REPORT in report and self._why is None:
-                self._why = f"rank {rank} got {report[_REPORT]}"
+            if _REPORT in report and self.why is None:
+                self.why = f"rank {rank} got {report[_REPORT]}"
 
     def before_update(self, bucket: int) -> None:
         """States may change."""
@@ -71,7 +69,7 @@ class StopOnSignal:
         self._before.clear()
         self._parts.watchers.remove(self)
         self._parts.report(_REPORT, None)
-        if self._received is not None and self._why is None and error is None:
+        if self._received is not None and self.why is None and error is None:
             signal.raise_signal(self._received)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -75,15 +75,18 @@ def _digest(tree: Any, tensors: Mapping[str, Tensor]) -> str:
 
 def generators() -> dict[str, Any]:
     """Return the states of all random generators of this process."""
-    found: dict[str, Any] = {
+    return {
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state(),
         "random": random.getstate(),
+        **{kind: module.get_rng_state() for kind, module in _accelerators().items()},
     }
+
+
+def _accelerators() -> dict[str, Any]:
+    """Return the module of the accelerator of this process by its type, if there is one."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is not None:
-        found[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
-    return found
+    return {} if accelerator is None else {accelerator.type: torch.get_device_module(accelerator)}
 
 
 def check_generators(states: Mapping[str, Any]) -> None:
@@ -105,8 +108,7 @@ def set_generators(states: Mapping[str, Any]) -> list[str]:
     torch.set_rng_state(states["torch"])
     np.random.set_state(states["numpy"])
     random.setstate(states["random"])
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    here = {"torch", "numpy", "random", *([] if accelerator is None else [accelerator.type])}
-    if accelerator is not None and accelerator.type in states:
-        torch.get_device_module(accelerator).set_rng_state(states[accelerator.type])
-    return sorted(here ^ states.keys())
+    accelerators = _accelerators()
+    for kind in accelerators.keys() & states.keys():
+        accelerators[kind].set_rng_state(states[kind])
+    return sorted({"torch", "numpy", "random", *accelerators} ^ states.keys())

@@ -32,7 +32,7 @@ def completed(
 
     Each class is given its groups and their states once, on an instance whose parameters have no memory. Of a tensor of
     more than one element it sees the shape alone, so one on the meta device serves, too. If a class refuses what it is
-    given, its groups stay as they are; `plain_dicts.check` names what they lack.
+    given, its groups stay as they are; `plain_dicts.fitted` names what they lack.
 
     Args:
         state_dict: one of all param groups, with as many parameters in each as this optimizer has.
@@ -50,10 +50,8 @@ def completed(
     for number, inner in user_optimizers.used():
         if inner.optimizer_class.__setstate__ is torch.optim.Optimizer.__setstate__:
             continue
-        throw_away = _ThrowAway(inner)
         places = list(user_optimizers.groups_of(number, groups))
-        for place in places:
-            throw_away.add(saved[place], members[place], states)
+        throw_away = _ThrowAway(inner, [(saved[place], members[place]) for place in places], states)
         try:
             found = throw_away.complete()
         except Exception:  # these are not its states, or it cannot load what it saves itself
@@ -80,22 +78,25 @@ def _check_options(inner: UserOptimizer, place: int, saved: Options, after: Opti
 class _ThrowAway:
     """A throw-away instance of a class, and what it is given of a state dict."""
 
-    def __init__(self, inner: UserOptimizer) -> None:
+    def __init__(
+        self,
+        inner: UserOptimizer,
+        groups: Sequence[tuple[Options, Sequence[ParameterSpec]]],
+        states: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """``groups``: of the dict, with their parameters. ``states``: by the dict's indices."""
         self._inner, self._instance = inner, inner.instance(None)
         self._groups: list[Options] = []
         self._parameters: dict[int, tuple[Tensor, ParameterSpec]] = {}  # by the dict's index
         self._given: dict[int, dict[str, Any]] = {}
-
-    def add(self, group: Options, specs: Sequence[ParameterSpec], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Add a param group, and the states of its parameters."""
-        options = {key: copy.deepcopy(value) for key, value in group.items() if key not in NO_OPTIONS}
-        self._groups.append({**options, "params": []})
-        for index, spec in zip(group["params"], specs, strict=True):
-            parameter = _zeros(spec.shape, spec.dtypes.master_dtype, spec.device)
-            self._groups[-1]["params"].append(parameter)
-            self._parameters[index] = (parameter, spec)
-            if states.get(index):
-                self._given[index] = {name: _copied(value, spec.device) for name, value in states[index].items()}
+        for group, specs in groups:
+            options = {key: copy.deepcopy(value) for key, value in group.items() if key not in NO_OPTIONS}
+            made = [_zeros(spec.shape, spec.dtypes.master_dtype, spec.device) for spec in specs]
+            self._groups.append({**options, "params": made})
+            for index, parameter, spec in zip(group["params"], made, specs, strict=True):
+                self._parameters[index] = (parameter, spec)
+                if states.get(index):
+                    self._given[index] = {name: _copied(value, spec.device) for name, value in states[index].items()}
 
     def complete(self) -> list[Options]:
         """Let the class complete what was added, and return the options of each group."""

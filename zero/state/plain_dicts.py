@@ -1,13 +1,14 @@
 """Turns optimizer states into plain torch.optim dicts and back, at every stage and number of ranks.
 
-Knows: the format of torch.optim's dicts. Does not know: how states travel (`gather`).
+Knows: the format of torch.optim's dicts; with several classes, there is one for each, by its name. Does not know: how
+states travel (`gather`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from ..runtime.flat_states import Options, PieceState, may_lie_flat
 from ..step.classes import UserOptimizers
 from ..step.partition import check_classes
 from ..step.user_optimizer import NO_OPTIONS
-from .by_class import merged, split
 from .gather import gather
 from .older import completed
 
@@ -92,11 +92,8 @@ class PlainDicts:
         """
         classes = self._class_names(groups)
         state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
-        buckets, user_optimizers, listed = self._storage.buckets, self._user_optimizers, self._storage.listed()
-        check_form(state_dict, groups, listed)
-        state_dict = completed(state_dict, groups, user_optimizers, listed)
-        names = check_classes(user_optimizers, state_dict["param_groups"], self._storage.layout.parameters)
-        mapping = check(state_dict, groups, listed, names)
+        buckets, user_optimizers = self._storage.buckets, self._user_optimizers
+        state_dict, names, mapping = fitted(state_dict, groups, user_optimizers, self._storage)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
@@ -127,6 +124,67 @@ def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) ->
     return result
 
 
+def split(whole: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return the plain dict of each class, by its name, whose indices begin at 0. ``names``: of each group's class."""
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(names):
+        groups = [group for group, of in zip(whole["param_groups"], names, strict=True) if of == name]
+        indices = {index: place for place, index in enumerate(index for group in groups for index in group["params"])}
+        found[name] = {
+            **_renumbered(whole, indices),
+            "param_groups": [
+                {**group, "optimizer_class": name, "params": [indices[index] for index in group["params"]]}
+                for group in groups
+            ],
+        }
+    return found
+
+
+def merged(dicts: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return one dict of the plain dicts of each class: what `split` was given. ``names``: of each group's class.
+
+    Raises `ValueError` if there is not one for each class, with as many groups as it has.
+    """
+    if not isinstance(dicts, Mapping) or dicts.keys() != set(names):
+        raise ValueError(
+            f"the state dict must hold one dict for each class, by its name: {', '.join(sorted(set(names)))}; it has "
+            f"{', '.join(map(repr, dicts)) or 'nothing'}"
+        )
+    for name, plain in dicts.items():
+        if not isinstance(plain, Mapping) or not {"state", "param_groups"} <= plain.keys():
+            raise ValueError(f"the dict of {name} must be one of torch.optim, with 'state' and 'param_groups'")
+    whole: dict[str, Any] = {"state": {}, "param_groups": []}
+    groups: dict[str, Iterator[Any]] = {}
+    indices: dict[str, dict[int, int]] = {name: {} for name in dicts}
+    for name, plain in dicts.items():
+        if len(plain["param_groups"]) != names.count(name):
+            raise ValueError(
+                f"the state dict has {len(plain['param_groups'])} param groups of {name}, this optimizer "
+                f"{names.count(name)}"
+            )
+        groups[name] = iter(plain["param_groups"])
+    count = 0
+    for name in names:
+        group = next(groups[name])
+        for index in group["params"]:
+            indices[name][index] = count
+            count += 1
+        whole["param_groups"].append({**group, "params": [indices[name][index] for index in group["params"]]})
+    for name, plain in dicts.items():
+        for key, values in _renumbered(plain, indices[name]).items():
+            whole.setdefault(key, {}).update(values)
+    return whole
+
+
+def _renumbered(plain: Mapping[str, Any], indices: Mapping[int, int]) -> dict[str, dict[int, Any]]:
+    """Return what a dict has by index, with other indices."""
+    return {
+        key: {indices[index]: value for index, value in plain[key].items() if index in indices}
+        for key in ("state", MASTERS)
+        if key in plain
+    }
+
+
 def by_index(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a dict whose keys are indices, given one whose keys are the parameters' names, as of FSDP2's.
 
@@ -145,7 +203,22 @@ def by_index(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**state_dict, "state": states, "param_groups": named}
 
 
-def check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
+def fitted(
+    state_dict: Mapping[str, Any], groups: Sequence[Options], user_optimizers: UserOptimizers, storage: ParameterStorage
+) -> tuple[dict[str, Any], dict[int, frozenset[str]], dict[int, int]]:
+    """Return a plain dict with what its classes add to it, if it fits this optimizer. Changes nothing.
+
+    Also returns the names of the states that are as large as their parameter, by the number of the class, and this
+    optimizer's index -> the dict's index. Raises `ValueError` that names the first difference.
+    """
+    listed = storage.listed()
+    _check_form(state_dict, groups, listed)
+    found = completed(state_dict, groups, user_optimizers, listed)
+    elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
+    return found, elementwise, _check(found, groups, listed, elementwise)
+
+
+def _check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
     """Raise `ValueError` unless a plain dict has the param groups of this optimizer: their classes, and how many
     parameters each has."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
@@ -166,16 +239,13 @@ def check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed:
             )
 
 
-def check(
+def _check(
     state_dict: Mapping[str, Any],
     groups: Sequence[Options],
     listed: Sequence[ParameterSpec],
     elementwise: Mapping[int, frozenset[str]],
 ) -> dict[int, int]:
-    """Check that a plain dict fits this optimizer, and return this optimizer's index -> the dict's index.
-
-    The dict must have passed `check_form`. Changes nothing. Raises `ValueError` that names the first difference.
-    """
+    """Check a plain dict that has passed `_check_form`, and return this optimizer's index -> the dict's index."""
     mapping: dict[int, int] = {}
     by_index = {spec.index: spec for spec in listed}
     masters: Mapping[int, Tensor] = state_dict.get(MASTERS, {})

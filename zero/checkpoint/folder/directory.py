@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from .. import files
 from ..format.manifest import LONGEST, NAME, Manifest, VersionError
 from ..format.names import COPIED, NOTES, copied_in
 from .lock import FolderLock
-from .visibility import is_probe
+from .visibility import PROBE
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-([0-9a-f]{16})")
@@ -109,30 +109,20 @@ def complete_steps(directory: Path) -> list[int]:
     return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
 
 
-class LockedDirectory:
+class LockedDirectory(FolderLock):
     """A folder of checkpoints that this run alone writes to. Held by rank 0."""
 
     def __init__(self, directory: Path, nonce: str) -> None:
         """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
-        self.path = directory
         self._unremoved: set[Path] = set()  # of this run
         files.make_folders(directory)
-        self._lock = FolderLock(directory, nonce)
-
-    @property
-    def remark(self) -> str | None:
-        """What is weaker here than a lock of the kernel; None if it is one."""
-        return self._lock.remark
-
-    def check(self) -> None:
-        """Raise an error unless this run holds the lock; see `FolderLock.check`."""
-        self._lock.check()
+        super().__init__(directory, nonce)
 
     def close(self) -> None:
         """Give up the lock."""
         with suppress(OSError, RuntimeError, ValueError):
             self.remove([])
-        self._lock.close()
+        super().close()
 
     def clean(self) -> list[str]:
         """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
@@ -151,7 +141,7 @@ class LockedDirectory:
         temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
         if temporary:
             self._bring_back(temporary[2])
-        if is_probe(entry) or (_SAVED.fullmatch(entry.name) and _is_empty_file(entry)):
+        if _is_scratch(entry):
             files.remove(entry)
         elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
             files.rename(entry, self.path / trash[1])
@@ -220,14 +210,8 @@ class LockedDirectory:
         """Remove what lets ranks see that saves are complete, of all saves but the one of this nonce."""
         for entry in list(self.path.iterdir()):
             found = _SAVED.fullmatch(entry.name)
-            if found and found[1] != but and _is_empty_file(entry):
+            if found and found[1] != but and _is_scratch(entry):
                 files.remove(entry)
-
-    def check_free(self, step: int, *, overwrite: bool) -> None:
-        """Raise `FileExistsError` if a checkpoint of this step may not be written. `RuntimeError`: see `check`."""
-        there = steps_in(self.path)
-        check_free(there.get(step, self.path / step_name(step)), overwrite=overwrite)
-        self.check()
 
 
 def check_free(target: Path, *, overwrite: bool) -> None:
@@ -267,25 +251,46 @@ def foreign(folder: Path) -> str | None:
 
 
 def remove_checkpoint(folder: Path) -> list[str]:
-    """Remove the folder of a checkpoint or of a save. What shows a later `clean` that it is one goes last.
+    """Remove the folder of a checkpoint or of a save. Returns, as text, what was left, and why.
 
-    If it has anything foreign, it is left. Returns, as text, what was left, and why.
+    If it has anything foreign, it is left.
     """
     strange = foreign(folder)
     if strange is not None:
         return [_has_foreign(folder, strange)]
-    marks = (folder / NAME, folder / NOTES / COPIED, folder / NOTES / "nonce", folder / NOTES)
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            if (Path(parent) / name) not in marks:
-                files.remove(Path(parent) / name)
-        if Path(parent) not in (folder, *marks):
-            files.remove_folder(Path(parent))
-    for mark in marks:
-        with suppress(FileNotFoundError):
-            (files.remove_folder if mark == folder / NOTES else files.remove)(mark)
-    files.remove_folder(folder)
+    remove_all(folder)
     return []
+
+
+def remove_all(folder: Path, *, but_notes: bool = False) -> None:
+    """Remove a folder of this library's, as far as possible, and raise the first error then.
+
+    What shows a later `clean` that it is one goes last, and stays if anything does. ``but_notes``: leave the notes.
+    """
+    notes = folder / NOTES
+    marks = (notes / COPIED, notes / "nonce", notes, folder)
+    failed: list[OSError] = []
+
+    def attempt(call: Callable[[Path], None], path: Path) -> None:
+        try:
+            call(path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            failed.append(error)
+
+    for parent, _, names in os.walk(folder, topdown=False):
+        if but_notes and Path(parent) == notes:
+            continue
+        for name in names:
+            if Path(parent, name) not in (*marks, folder / NAME):
+                attempt(files.remove, Path(parent, name))
+        if Path(parent) not in marks:
+            attempt(files.remove_folder, Path(parent))
+    for mark in () if failed else (folder / NAME, *(() if but_notes else marks)):
+        attempt(files.remove_folder if mark in (notes, folder) else files.remove, mark)
+    if failed:
+        raise failed[0]
 
 
 def _has_foreign(folder: Path, strange: str) -> str:
@@ -313,9 +318,10 @@ def _has_nonce(folder: Path, nonce: str) -> bool:
     return False
 
 
-def _is_empty_file(path: Path) -> bool:
-    status = os.lstat(path)
-    return stat.S_ISREG(status.st_mode) and status.st_size == 0
+def _is_scratch(path: Path) -> bool:
+    """Return whether this is a file of this library's that a run leaves beside checkpoints."""
+    is_ours = _SAVED.fullmatch(path.name) or PROBE.fullmatch(path.name)
+    return bool(is_ours) and stat.S_ISREG(os.lstat(path).st_mode)
 
 
 def _remove_empty(folder: Path) -> None:

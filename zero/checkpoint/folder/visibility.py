@@ -20,7 +20,7 @@ from pathlib import Path
 from ...optimizer import ZeroOptimizer
 from .. import files
 
-_NAME = re.compile(r"\.probe-[0-9a-f]{16}(?:\.(\d+))?")
+PROBE = re.compile(r"\.probe-[0-9a-f]{16}(\.\d+)?")  # the names of scratch files
 _LARGEST = 1 << 20
 _NOT_IN_PLACE = files.UNSUPPORTED | {errno.ESPIPE}
 
@@ -101,20 +101,6 @@ def _on_any(optimizer: ZeroOptimizer, directory: Path, action: Callable[[], bool
         if theirs is not None:
             raise ValueError(f"{directory}: rank {rank} (host {host}, pid {pid}) cannot use this folder: {theirs}")
     return any(found for *_, found in told)
-
-
-def is_probe(path: Path) -> bool:
-    """Return whether a file is a scratch file that a run has left: each byte names its place, or was not written."""
-    name = _NAME.fullmatch(path.name)
-    try:
-        found = files.read_whole(path, _LARGEST) if name else None
-    except OSError:
-        return False
-    if name is None or found is None:
-        return False
-    if name[1] is not None:
-        return _bytes(int(name[1])).startswith(found)
-    return all(byte in (0, _bytes(place // 2)[0]) for place, byte in enumerate(found))
 
 
 def _part(path: Path, rank: int) -> Path:

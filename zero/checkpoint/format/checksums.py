@@ -23,15 +23,16 @@ _X_TO_8 = 1 << 23
 
 @dataclass(frozen=True, order=True)
 class Fragment:
-    """The CRC-32 of the bytes ``[begin, begin + length)`` of a file."""
+    """The CRC-32 of the bytes ``[begin, begin + length)`` of a file.
+
+    ``rank``: which rank has written them. ``place``: how many bytes it had written before.
+    """
 
     begin: int
     length: int
     crc32: int
-
-    def packed(self) -> tuple[int, ...]:
-        """Return what the constructor takes."""
-        return self.begin, self.length, self.crc32
+    rank: int = 0
+    place: int = 0
 
 
 def split(begin: int, end: int, block_bytes: int) -> Iterator[tuple[int, int]]:

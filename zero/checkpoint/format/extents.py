@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from ...core.cuts import EvenCuts
 from ...core.layout import ALIGNMENT_BYTES, BucketSpec, ParameterSpec, Piece
@@ -25,34 +24,18 @@ from .checksums import split
 from .tensorfile import TensorEntry, header_bytes
 
 
-class TensorFile(Protocol):
-    """A safetensors file, whether it is written or read."""
-
-    @property
-    def folder(self) -> str:
-        """The folder of the checkpoint in which it lies."""
-
-    @property
-    def data(self) -> int:
-        """The first byte of the data."""
-
-    @property
-    def tensors(self) -> Sequence[TensorEntry]:
-        """The tensors, in the order of their bytes."""
-
-
 @dataclass(frozen=True)
-class FilePlan:
-    """A safetensors file before it is written.
+class TensorFile:
+    """A safetensors file, whether it is written or read.
 
     Attributes:
         path: relative to the checkpoint, with "/".
-        header: the bytes before the data.
+        data: the first byte of the data.
         tensors: in the order of their bytes.
     """
 
     path: str
-    header: bytes
+    data: int
     tensors: tuple[TensorEntry, ...]
 
     @property
@@ -60,12 +43,19 @@ class FilePlan:
         return self.path.rpartition("/")[0]
 
     @property
-    def data(self) -> int:
-        return len(self.header)
-
-    @property
     def nbytes(self) -> int:
         return self.data + (self.tensors[-1].end if self.tensors else 0)
+
+
+@dataclass(frozen=True)
+class FilePlan(TensorFile):
+    """A safetensors file before it is written. ``header``: the bytes before the data."""
+
+    header: bytes
+
+    @classmethod
+    def of(cls, path: str, header: bytes, tensors: Sequence[TensorEntry]) -> FilePlan:
+        return cls(path, len(header), tuple(tensors), header)
 
 
 @dataclass(frozen=True)
@@ -86,14 +76,14 @@ class Chunk:
     """Bytes of a file that a rank writes or reads at once, between two borders of blocks.
 
     Attributes:
-        file: the number of the file.
+        path: of the file.
         begin: the first byte, counted from the beginning of the file.
         parts: their bytes in the sources, one after the other. ``Part.begin`` counts from the beginning of the file.
         nbytes: their bytes.
         sources: how many parts each source has, in the order of their first ones.
     """
 
-    file: int
+    path: str
     begin: int
     parts: tuple[Part, ...]
     nbytes: int = field(init=False, compare=False)
@@ -122,10 +112,8 @@ def plan_files(
         end += entry.nbytes
     stem = folder.rpartition("/")[2]
     return [
-        FilePlan(
-            f"{folder}/{stem}-{number:05d}-of-{len(groups):05d}.safetensors",
-            header_bytes(group, metadata),
-            tuple(group),
+        FilePlan.of(
+            f"{folder}/{stem}-{number:05d}-of-{len(groups):05d}.safetensors", header_bytes(group, metadata), group
         )
         for number, group in enumerate(groups, start=1)
     ]
@@ -195,24 +183,23 @@ def chunks(
     found: list[Chunk] = []
     run: list[Part] = []
 
-    def flush(number: int) -> None:
+    def flush(path: str) -> None:
         if run:
-            found.append(Chunk(number, run[0].begin, tuple(run)))
+            found.append(Chunk(path, run[0].begin, tuple(run)))
             run.clear()
 
-    for number, file in enumerate(files):
+    for file in files:
         for entry in file.tensors:
-            first = file.data + entry.begin
             for part in parts.get((file.folder, entry.name), ()):
-                start = first + part.begin
+                start = file.data + entry.begin + part.begin
                 for low, high in split(start, start + part.nbytes, block_bytes):
                     if run and (low % block_bytes == 0 or low != run[-1].begin + run[-1].nbytes):
-                        flush(number)
+                        flush(file.path)
                     offset = part.offset + low - start
                     last = run[-1] if run else None
                     if last is not None and last.source == part.source and last.offset + last.nbytes == offset:
                         run[-1] = Part(part.source, last.offset, last.begin, last.nbytes + high - low)
                     else:
                         run.append(Part(part.source, offset, low, high - low))
-        flush(number)
+        flush(file.path)
     return found

@@ -1,6 +1,7 @@
 """Reads one file of a checkpoint. Every block that is touched is compared with its checksum.
 
 Knows: blocks, and which tensors one has, for errors. Does not know: the checkpoint. Follows no link below its folder.
+Blocks may be read by several threads: Python's other threads run while one reads or sums a block.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import os
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeVar
 
 from ...core.statetree import FormatError
 from .. import files
 from ..format.manifest import FileSums
 from ..format.tensorfile import Header, header_length, parse_header
-from .parallel import each_block
+
+MOST_THREADS = 4  # of one process: more of them wait for the same disk
+_Block = TypeVar("_Block")
 
 
 class CheckpointError(ValueError):
@@ -141,3 +146,39 @@ class FileReader:
         text = bytearray(header_length(bytes(first[:read]), self.nbytes))
         files.read_at(self._number, memoryview(text), 8)
         return parse_header(bytes(text), self.nbytes)
+
+
+def threads_of_rank(world_size: int) -> int:
+    """Return how many threads a rank uses if all ``world_size`` ranks may be on this host, and read at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // world_size))
+
+
+def each_block(blocks: Sequence[_Block], read: Callable[[_Block], None], threads: int) -> None:
+    """Call ``read`` for each block, in ``threads`` threads, of which the caller's is one.
+
+    Returns when no thread reads any more. If reads fail, the error of the first of these blocks is raised.
+    """
+    numbers = iter(range(len(blocks)))
+    failed: list[tuple[int, BaseException]] = []
+
+    def work() -> None:
+        while not failed and (number := next(numbers, None)) is not None:
+            try:
+                read(blocks[number])
+            except BaseException as error:  # raised by the caller's thread
+                failed.append((number, error))
+
+    others = []
+    try:
+        for _ in range(min(threads, len(blocks)) - 1):
+            other = threading.Thread(target=work, name="zero-read")
+            other.start()
+            others.append(other)
+    except RuntimeError:  # no further thread can be started: those that there are do the work
+        pass
+    work()
+    for other in others:
+        other.join()
+    if failed:
+        raise min(failed, key=lambda pair: pair[0])[1]

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from ...core.layout import ParameterSpec
 from ...core.names import by_known_name, known_as, remark_on_prefix
-from ...core.statetree import DTYPES, NO_OPTIONS, decode_states, encode_inline, tensor_names
-from ...state.older import completed
-from ...state.plain_dicts import check, check_form, lies_flat
-from ...step.partition import check_classes
+from ...core.statetree import DTYPES, NO_OPTIONS, encode_inline, tensor_names
+from ...state.plain_dicts import fitted, lies_flat
 from ..contents import Contents, StoredTensor
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
-from .reader import Checkpoint
+from .reader import Checkpoint, plain_dict
 
 Saved = tuple[str, TensorEntry]  # a saved tensor: its file, and its entry there
 
@@ -127,38 +125,26 @@ class Fit:
                     f"optimizer is {mine}"
                 )
         order = [name for group in saved_groups for name in group["params"]]
-        indices = {name: index for index, name in enumerate(order)}
         self.states = by_known_name(checkpoint.states(), self._known)
         self.values = by_known_name(checkpoint.state_values(), self._known)
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
         kinds = {name: _shape_alone for inner in user_optimizers for name in inner.kinds}
-        meta: dict[int, dict[str, Any]] = {}
+        tensors = {
+            parameter: {name: _without_values(entry) for name, (_, entry) in states.items()}
+            for parameter, states in self.states.items()
+        }
         with checkpoint.parsing(OPTIMIZER):
-            for parameter in self.states.keys() | self.values.keys():
-                tensors = {name: _without_values(entry) for name, (_, entry) in self.states.get(parameter, {}).items()}
-                meta[indices[parameter]] = decode_states(self.values.get(parameter, {}), tensors, kinds)
-        named = [
-            {
-                **{key: value for key, value in group.items() if key not in NO_OPTIONS},
-                "param_names": group["params"],
-                "params": [indices[name] for name in group["params"]],
-            }
-            for group in saved_groups
-        ]
-        plain: dict[str, Any] = {"state": meta, "param_groups": named}
-        listed = contents.storage.listed()
-        check_form(plain, contents.groups, listed)
-        plain = completed(plain, contents.groups, user_optimizers, listed)
+            plain = plain_dict(saved_groups, tensors, self.values, kinds)
+        before = plain["state"]
+        plain, self.elementwise, _ = fitted(plain, contents.groups, user_optimizers, contents.storage)
         for index, states in plain["state"].items():
             for name, value in states.items():
-                if value is not meta[index].get(name):
+                if value is not before[index].get(name):
                     self.values.setdefault(order[index], {})[name] = encode_inline(value, name)
         self.groups = [
             {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "param_names")}
             for group in plain["param_groups"]
         ]
-        self.elementwise = check_classes(user_optimizers, self.groups, contents.storage.layout.parameters)
-        check(plain, contents.groups, listed, self.elementwise)
 
 
 def _shape_alone(_: Any, __: Any, shape: torch.Size, ___: Any) -> Tensor:

@@ -35,8 +35,8 @@ from ..contents import Contents, StoredTensor
 from ..format.extents import Part, is_row_major, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
+from .file_reader import threads_of_rank
 from .fit import Fit, Saved
-from .parallel import threads_of_rank
 from .parts import PartReader
 from .reader import Checkpoint
 
@@ -54,7 +54,6 @@ class Loader:
         self._old: dict[str, FlatBuffer] = {}  # memory of the states of the bucket that is begun
         self._later: list[Callable[[], None]] = []  # what follows when everything was read
         self._scalars = bytearray()  # of all pieces, one after the other
-        self._scalar_parts: list[tuple[str, Part]] = []  # of these bytes, with the tensor's name
         self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
         self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
         self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
@@ -145,7 +144,7 @@ class Loader:
             elif states.piece_of(slot) is not None:
                 place = len(self._scalars)
                 self._places.setdefault((number, slot), {})[name] = (place, saved[1])
-                self._scalar_parts.append((saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes)))
+                self._parts.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
                 self._scalars += bytes(saved[1].nbytes)
 
     def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
@@ -189,8 +188,6 @@ class Loader:
     def _read(self) -> None:
         """Read all that is expected."""
         self._parts.memory(_SCALARS, lambda: torch.frombuffer(self._scalars or bytearray(1), dtype=torch.uint8))
-        for name, part in self._scalar_parts:
-            self._parts.want(OPTIMIZER, name, part)
         on_host = all(torch.device(bucket.spec.device).type == "cpu" for bucket in self._contents.buckets)
         self._parts.read(threads_of_rank(self._contents.transport.world_size) if on_host else 1)
 

@@ -8,51 +8,17 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from ...core.bits import as_bytes, memory_of
-from ..format.extents import Part, chunks
-from ..format.tensorfile import Header, TensorEntry
-from .file_reader import FileReader
-from .parallel import each_block
+from ..format.extents import Part, TensorFile, chunks
+from .file_reader import FileReader, each_block
 from .reader import Checkpoint
 
 Target = tuple[str, int]
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """A file of the checkpoint, as `extents.chunks` needs it."""
-
-    path: str
-    header: Header
-
-    @property
-    def folder(self) -> str:
-        return self.path.rpartition("/")[0]
-
-    @property
-    def data(self) -> int:
-        return self.header.data
-
-    @property
-    def tensors(self) -> Sequence[TensorEntry]:
-        return self.header.tensors
-
-
-@dataclass
-class _Memory:
-    """Memory that is filled from a checkpoint."""
-
-    tensor: Tensor
-    data: memoryview
-    left: int = 0  # bytes that are still to be read
-
-    def of(self, part: Part) -> memoryview:
-        return self.data[part.offset : part.offset + part.nbytes]
 
 
 class PartReader:
@@ -61,7 +27,8 @@ class PartReader:
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._parts: dict[tuple[str, str], list[Part]] = {}
-        self._memory: dict[Target, _Memory] = {}
+        self._memory: dict[Target, Tensor] = {}
+        self._left: Counter[Target] = Counter()  # bytes of each that are still to be read
         self._then: dict[Target, list[Callable[[], object]]] = {}
         self._lock = threading.Lock()  # of these three, while several threads read
 
@@ -71,44 +38,47 @@ class PartReader:
         It is kept until all parts of the target were read.
         """
         if target not in self._memory:
-            made = make()
-            self._memory[target] = _Memory(made, memory_of(as_bytes(made)))
-        return self._memory[target].tensor
+            self._memory[target] = make()
+        return self._memory[target]
 
     def want(self, folder: str, name: str, part: Part, then: Callable[[], object] | None = None) -> None:
         """Read a part of a tensor to its source, a target. ``then``: called when all parts of that target are there."""
         self._parts[folder, name] = [part]
-        self._memory[part.source].left += part.nbytes
+        self._left[part.source] += part.nbytes
         if then is not None:
             self._then.setdefault(part.source, []).append(then)
 
     def read(self, threads: int) -> None:
         """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
         found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in self._parts)
-        saved = [SavedFile(path, found.header(path)) for folder in folders for path in found.paths(folder)]
+        headers = {path: found.header(path) for folder in folders for path in found.paths(folder)}
+        saved = [TensorFile(path, header.data, header.tensors) for path, header in headers.items()]
         block_bytes = found.manifest.block_bytes
         wanted = chunks(saved, self._parts, block_bytes)
-        for number, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.file):
+        for path, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.path):
             blocks = [
                 (block, [part for chunk in of_block for part in chunk.parts])
                 for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)
             ]
-            with found.file(saved[number].path) as reader:
+            with found.file(path) as reader:
                 each_block(blocks, functools.partial(self._read_block, reader), threads)
 
     def _read_block(self, reader: FileReader, wanted: tuple[int, Sequence[Part]]) -> None:
         """Read a block: its parts to their places, and what lies between them to nowhere."""
         block, parts = wanted
         begin, length = reader.span(block)
+        with self._lock:
+            memory = {source: memory_of(as_bytes(self._memory[source])) for source in {part.source for part in parts}}
         end, pieces = begin, []
         for part in parts:
-            pieces += [_nowhere(part.begin - end), self._memory[part.source].of(part)]
+            into = memory[part.source][part.offset : part.offset + part.nbytes]
+            pieces += [_nowhere(part.begin - end), into]
             end = part.begin + part.nbytes
         reader.read_block(block, *(piece for piece in (*pieces, _nowhere(begin + length - end)) if piece))
         with self._lock:
             for part in parts:
-                self._memory[part.source].left -= part.nbytes
-            done = {part.source for part in parts if not self._memory[part.source].left}
+                self._left[part.source] -= part.nbytes
+            done = {part.source for part in parts if not self._left[part.source]}
         for target in done:
             for action in self._then.pop(target, ()):
                 action()

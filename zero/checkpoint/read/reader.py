@@ -1,33 +1,72 @@
-"""What a checkpoint holds, as values: the plain dicts, the states by name, the caller's state.
+"""Reads a checkpoint: the plain dicts, the states by name, the caller's state, its files of tensors.
 
-Knows: the folders and keys of the format. Does not know: blocks, ranks, how an optimizer is loaded.
+Knows: the manifest, headers, indices, the folders and keys of the format. Does not know: ranks, how an optimizer is
+loaded. Every block that is touched is compared with its checksum. Runs no code of the checkpoint, follows no link, and
+reads nothing outside its folder.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Container
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from ...core.names import MASTERS
-from ...core.statetree import NO_OPTIONS, FormatError, decode, decode_states
-from ...state.by_class import split
-from ..format.manifest import NAME
-from ..format.names import AVERAGES, MODEL, OPTIMIZER, STATE_FILE, rank_file, split_key
-from ..format.tensorfile import TensorEntry, parse_json
-from .file_reader import CheckpointError
-from .tensor_folder import TensorFolder
+from ...core.bits import as_bytes, laid_out, memory_of
+from ...core.cuts import EvenCuts
+from ...core.statetree import DTYPES, NO_OPTIONS, FormatError, Rebuild, decode, decode_states
+from ...state.plain_dicts import split
+from ..folder.directory import read_manifest, steps_in
+from ..format.manifest import NAME, Manifest
+from ..format.names import (
+    AVERAGES,
+    FOLDERS,
+    MASTERS,
+    MODEL,
+    OPTIMIZER,
+    STATE_FILE,
+    averages_in,
+    index_file,
+    rank_file,
+    split_key,
+)
+from ..format.tensorfile import (
+    Header,
+    TensorEntry,
+    header_length,
+    parse_header,
+    parse_index,
+    parse_json,
+    with_strides,
+)
+from .file_reader import CheckpointError, FileReader
+
+_Value = TypeVar("_Value")
 
 
-class Checkpoint(TensorFolder):
+class Checkpoint:
     """A checkpoint on a disk. `zero.open_checkpoint` returns it. Needs no ranks; tensors are read when asked for.
 
     Attributes:
         path: the folder.
         manifest: what it holds.
     """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Open a checkpoint. Raises `CheckpointError` if it is none, or its manifest is damaged."""
+        self.path = Path(path)
+        try:
+            self.manifest: Manifest = read_manifest(self.path)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            newest = _newest_in(self.path)
+            raise CheckpointError(f"{self.path} is not a checkpoint: it has no {NAME}{newest}") from error
+        except (OSError, FormatError) as error:
+            raise CheckpointError(f"{self.path / NAME}: {error}") from error
+        self._headers: dict[str, Header] = {}
 
     def __repr__(self) -> str:
         return f"Checkpoint({str(self.path)!r}, step {self.step}, content {self.content[:12]})"
@@ -46,6 +85,11 @@ class Checkpoint(TensorFolder):
     def not_saved(self) -> tuple[str, ...]:
         """The names of what could not be saved."""
         return self.manifest.not_saved
+
+    @property
+    def average_names(self) -> list[str]:
+        """The names of all averages, in order."""
+        return averages_in(self.manifest.files)
 
     # -- values -------------------------------------------------------------------------------------------------------
 
@@ -85,25 +129,27 @@ class Checkpoint(TensorFolder):
 
         Tensors inside them are among `states`: `decode_states` brings them together.
         """
-        found: dict[str, dict[str, Any]] = {}
-        names = self._indices()
         for path in self.paths(OPTIMIZER)[:1]:  # each of them has all values
             with self.parsing(path):
                 values = parse_json(self.header(path).metadata.get("values", "{}").encode(), "values")
                 if not isinstance(values, dict):
                     raise FormatError("its values have no names")
-                for key, value in values.items():
-                    parameter, name = self._split(key, names)
-                    found.setdefault(parameter, {})[name] = value
-        return found
+                return self._by_parameter(values)
+        return {}
 
     def states(self) -> dict[str, dict[str, tuple[str, TensorEntry]]]:
         """Return the tensors of each parameter's states: by the parameter's name, by their names, file and entry."""
-        found: dict[str, dict[str, tuple[str, TensorEntry]]] = {}
-        names = self._indices()
-        for key, place in self.tensors(OPTIMIZER).items():
-            parameter, name = self._split(key, names)
-            found.setdefault(parameter, {})[name] = place
+        return self._by_parameter(self.tensors(OPTIMIZER))
+
+    def _by_parameter(self, values: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
+        """Return what has the keys of states by the parameter's name, and by the state's."""
+        parameters = {name for group in self.param_groups for name in group["params"]}
+        found: dict[str, dict[str, _Value]] = {}
+        for key, value in values.items():
+            names = split_key(key, parameters)
+            if names is None:
+                raise CheckpointError(f"{self.path}: {key!r} is the state of no parameter of a param group")
+            found.setdefault(names[0], {})[names[1]] = value
         return found
 
     def optimizer_state_dict(self) -> dict[str, Any]:
@@ -117,40 +163,17 @@ class Checkpoint(TensorFolder):
 
     def whole_state_dict(self) -> dict[str, Any]:
         """Return one dict of all param groups, whatever their classes, with "masters" if there are master weights."""
-        indices = self._indices()
-        tensors: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in self.read_folder(OPTIMIZER).items():
-            parameter, name = self._split(key, indices)
-            tensors.setdefault(parameter, {})[name] = tensor
-        values = self.state_values()
-        states: dict[int, dict[str, Any]] = {}
+        tensors = self._by_parameter(self.read_folder(OPTIMIZER))
         with self.parsing(OPTIMIZER):
-            for parameter in tensors.keys() | values.keys():
-                found = decode_states(values.get(parameter, {}), tensors.get(parameter, {}))
-                states[indices[parameter]] = found
-        groups = []
-        for group in self.param_groups:
-            options = {k: v for k, v in group.items() if k not in NO_OPTIONS}
-            params = [indices[name] for name in group["params"]]
-            groups.append({**options, "param_names": list(group["params"]), "params": params})
+            whole = plain_dict(self.param_groups, tensors, self.state_values())
+        order = [name for group in whole["param_groups"] for name in group["param_names"]]
+        indices = {name: index for index, name in enumerate(order)}
         masters: dict[int, Tensor] = {}
         for name, tensor in self.masters().items():
             if name not in indices:
                 raise CheckpointError(f"{self.path}: {name!r} has master weights, but is in no param group")
             masters[indices[name]] = tensor
-        ordered = {index: dict(sorted(states[index].items())) for index in sorted(states)}
-        return {"state": ordered, "param_groups": groups, **({MASTERS: masters} if masters else {})}
-
-    def _indices(self) -> dict[str, int]:
-        """Return the index of each parameter that is in a param group, as torch.optim counts."""
-        names = (name for group in self.param_groups for name in group["params"])
-        return {name: index for index, name in enumerate(names)}
-
-    def _split(self, key: str, names: Container[str]) -> tuple[str, str]:
-        found = split_key(key, names)
-        if found is None:
-            raise CheckpointError(f"{self.path}: {key!r} is the state of no parameter of a param group")
-        return found
+        return {**whole, MASTERS: masters} if masters else whole
 
     @property
     def state(self) -> dict[str, Any]:
@@ -179,6 +202,142 @@ class Checkpoint(TensorFolder):
                 raise FormatError("it has no tree of values by name")
             return found
 
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def file(self, path: str) -> FileReader:
+        """Return the reader of one file."""
+        if path not in self.manifest.files:
+            raise CheckpointError(f"{self.path} has no {path}")
+        return FileReader(self.path, path, self.manifest.files[path], self.manifest.block_bytes)
+
+    def header(self, path: str) -> Header:
+        """Return the header of a safetensors file."""
+        if path not in self._headers:
+            with self.parsing(path), self.file(path) as reader:
+                length = header_length(bytes(reader.read(0, min(8, reader.nbytes))), reader.nbytes)
+                found = parse_header(bytes(reader.read(8, length)), reader.nbytes)
+                self._headers[path] = found if path.startswith(f"{MODEL}/") else with_strides(found)
+        return self._headers[path]
+
+    @contextmanager
+    def parsing(self, path: str) -> Iterator[None]:
+        """Raise `CheckpointError` naming a file whose format is wrong."""
+        try:
+            yield
+        except FormatError as error:
+            raise CheckpointError(f"{self.path / path}: {error}") from error
+
+    def tensors(self, folder: str) -> dict[str, tuple[str, TensorEntry]]:
+        """Return each tensor of a folder: its file, and its entry there."""
+        found: dict[str, tuple[str, TensorEntry]] = {}
+        for path in self.paths(folder):
+            for entry in self.header(path).tensors:
+                if entry.name in found:
+                    raise CheckpointError(f"{self.path}: {entry.name!r} is in {found[entry.name][0]} and in {path}")
+                found[entry.name] = (path, entry)
+        return found
+
+    def paths(self, folder: str) -> list[str]:
+        """Return the safetensors files of a folder, in order."""
+        inside = (path for path in self.manifest.files if path.rpartition("/")[0] == folder)
+        return sorted(path for path in inside if path.endswith(".safetensors"))
+
+    def read(self, path: str, entry: TensorEntry) -> Tensor:
+        """Return a tensor."""
+        with self.file(path) as reader:
+            return self._read(reader, entry)
+
+    def _read(self, reader: FileReader, entry: TensorEntry) -> Tensor:
+        made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        if entry.nbytes:
+            reader.read_into(memory_of(as_bytes(made)), self.header(reader.path).data + entry.begin)
+        return made if entry.stride is None else laid_out(made, entry.stride)
+
+    def read_all(self, path: str) -> dict[str, Tensor]:
+        """Return the tensors of a file by name, read in the order of their bytes."""
+        with self.file(path) as reader:
+            return {entry.name: self._read(reader, entry) for entry in self.header(path).tensors}
+
+    def read_folder(self, folder: str) -> dict[str, Tensor]:
+        """Return the tensors of a folder by name."""
+        self.tensors(folder)  # raises if a name occurs twice
+        return {name: tensor for path in self.paths(folder) for name, tensor in self.read_all(path).items()}
+
+    # -- verification -------------------------------------------------------------------------------------------------
+
+    def verify(self) -> None:
+        """Read every block of every file. Raises `CheckpointError` naming the first file, and the tensor, that is
+        damaged, missing, or too many."""
+        self.verify_part(0, 1, 1)
+        for path in self.manifest.files:
+            if path.endswith(".safetensors"):
+                self.header(path)
+
+    def verify_part(self, number: int, parts: int, threads: int) -> None:
+        """Do as `verify`, but read only the part ``number`` of all blocks, in ``threads`` threads."""
+        self.check_structure()
+        counts = {path: self.file(path).blocks for path in self.manifest.files}
+        low, high = EvenCuts(sum(counts.values()), parts, 1).owned(number)
+        begin = 0
+        for path, blocks in counts.items():
+            first, last = max(low - begin, 0), min(high - begin, blocks)
+            if first < last:
+                with self.file(path) as reader:
+                    reader.verify(first, last, threads)
+            begin += blocks
+        for folder in (*FOLDERS, *(f"{AVERAGES}/{name}" for name in self.average_names)):
+            self._check_index(folder)
+
+    def check_structure(self) -> None:
+        """Raise `CheckpointError` if a file is missing, has another size, or should not be there."""
+        for path in self.manifest.files:
+            with self.file(path):
+                pass
+        for parent, folders, names in os.walk(self.path):
+            links = [name for name in folders if (Path(parent) / name).is_symlink()]
+            for name in (*names, *links):
+                inside = (Path(parent) / name).relative_to(self.path).as_posix()
+                if inside not in self.manifest.files and inside != NAME and _may_mislead(inside):
+                    raise CheckpointError(f"{self.path / inside} is no part of the checkpoint")
+
+    def _check_index(self, folder: str) -> None:
+        tensors = self.tensors(folder)
+        path = index_file(folder)
+        if path not in self.manifest.files:
+            if tensors or folder != MASTERS:
+                raise CheckpointError(f"{self.path} has no {path}")
+            return
+        with self.parsing(path), self.file(path) as reader:
+            placed = parse_index(bytes(reader.read(0, reader.nbytes)))
+        if placed != {name: file.rpartition("/")[2] for name, (file, _) in tensors.items()}:
+            raise CheckpointError(f"{self.path / path} does not name the files in which the tensors are")
+
+
+def plain_dict(
+    groups: Sequence[Mapping[str, Any]],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    values: Mapping[str, Mapping[str, Any]],
+    kinds: Mapping[str, Rebuild] | None = None,
+) -> dict[str, Any]:
+    """Return the torch.optim dict of saved param groups and states, which are given by the parameters' names.
+
+    ``tensors``, ``values``, ``kinds``: of `decode_states`. Raises `FormatError` as that does.
+    """
+    indices = {name: index for index, name in enumerate(name for group in groups for name in group["params"])}
+    states = {
+        indices[name]: dict(sorted(decode_states(values.get(name, {}), tensors.get(name, {}), kinds).items()))
+        for name in tensors.keys() | values.keys()
+    }
+    packed = [
+        {
+            **{key: value for key, value in group.items() if key not in NO_OPTIONS},
+            "param_names": list(group["params"]),
+            "params": [indices[name] for name in group["params"]],
+        }
+        for group in groups
+    ]
+    return {"state": dict(sorted(states.items())), "param_groups": packed}
+
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open one checkpoint to read it. Needs no ranks and no process group.
@@ -186,3 +345,16 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises `CheckpointError` if ``path`` is not the folder of a checkpoint, or its manifest is damaged.
     """
     return Checkpoint(path)
+
+
+def _newest_in(directory: Path) -> str:
+    """Return words that name the newest checkpoint in a folder of checkpoints; none if it is no such folder."""
+    newest: list[Path] = []
+    with suppress(OSError):
+        newest = list(steps_in(directory).values())[-1:]
+    return "".join(f"; it is a folder of checkpoints, and the newest is {path}" for path in newest)
+
+
+def _may_mislead(path: str) -> bool:
+    """Return whether a file that a manifest does not name could be taken for a part of the checkpoint."""
+    return not path.startswith("model/") or path.endswith((".safetensors", ".safetensors.index.json", ".bin"))

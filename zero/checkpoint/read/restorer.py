@@ -19,18 +19,16 @@ from typing import Any
 
 import torch
 
-from ...core.cuts import EvenCuts
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
 from ..folder.directory import set_aside, step_name, steps_in
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
-from ..sharded_optimizer import sharded_optimizer_of
+from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import check_generators, check_keys, restored, set_generators
-from .file_reader import CheckpointError
+from .file_reader import CheckpointError, threads_of_rank
 from .fit import Fit
 from .loader import Loader
-from .parallel import threads_of_rank
 from .reader import Checkpoint
 
 Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
@@ -77,35 +75,34 @@ class Restorer:
     def restore(self, directory: Path, step: int | None) -> Restored | None:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
         paths: list[tuple[str, int]] = []
-        older: list[int] = []
         problem: Exception | None = None
         try:
-            paths, older = self._choose(directory, step)
+            paths = self._choose(directory, step)
         except Exception as error:
             problem = error
-        mine = [None if problem is None else str(problem), paths, older]
+        mine = [None if problem is None else str(problem), paths]
         found = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
         if problem is not None:
             raise problem
-        for rank, (theirs, _, _) in enumerate(found):
+        for rank, (theirs, _) in enumerate(found):
             if theirs is not None:
                 raise ValueError(f"rank {rank}: {theirs}")
-        _, told, older = found[0]
+        told = [(Path(path), number) for path, number in found[0][1]]
         if not told:
             return None
         try:
-            return self.load([(Path(path), number) for path, number in told], fall_back=step is None)
+            return self.load(told[:1] if step is not None else told, fall_back=step is None)
         except CheckpointError as error:
-            if not older:
+            if step is None or not told[1:]:
                 raise
-            raise CheckpointError(f"{error}; older steps: {', '.join(map(str, reversed(older)))}") from None
+            raise CheckpointError(f"{error}; older steps: {', '.join(str(number) for _, number in told[1:])}") from None
 
-    def _choose(self, directory: Path, step: int | None) -> tuple[list[tuple[str, int]], list[int]]:
-        """Return, on rank 0, the folders to try, with their steps, and the steps before ``step``. Local."""
+    def _choose(self, directory: Path, step: int | None) -> list[tuple[str, int]]:
+        """Return, on rank 0, the folders of ``step`` (None: the newest) and of older ones, with their steps. Local."""
         if step is not None:
             check_step(step)
         if self._optimizer.rank != 0:
-            return [], []
+            return []
         try:
             there = steps_in(directory)
         except OSError as error:
@@ -115,9 +112,9 @@ class Restorer:
                 f"step {step} of {directory} was set aside as {', '.join(path.name for path in aside)} by a save of a "
                 "lower step: zero.load() reads it by path, and renamed to its step it is the newest again"
             )
-        wanted = reversed(there) if step is None else [step]
-        paths = [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
-        return paths, [] if step is None else [number for number in there if number < step]
+        older = [number for number in reversed(there) if step is None or number < step]
+        wanted = older if step is None else [step, *older]
+        return [(str(there.get(number, directory / step_name(number))), number) for number in wanted]
 
     @torch.no_grad()
     def load(
@@ -128,14 +125,14 @@ class Restorer:
         ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
         ``purpose``: the call that an error names.
         """
-        sharded_optimizer_of(self._optimizer).agree_to_load(purpose)
+        ShardedOptimizer(self._optimizer).agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
             broken = self._agree(checkpoint, problem)
             if broken is None:
                 assert loader is not None
                 assert checkpoint is not None
-                sharded_optimizer_of(self._optimizer).load(loader.load)
+                ShardedOptimizer(self._optimizer).load(loader.load)
                 return self._rest(checkpoint)
             left = [older.name for older, _ in paths[number + 1 :]]
             if not fall_back or not left:
@@ -151,29 +148,15 @@ class Restorer:
             checkpoint = Checkpoint(path)
             if step is not None and checkpoint.step != step:
                 raise ValueError(f"{path} was saved as step {checkpoint.step}: give its folder that name again")
-            checkpoint.check_structure()
-            self._verify(checkpoint)
-            contents = Contents(sharded_optimizer_of(self._optimizer))
+            rank, world = self._optimizer.rank, self._optimizer.world_size
+            checkpoint.verify_part(rank, world, threads_of_rank(world))
+            contents = Contents(ShardedOptimizer(self._optimizer))
             fit = Fit(contents, checkpoint, with_states=self._with_states)
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
             return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
         except Exception as error:
             return None, checkpoint, error
-
-    def _verify(self, checkpoint: Checkpoint) -> None:
-        """Read this rank's part of all blocks."""
-        threads = threads_of_rank(self._optimizer.world_size)
-        counts = {path: checkpoint.file(path).blocks for path in checkpoint.manifest.files}
-        low, high = EvenCuts(sum(counts.values()), self._optimizer.world_size, 1).owned(self._optimizer.rank)
-        begin = 0
-        for path, blocks in counts.items():
-            first, last = max(low - begin, 0), min(high - begin, blocks)
-            if first < last:
-                with checkpoint.file(path) as reader:
-                    reader.verify(first, last, threads)
-            begin += blocks
-        checkpoint.check_indices()
 
     def _check_rank_state(self, checkpoint: Checkpoint) -> None:
         same = checkpoint.world_size == self._optimizer.world_size
@@ -220,7 +203,7 @@ class Restorer:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
-        mine, saved_averages = sorted(sharded_optimizer_of(self._optimizer).averages.by_name), checkpoint.average_names
+        mine, saved_averages = sorted(ShardedOptimizer(self._optimizer).averages.by_name), checkpoint.average_names
         if self._with_states:
             missing += [
                 f"the average {name!r} (none was saved: it begins anew)" for name in mine if name not in saved_averages

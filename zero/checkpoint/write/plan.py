@@ -3,7 +3,7 @@
 Knows: folders and keys of the format, which memory holds which tensor. Does not know: values, folders on a disk.
 
 Nothing here depends on a value but the options of param groups, which are in the headers of `optimizer/`. So a plan
-serves until the model or the kinds of its states change: `PlanCache` has the rule.
+serves the next save, too, unless the model or the kinds of its states have changed: `Saver` has the rule.
 
     source               memory of this rank
     (WEIGHTS, n)         the parameters of bucket n
@@ -12,7 +12,7 @@ serves until the model or the kinds of its states change: `PlanCache` has the ru
     ("whole", 0)         the rank's parts of all tensors that every rank has whole, side by side
     ("average a", n)     the average a of bucket n
     ("count a", 0)       how many weights the average a has seen
-    ("scalars", b)       states of b bytes that are not as large as their parameter, in the order of the files
+    ("scalars", 0)       the states that are not as large as their parameter, side by side
     (folder/key, n)      a tensor whose memory is not row-major
 """
 
@@ -20,22 +20,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...core.bits import other_stride
 from ...core.layout import ParameterSpec
 from ...core.statetree import DTYPES, N_AVERAGED, NAMES
-from ..contents import Contents, Place, StateFacts, StoredTensor
+from ..contents import AVERAGE, STATE, WEIGHTS, Contents, Place, StateFacts, StoredTensor
 from ..format.extents import Chunk, FilePlan, Part, chunks, even_part, is_row_major, plan_files, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder, index_file, split_key, state_key
 from ..format.tensorfile import TensorEntry, header_of, index_bytes, strides_note, tensors_text
 from .snapshot import Source
 
-WEIGHTS, WHOLE, SCALARS, AVERAGE, COUNT = "weights", "whole", "scalars", "average", "count"
+WHOLE, SCALARS, COUNT = "whole", "scalars", "count"
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def bucket_tensors(contents: Contents, facts: StateFacts, stored: StoredTensor, 
     found = [BucketTensor(MODEL, stored.name, WEIGHTS, place, stored.dtype)]
     states = facts.states.get(place)
     for name, dtype in {} if states is None else states.elementwise.items():
-        found.append(BucketTensor(OPTIMIZER, state_key(stored.name, name), f"state {name}", place, DTYPES[dtype]))
+        found.append(BucketTensor(OPTIMIZER, state_key(stored.name, name), f"{STATE} {name}", place, DTYPES[dtype]))
     if place in facts.masters:
         dtypes = contents.buckets[place[0]].spec.dtypes
         found.append(BucketTensor(MASTERS, stored.name, MASTERS, place, dtypes.master_dtype))
@@ -89,30 +88,23 @@ class WritePlan:
     """What all saves of one layout with the same kinds of states have in common, on one rank.
 
     Attributes:
-        contents, facts: what it was made from.
         indices: of the folders, by path; equal on all ranks.
         intervals: of each bucket, the elements that this rank writes.
         mastered: the numbers of the buckets with master weights in `masters/`.
-        wholes: tensors that every rank has, with the bytes of each that this rank writes.
-        scalars: by their bytes, for each place of the source the number of its value among `Contents.own_scalars`
-            of this size.
-        parameters: of the manifest.
+        wholes: numbers in `Contents.model` of tensors that every rank has, with the bytes of each that this rank
+            writes.
     """
 
     def __init__(self, contents: Contents, facts: StateFacts, max_shard_bytes: int, block_bytes: int) -> None:
-        self.contents, self.facts = contents, facts
         self._block_bytes = block_bytes
         self._parts: dict[tuple[str, str], list[Part]] = {}
-        self.wholes: list[tuple[Tensor, int, int]] = []
-        self.scalars: dict[int, Tensor] = {}
-        self._lay_out(max_shard_bytes)
-        self._plan_parts()
-        self.parameters = contents.parameters()
+        self.wholes: list[tuple[int, int, int]] = []
+        self._lay_out(contents, facts, max_shard_bytes)
+        self._plan_parts(contents, facts)
         self._chunks: tuple[list[int], list[Chunk]] = ([], [])
 
-    def _lay_out(self, max_shard_bytes: int) -> None:
+    def _lay_out(self, contents: Contents, facts: StateFacts, max_shard_bytes: int) -> None:
         """Lay out the files of all folders. States without dimensions come last."""
-        contents, facts = self.contents, self.facts
         model = [TensorEntry(stored.name, NAMES[stored.dtype], stored.shape) for stored in contents.model]
         aliases = {alias: stored.name for stored in contents.model for alias in stored.aliases}
         states: list[TensorEntry] = []
@@ -165,7 +157,11 @@ class WritePlan:
         """Return the files of all ranks. Those of `optimizer/` hold the options of these param groups."""
         metadata = {"param_groups": json.dumps(param_groups), "values": self._values}
         optimizer = [
-            replace(file, header=header_of(text, len(file.tensors), {**metadata, **strides_note(file.tensors)}))
+            FilePlan.of(
+                file.path,
+                header_of(text, len(file.tensors), {**metadata, **strides_note(file.tensors)}),
+                file.tensors,
+            )
             for file, text in zip(self._folders[OPTIMIZER], self._texts, strict=True)
         ]
         found = {**self._folders, OPTIMIZER: optimizer}
@@ -183,69 +179,54 @@ class WritePlan:
 
     # -- parts --------------------------------------------------------------------------------------------------------
 
-    def _plan_parts(self) -> None:
+    def _plan_parts(self, contents: Contents, facts: StateFacts) -> None:
         """Note which part of each tensor this rank writes, and where it lies."""
-        contents, rank = self.contents, self.contents.transport.rank
+        rank = contents.transport.rank
         pieces = [
             {piece.slot: piece for piece in contents.writers.pieces(bucket.spec, rank)} for bucket in contents.buckets
         ]
         self.intervals = [contents.writers.interval(bucket.spec, rank) for bucket in contents.buckets]
-        self.mastered = frozenset(number for number, _ in self.facts.masters)
+        self.mastered = frozenset(number for number, _ in facts.masters)
         end = 0
-        for stored in contents.model:
+        for index, stored in enumerate(contents.model):
             if stored.place is None:
-                end = self._plan_whole(stored, end)
+                end = self._plan_whole(contents, index, end)
                 continue
             number, slot = stored.place
             spec, piece = contents.buckets[number].spec, pieces[number].get(slot)
             row_major = is_row_major(_spec(contents, stored.place))
-            for tensor in bucket_tensors(contents, self.facts, stored, stored.place):
-                if not row_major:
-                    self._plan_permuted(tensor)
-                elif piece is not None and piece.numel:
+            for tensor in bucket_tensors(contents, facts, stored, stored.place):
+                if not row_major and slot in contents.first_slots[number]:
+                    nbytes = _spec(contents, tensor.place).numel * tensor.dtype.itemsize
+                    self._parts[tensor.folder, tensor.key] = [Part(tensor.source, 0, 0, nbytes)]
+                elif row_major and piece is not None and piece.numel:
                     source, itemsize = (tensor.kind, number), tensor.dtype.itemsize
                     part = slot_part(source, piece, spec, self.intervals[number], itemsize)
                     self._parts[tensor.folder, tensor.key] = [part]
-        self._plan_scalars()
+        self._plan_scalars(contents)
         for name, _ in contents.averages.with_values() if rank == 0 else ():
             self._parts[averages_folder(name), N_AVERAGED] = [Part((f"{COUNT} {name}", 0), 0, 0, torch.int64.itemsize)]
 
-    def _plan_permuted(self, tensor: BucketTensor) -> None:
-        number, slot = tensor.place
-        if slot in self.contents.first_slots(number):
-            nbytes = _spec(self.contents, tensor.place).numel * tensor.dtype.itemsize
-            self._parts[tensor.folder, tensor.key] = [Part(tensor.source, 0, 0, nbytes)]
-
-    def _plan_whole(self, stored: StoredTensor, offset: int) -> int:
+    def _plan_whole(self, contents: Contents, index: int, offset: int) -> int:
         """Plan this rank's part of a tensor that every rank has; of a buffer, rank 0 writes all. Return the end of the
         part in its source."""
+        stored = contents.model[index]
         assert stored.tensor is not None
-        rank, world = self.contents.transport.rank, self.contents.transport.world_size
+        rank, world = contents.transport.rank, contents.transport.world_size
         nbytes = stored.tensor.numel() * stored.tensor.itemsize
         begin, end = (0, nbytes if rank == 0 else 0) if stored.is_buffer else even_part(nbytes, world, rank)
         if begin < end:
-            self.wholes.append((stored.tensor, begin, end))
+            self.wholes.append((index, begin, end))
             self._parts[MODEL, stored.name] = [Part((WHOLE, 0), offset, begin, end - begin)]
             offset += end - begin
         return offset
 
-    def _plan_scalars(self) -> None:
-        """Lay out the states that are not as large as their parameter, so that neighbours in a file are neighbours in
-        memory: most are equal to the next one."""
-        names = {stored.place: stored.name for stored in self.contents.model if stored.place is not None}
-        values: dict[int, int] = {}  # by bytes, how many values there are
-        value_of: dict[str, tuple[int, int]] = {}  # bytes and number of the value, by key
-        for number, slots, name, value in self.contents.own_scalars():
+    def _plan_scalars(self, contents: Contents) -> None:
+        """Plan the states that are not as large as their parameter. Equal ones of neighbours share their bytes."""
+        names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
+        end = 0
+        for number, slots, name, value in contents.own_scalars():
             nbytes = value.numel() * value.itemsize
-            found = values.setdefault(nbytes, 0)
-            values[nbytes] += 1
-            value_of.update((state_key(names[number, slot], name), (nbytes, found)) for slot in slots)
-        places: dict[int, list[int]] = {nbytes: [] for nbytes in values}
-        for file in self._folders[OPTIMIZER]:
-            for entry in file.tensors:
-                if entry.name in value_of:
-                    nbytes, found = value_of[entry.name]
-                    part = Part((SCALARS, nbytes), len(places[nbytes]) * nbytes, 0, nbytes)
-                    self._parts[OPTIMIZER, entry.name] = [part]
-                    places[nbytes].append(found)
-        self.scalars = {nbytes: torch.tensor(numbers) for nbytes, numbers in places.items() if nbytes}
+            for slot in slots:
+                self._parts[OPTIMIZER, state_key(names[number, slot], name)] = [Part((SCALARS, 0), end, 0, nbytes)]
+            end += nbytes

@@ -1,6 +1,7 @@
 """The folder of a checkpoint while it is written: one rename makes it the checkpoint.
 
-Knows: folders, files, the notes that ranks leave for each other. Does not know: tensors, threads, messages.
+Knows: folders, files, the notes that ranks leave for each other, how a commit that fails is undone. Does not know:
+tensors, threads, messages, locks.
 
     .tmp-step-00000200-<nonce>/     what follows, and all files of the checkpoint
         notes/nonce                 made by rank 0 with the folder: a later run knows the folder for one of these
@@ -9,11 +10,20 @@ Knows: folders, files, the notes that ranks leave for each other. Does not know:
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
         notes/failed                why there will be no checkpoint
-        parts/rank-00000 ...        see `part_writer`
+        parts/rank-00000 ...        see `chunk_writer`
+    step-00000200/                  if it is replaced: renamed to .trash-step-00000200-<nonce> before
+    step-00000300/                  if it is set aside: renamed to abandoned-step-00000300-<nonce> before
+    .saved-<nonce>-<content>        if there are other ranks: an empty file, made before
+
 Ranks need no message for it, so a thread of each can do it while others train. A rank waits for another one as long as
 something in the folder changes. If rank 0 gives up and cannot even leave a note, it removes the folder.
 
-Rank 0 knows how a save has ended. The other ranks see it by names in the folder above, and read nothing: see `commit`.
+Whoever finds new names and the temporary folder knows that the commit is not done, and takes the folders by their old
+names. So the last rename decides about all of them at once.
+
+Rank 0 knows how a save has ended. When the temporary folder is gone, the `.saved` file says to the other ranks that it
+was renamed, and with which content. They read nothing for it. The file stays until every rank has seen it, so that the
+checkpoint itself may be moved or removed as soon as any rank has returned.
 """
 
 from __future__ import annotations
@@ -27,12 +37,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from .. import files
+from ..folder.directory import remove_all
 from ..format.checksums import Fragment
 from ..format.manifest import LONGEST, NAME, Manifest
 from ..format.names import COPIED, NOTES, is_copied
-from .chunk_writer import ChunkWriter, Writer
-from .commit import Commit, announced_content, nonce_and_content, trash_of
-from .part_writer import PARTS, PartFragment, PartWriter, put_together
+from .chunk_writer import PARTS, ChunkWriter, PartWriter, Writer, put_together
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
@@ -67,9 +76,11 @@ class SaveFolder:
         """
         self.target, self.nonce = target, nonce
         self.temporary = target.with_name(f".tmp-{target.name}-{nonce}")
-        self.trash = trash_of(target, nonce)
+        self.trash = target.with_name(f".trash-{target.name}-{nonce}")
         self.weaker: list[str] = []  # on rank 0, what this file system lacks, and what follows from it
-        self._commit = Commit(self.temporary, target, nonce, announces=world_size > 1)
+        self.unsynced: str | None = None  # why the commit may be lost if the machine crashes
+        self._moved: list[tuple[Path, Path]] = []  # what was renamed, from and to, while the commit is not done
+        self._announcement: Path | None = None  # while it exists
         self._rank, self._world_size, self._timeout, self._in_parts = rank, world_size, timeout, in_parts
         self._abandoned: tuple[str, float] | None = None
 
@@ -91,7 +102,7 @@ class SaveFolder:
             files.sync_file(self._note("nonce"))
         files.sync_folder(self.temporary / NOTES)
         if not files.sync_folder(self.temporary):
-            self.weaker.append(files.no_sync_of_folders(self.target.parent))
+            self.weaker.append(files.weaker(self.target.parent, "fsync"))
         if copied := [path for path in sizes if is_copied(path)]:
             files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
             files.sync_folder(self.temporary / NOTES)
@@ -108,23 +119,22 @@ class SaveFolder:
                 f"{sum(sizes.values()):,} bytes{_free(self.target.parent)}"
             ) from error
         if not all(reserved):
-            self.weaker.append(files.no_room_reserved(self.target.parent))
+            self.weaker.append(files.weaker(self.target.parent, "posix_fallocate"))
         files.put_note(self._note("ready"), b"")
 
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
-        kind = PartFragment if self._in_parts else Fragment
         done: set[str] = set()
 
         def all_done() -> bool:
             for name in sorted(os.listdir(self.temporary / NOTES)):
                 if name.endswith(".failed"):
-                    raise SaveError((_read(self._note(name)) or b"").decode())
+                    raise SaveError(files.read_whole(self._note(name), LONGEST).decode())
                 if name.endswith(".done") and name not in done:
                     done.add(name)
-                    for path, fragments in json.loads(_read(self._note(name)) or b"{}").items():
-                        found.setdefault(path, []).extend(kind(*fragment) for fragment in fragments)
+                    for path, fragments in json.loads(files.read_whole(self._note(name), LONGEST)).items():
+                        found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
             return len(done) == self._world_size
 
         def missing() -> str:
@@ -170,27 +180,73 @@ class SaveFolder:
         replaced = [(self.target, self.trash)] if files.exists(self.target) else []
         if replaced and not overwrite:
             raise SaveError(f"rank 0 could not save {self.target}: it exists by now, another run has made it")
-        self._commit.run(manifest.content, [*aside, *replaced])
+        self._rename(manifest.content, [*aside, *replaced])
 
-    @property
-    def unsynced(self) -> str | None:
-        """Why the commit may be lost if the machine crashes; None if it is on the disk."""
-        return self._commit.unsynced
+    def _rename(self, content: str, moves: Sequence[tuple[Path, Path]]) -> None:
+        """Rename the folder, which is on the disk. If that fails, everything is as it was, as far as possible.
 
-    def leave(self) -> None:
-        """Remove the announcement if the checkpoint is where the other ranks look for it otherwise."""
-        self._commit.withdraw_if_in_place()
+        ``content``: of the checkpoint. ``moves``: further folders, and the names that they get with it.
+        """
+        parent = self.target.parent
+        try:
+            if moves:
+                files.sync_folder(parent)  # no new name is on the disk without the temporary folder
+            for source, place in moves:
+                self._moved.append((source, place))
+                files.rename(source, place)
+            if self._world_size > 1:
+                self._announcement = self.target.with_name(f".saved-{self.nonce}-{content}")
+                files.create(self._announcement, 0)
+            files.sync_folder(parent)
+            files.rename(self.temporary, self.target)
+        except BaseException as error:
+            if files.exists(self.temporary):
+                self._take_back()
+                raise
+            self._moved.clear()
+            if not isinstance(error, OSError) or _nonce_and_content(self.target)[0] != self.nonce:
+                raise  # else it was renamed: NFS may send a rename twice, and reports an error for the second one
+        self._moved.clear()
+        try:
+            files.sync_folder(parent)
+        except OSError as error:
+            self.unsynced = (
+                f"{self.target} is complete, but may be lost if the machine crashes, since {parent} could not be "
+                f"synced ({error}): older checkpoints were kept"
+            )
+
+    def _take_back(self) -> bool:
+        """Undo what was done before the last rename, as far as possible. Return whether all is undone.
+
+        Otherwise the temporary folder must stay: without it the commit seems to be done.
+        """
+        with suppress(OSError):
+            for source, place in reversed(self._moved):
+                if files.exists(place) and not files.exists(source):
+                    files.rename(place, source)
+            if self._moved:
+                files.sync_folder(self.target.parent)
+            self._moved.clear()
+            self._withdraw()
+        return not self._moved and self._announcement is None
+
+    def _withdraw(self) -> None:
+        if self._announcement is not None:
+            with suppress(OSError):
+                files.remove(self._announcement)
+            if not files.exists(self._announcement):
+                self._announcement = None
 
     def give_up(self, why: str) -> None:
         """Leave the reason for the other ranks, and remove everything else. Raises nothing."""
         told = self._leave(why)
-        self._remove(keep_notes=True)
-        if not told and not self._leave(why) and self._commit.take_back():  # by now there may be room
+        self._remove(but_notes=True)
+        if not told and not self._leave(why) and self._take_back():  # by now there may be room
             self._remove()
 
     def remove_rest(self) -> None:
         """Remove all that is left beside a checkpoint. No rank may be waiting for this save any more."""
-        if self._commit.take_back() and files.exists(self.temporary):
+        if self._take_back() and files.exists(self.temporary):
             self._remove()
 
     def _leave(self, why: str) -> bool:
@@ -204,21 +260,10 @@ class SaveFolder:
             return False
         return True
 
-    def _remove(self, *, keep_notes: bool = False) -> None:
-        """Remove the folder, as far as that is possible; the notes last, by which a later run knows it."""
-        notes = self.temporary / NOTES
-        for parent, _, names in os.walk(self.temporary, topdown=False):
-            if Path(parent) != notes:
-                for name in names:
-                    _try(files.remove, Path(parent, name))
-                if Path(parent) != self.temporary:
-                    _try(files.remove_folder, Path(parent))
-        if not keep_notes:
-            names = os.listdir(notes) if notes.is_dir() else []
-            for name in sorted(names, key=lambda name: name == "nonce"):
-                _try(files.remove, notes / name)
-            _try(files.remove_folder, notes)
-            _try(files.remove_folder, self.temporary)
+    def _remove(self, *, but_notes: bool = False) -> None:
+        """Remove the folder, as far as that is possible."""
+        with suppress(OSError):
+            remove_all(self.temporary, but_notes=but_notes)
 
     # -- every rank ---------------------------------------------------------------------------------------------------
 
@@ -233,13 +278,11 @@ class SaveFolder:
 
     def writer(self, block_bytes: int) -> Writer:
         """Return what writes this rank's chunks."""
-        if self._in_parts:
-            return PartWriter(self.temporary, self._rank, block_bytes)
-        return ChunkWriter(self.temporary, block_bytes)
+        return (PartWriter if self._in_parts else ChunkWriter)(self.temporary, self._rank, block_bytes)
 
     def report_done(self, fragments: Mapping[str, Sequence[Fragment]]) -> None:
         """Leave the checksums of what this rank has written."""
-        told = {path: [fragment.packed() for fragment in found] for path, found in fragments.items()}
+        told = {path: [list(vars(fragment).values()) for fragment in found] for path, found in fragments.items()}
         files.put_note(self._note(f"rank-{self._rank:05d}.done"), json.dumps(told).encode())
 
     def report_failed(self, why: str) -> None:
@@ -270,13 +313,17 @@ class SaveFolder:
             return bool(found)
 
         self._wait(committed, lambda: f"{self._cannot_see()}: rank 0 did not commit it in time", UnseenError)
-        _try(files.sync_folder, self.target.parent)
+        with suppress(OSError):
+            files.sync_folder(self.target.parent)
         return found[0]
 
     def _announced(self) -> str:
         """Return the content that rank 0 has announced. The temporary folder is gone. Raises `OSError`, `SaveError`."""
-        announced = announced_content(self.target.parent, self.nonce)
-        nonce, content = (self.nonce, announced) if announced else nonce_and_content(self.target)
+        prefix = f".saved-{self.nonce}-"
+        for name in os.listdir(self.target.parent):
+            if name.startswith(prefix):
+                return name.removeprefix(prefix)
+        nonce, content = _nonce_and_content(self.target)
         if nonce != self.nonce:
             raise self._given_up()
         return content
@@ -342,13 +389,10 @@ def _free(folder: Path) -> str:
     return ""
 
 
-def _try(call: Callable[[Path], object], path: Path) -> None:
-    with suppress(OSError):
-        call(path)
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return files.read_whole(path, LONGEST)
-    except FileNotFoundError:
-        return None
+def _nonce_and_content(folder: Path) -> tuple[str, str]:
+    """Return nonce and content of a checkpoint, which this run may have committed; two empty texts if there is none."""
+    try:  # less is checked than by a reader: if the nonce is that of this run, it has just written the text
+        found = json.loads(files.read_whole(folder / NAME, LONGEST))
+        return found["written_by"]["nonce"], found["content"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "", ""

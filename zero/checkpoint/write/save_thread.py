@@ -13,22 +13,24 @@ The thread sends no message. If it fails, its error waits in `error`, and every 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
+from pathlib import Path
 
+from ..folder.directory import check_free, remove_checkpoint
 from ..format.checksums import Fragment, block_sums
 from ..format.extents import Chunk
-from ..format.manifest import FileSums, Manifest
+from ..format.manifest import NAME, FileSums, Manifest
 from .save_folder import GivenUpError, LateError, SaveError, SaveFolder, UnseenError
 from .snapshot import Snapshot
 
 LONGEST_CAUSE = 500  # characters
-LATE = "late: "  # before a report that another rank may know better
+_LATE = "late: "  # before a report that another rank may know better
 _UNKNOWING = (GivenUpError, LateError, UnseenError)  # errors of a rank that does not know why, or whether, it failed
 
 
@@ -37,35 +39,42 @@ class SavePlan:
     """What one rank writes.
 
     Attributes:
-        paths: of the files; chunks refer to them by number.
         heads: the first bytes of files, by path, which this rank writes: on rank 0 all headers and all small files.
         chunks: the tensors' bytes that this rank writes.
         sizes: the bytes of every file of all ranks, by path.
         block_bytes: of each checksum.
         snapshot: from which chunks are taken.
-        manifest: makes the manifest from the sums of all files.
+        manifest: without the sums of the files.
     """
 
-    paths: Sequence[str]
     heads: Mapping[str, bytes]
     chunks: Sequence[Chunk]
     sizes: Mapping[str, int]
     block_bytes: int
     snapshot: Snapshot
-    manifest: Callable[[Mapping[str, FileSums]], Manifest]
+    manifest: Manifest
 
 
-class Destination(Protocol):
-    """Where a checkpoint goes. Rank 0 calls it."""
+class Destination:
+    """The path of one checkpoint. Rank 0 calls it."""
+
+    def __init__(self, target: Path, *, overwrite: bool) -> None:
+        """``overwrite``: whether a checkpoint that exists is replaced."""
+        self._target, self._overwrite = target, overwrite
 
     def check(self) -> None:
         """Raise an error, `FileExistsError` for instance, if no checkpoint may be written there."""
+        check_free(self._target, overwrite=self._overwrite)
+        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
+            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
         """Make the folder the checkpoint."""
+        folder.commit(manifest, self._overwrite, lambda: None)
 
     def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
         """Remove what the commit has made superfluous. Return, as text, what was left instead, and why."""
+        return remove_checkpoint(folder.trash) if os.path.lexists(folder.trash) else []
 
 
 class Saving:
@@ -89,11 +98,11 @@ class Saving:
         rank: int,
         plan: SavePlan | BaseException,
         destination: Destination | None,
-        report: Callable[[str], None],
+        report: Callable[[str, str | None], None],
     ) -> None:
         """``plan``: or the error for which there is none; the save then fails at once, on all ranks.
 
-        ``destination``: on rank 0. ``report``: lets all ranks have a text at their next agreement.
+        ``destination``: on rank 0. ``report``: lets all ranks have a text, under a name, at their next agreement.
         """
         self.step, self.path = step, folder.target
         self.blocked_ms = self.seconds = 0.0
@@ -101,10 +110,12 @@ class Saving:
         self.nbytes = 0 if isinstance(plan, BaseException) else sum(chunk.nbytes for chunk in plan.chunks)
         self.error: SaveError | None = None
         self.was_raised = False  # to the caller
-        self.remarks: list[str] = []  # of a checkpoint that is complete
+        self._was_told = False  # that it has failed, to the caller
+        self._remarks: list[str] = []  # of a checkpoint that is complete
         self._folder, self._rank = folder, rank
         self._plan: SavePlan | BaseException | None = plan  # None when the save is over
         self._destination, self._report = destination, report
+        self.report = f"checkpoint {folder.nonce}"  # the name of the text that lets the other ranks know a failure
         self._content = ""
         self._finished = threading.Event()
 
@@ -154,10 +165,34 @@ class Saving:
         """What the file system lacks, and what is weaker for it. On rank 0."""
         return self._folder.weaker
 
-    @property
-    def nonce(self) -> str:
-        """What distinguishes this save from every other one."""
-        return self._folder.nonce
+    def news(self) -> list[str]:
+        """Return what the caller must hear of the end of the save, once. It must be over."""
+        found, self._remarks = self._remarks, []
+        if self.error is not None:
+            why = str(self.error)
+            found += self._failed(why if isinstance(self.error, UnseenError) else self._failure(why))
+        return found
+
+    def hear(self, reports: Sequence[Mapping[str, str]]) -> list[str]:
+        """Return, once, that the save has failed, if some rank has reported it. All ranks hear it in the same step.
+
+        A rank that knows it to be complete does not: rank 0 has decided before the other one was interrupted, say.
+        """
+        found = [report[self.report] for report in reports if self.report in report]
+        if not found or (self.done() and self.error is None):
+            return []
+        why = min(found, key=lambda text: text.startswith(_LATE)).removeprefix(_LATE)
+        self.learn(why)
+        return self._failed(self._failure(why))
+
+    def _failed(self, text: str) -> list[str]:
+        is_new, self._was_told = not (self._was_told or self.was_raised), True
+        return [text] if is_new else []
+
+    def _failure(self, why: str) -> str:
+        folder = self.path.parent
+        there = f"; older checkpoints in {folder} are as they were" if folder.is_dir() else ""
+        return f"the save of step {self.step} has failed, and training goes on: {why}{there}; the next save tries again"
 
     def wait(self) -> None:
         """Wait until the save is over, and raise nothing. Waits for other ranks end by themselves."""
@@ -195,11 +230,6 @@ class Saving:
         if self._rank == 0:
             self._folder.remove_rest()
 
-    def leave(self) -> None:
-        """Remove what no other rank needs any more to see how the save has ended. On rank 0, without the others."""
-        if self._rank == 0 and self.done():
-            self._folder.leave()
-
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -214,7 +244,7 @@ class Saving:
                 plan.snapshot.end()  # before anything else: no step waits for what follows
             self.seconds = time.perf_counter() - began
             if self._destination is not None and manifest is not None:
-                self.remarks = self._tidy(self._destination, manifest)
+                self._remarks = self._tidy(self._destination, manifest)
         except BaseException as error:
             self._fail(error)
         finally:
@@ -229,7 +259,7 @@ class Saving:
         if isinstance(self.error, UnseenError):
             return  # this rank has done its part: it is no failure of the save
         if not isinstance(self.error, GivenUpError):
-            self._report(f"{LATE if isinstance(self.error, LateError) else ''}{self.error}")
+            self._report(self.report, f"{_LATE if isinstance(self.error, LateError) else ''}{self.error}")
         self._folder.report_failed(str(self.error))
         if self._rank == 0:
             self._folder.give_up(str(self.error))
@@ -263,7 +293,7 @@ class Saving:
             for path, data in plan.heads.items():
                 writer.write_bytes(path, data)
             for chunk in plan.chunks:
-                writer.write(plan.paths[chunk.file], chunk.begin, chunk.nbytes, partial(plan.snapshot.take, chunk))
+                writer.write(chunk.path, chunk.begin, chunk.nbytes, partial(plan.snapshot.take, chunk))
             writer.finish()
         finally:
             writer.close()
@@ -272,7 +302,7 @@ class Saving:
             self._content = folder.wait_until_committed()
             return None
         fragments = folder.collect()
-        manifest = plan.manifest(sums_of(fragments, plan.sizes, plan.block_bytes))
+        manifest = replace(plan.manifest, files=sums_of(fragments, plan.sizes, plan.block_bytes))
         folder.put_together(list(plan.sizes), fragments)
         self._destination.commit(folder, manifest)
         self._content = manifest.content

@@ -25,19 +25,18 @@ from collectives import as_a_whole
 
 from ...core.statetree import encode
 from ...optimizer import ZeroOptimizer
-from ..contents import Contents
+from ..contents import Contents, StateFacts
 from ..format.checksums import BLOCK_BYTES
-from ..format.manifest import FileSums, Manifest
+from ..format.extents import chunks
+from ..format.manifest import Manifest
 from ..format.names import STATE_FILE, rank_file
-from ..sharded_optimizer import ShardedOptimizer, sharded_optimizer_of
+from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import collected, digests, generators
-from .capture import Capture, TreeFile
-from .plan_cache import PlanCache
+from .capture import Capture, TreeFile, gather_permuted
+from .plan import WritePlan, permuted_tensors
 from .save_folder import SaveError, SaveFolder
 from .save_thread import Destination, SavePlan, Saving
-from .snapshot import Source
-
-REPORT = "checkpoint {nonce}"  # under which a failed save is reported to the other ranks
+from .snapshot import Snapshot, Source
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class SaveRequest:
         max_shard_bytes: of a file.
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
-        in_parts: whether ranks cannot write into one file there; see `part_writer`.
+        in_parts: whether ranks cannot write into one file there; see `PartWriter`.
         problem: an error that the caller has found; every rank raises it.
     """
 
@@ -75,10 +74,11 @@ class Saver:
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
         self._optimizer = optimizer
-        self._transport = sharded_optimizer_of(optimizer).transport
+        self._transport = ShardedOptimizer(optimizer).transport
         self._room: dict[Source, Tensor] = {}
         self._report = ""  # the name of the last save's report
-        self._cache = PlanCache()
+        self._plan: WritePlan | None = None  # of the last save
+        self._planned_for: list[Any] = []  # what it was made from
 
     def save(self, request: SaveRequest, destination: Destination | None) -> Saving:
         """Agree and begin. Collective.
@@ -94,7 +94,7 @@ class Saver:
         began = time.perf_counter()
         nonce = secrets.token_hex(8)
         own_folder = self._folder(request, nonce)
-        parts, problem = sharded_optimizer_of(self._optimizer), request.problem
+        parts, problem = ShardedOptimizer(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
         try:
@@ -106,7 +106,9 @@ class Saver:
                 disk = _make(destination, own_folder)
         except Exception as error:
             problem = error
-        text = None if problem is None else _told(problem)
+        text = None if problem is None else str(problem)
+        if isinstance(problem, OSError):
+            text = f"{type(problem).__name__}: {problem}"
         message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
         try:
             told = parts.agree_to_save(text, json.dumps(message).encode())
@@ -119,28 +121,33 @@ class Saver:
             raise
         assert own is not None, "all ranks have agreed"
         plan: SavePlan | BaseException
-        capture = None if found[0]["disk"] else self._capture(own, found)
-        try:
-            plan = SaveError(found[0]["disk"]) if capture is None else self._plan(request, own, found, capture)
-        except BaseException as error:
-            plan = error
+        if found[0]["disk"]:
+            plan = SaveError(found[0]["disk"])
+        else:
+            facts = own.contents.merge([theirs["facts"].encode() for theirs in found])
+            with as_a_whole(self._transport, "in save()"):
+                gathered = gather_permuted(own.contents, permuted_tensors(own.contents, facts))
+            try:
+                plan = self._plan_save(request, own, found, facts, gathered)
+            except BaseException as error:
+                plan = error
         self.withdraw()
-        name = self._report = REPORT.format(nonce=found[0]["nonce"])
         saving = Saving(
             request.step,
             self._folder(request, found[0]["nonce"]),
             self._transport.rank,
             plan,
             destination,
-            lambda text: parts.report(name, text),
+            parts.report,
         )
+        self._report = saving.report
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
         return saving
 
     def withdraw(self) -> None:
         """Withdraw the report of the last save: every rank has heard of it. Local."""
-        sharded_optimizer_of(self._optimizer).report(self._report, None)
+        ShardedOptimizer(self._optimizer).report(self._report, None)
 
     def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
         rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
@@ -149,7 +156,7 @@ class Saver:
     def _collect(self, request: SaveRequest, parts: ShardedOptimizer) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
         rank = self._transport.rank
-        contents = self._cache.contents(parts)
+        contents = Contents(parts)
         state = collected(request.state, "state")
         mine = {"rng": generators(), "rank_state": collected(request.rank_state, "rank_state")}
         tree = TreeFile(rank_file(rank), *encode(mine, "rank_state"))
@@ -168,23 +175,24 @@ class Saver:
         }
         return _Own(contents, contents.param_groups(), tree, TreeFile(STATE_FILE, *encode(state, "state")), message)
 
-    def _capture(self, own: _Own, found: list[dict[str, Any]]) -> Capture:
-        """Take what needs the other ranks. Collective, so an error ends the group."""
-        with as_a_whole(self._transport, "in save()"):
-            permuted = self._cache.permuted([theirs["facts"].encode() for theirs in found])
-            return Capture(own.contents, permuted, self._room)
-
-    def _plan(self, request: SaveRequest, own: _Own, found: list[dict[str, Any]], capture: Capture) -> SavePlan:
+    def _plan_save(
+        self,
+        request: SaveRequest,
+        own: _Own,
+        found: list[dict[str, Any]],
+        facts: StateFacts,
+        gathered: Mapping[Source, Tensor],
+    ) -> SavePlan:
         """Take a copy of what may change at any time, and plan what this rank writes. Local."""
         rank, contents, groups = self._transport.rank, own.contents, own.groups
         trees = [own.tree, own.of_state] if rank == 0 else [own.tree]
-        plan = self._cache.plan(request.max_shard_bytes, request.block_bytes)
-        capture.stage(plan)
-        for tree in trees:
-            capture.add_tree(tree)
+        plan = self._plan_of(request, contents, facts, found)
+        capture = Capture(contents, plan, gathered, trees, self._room)
         shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
-        chunks = [*plan.chunks(shared), *capture.own_chunks(own_files, request.block_bytes, len(shared))]
+        parts_of_trees = {name: parts for tree in trees for name, parts in tree.parts.items()}
+        chunks_of_trees = chunks(own_files, parts_of_trees, request.block_bytes)
+        all_chunks = [*plan.chunks(shared), *chunks_of_trees]
         plain = {**plan.indices, **{f"model/{name}": data for name, data in (request.assets or {}).items()}}
         heads = {file.path: file.header for file in own_files}
         if rank == 0:
@@ -192,7 +200,6 @@ class Saver:
         sizes = {file.path: file.nbytes for file in [*shared, own.of_state.plan]}
         sizes |= {path: len(data) for path, data in plain.items()}
         sizes |= {rank_file(number): theirs["own"] for number, theirs in enumerate(found)}
-        parameters, not_saved = plan.parameters, tuple(contents.not_saved)
         parts = contents.parts
         written_by = {
             "nonce": found[0]["nonce"],
@@ -200,16 +207,37 @@ class Saver:
             "stage": parts.stage.number,
             "sharding_factor": parts.shard_group.world_size,
             "collective": parts.collective.name,
+            **_versions(),
         }
-
-        def manifest(files: Mapping[str, FileSums]) -> Manifest:
-            by = {**written_by, **_versions()}
-            return Manifest(request.step, parameters, tuple(groups), files, request.block_bytes, not_saved, by)
-
-        snapshot = capture.snapshot(chunks)
-        return SavePlan(
-            [file.path for file in [*shared, *own_files]], heads, chunks, sizes, request.block_bytes, snapshot, manifest
+        manifest = Manifest(
+            request.step,
+            contents.parameters(),
+            tuple(groups),
+            {},
+            request.block_bytes,
+            tuple(contents.not_saved),
+            written_by,
         )
+        snapshot = Snapshot(capture.staged, capture.live, all_chunks)
+        return SavePlan(heads, all_chunks, sizes, request.block_bytes, snapshot, manifest)
+
+    def _plan_of(
+        self, request: SaveRequest, contents: Contents, facts: StateFacts, found: list[dict[str, Any]]
+    ) -> WritePlan:
+        """Return the plan of the last save if it was made from equal things: to make one takes longer than to write a
+        small model."""
+        made_from = [
+            contents.digest,
+            contents.buckets,
+            [theirs["facts"] for theirs in found],
+            [name for name, _ in contents.averages.with_values()],
+            request.max_shard_bytes,
+            request.block_bytes,
+        ]
+        if self._plan is None or self._planned_for != made_from:
+            self._plan = WritePlan(contents, facts, request.max_shard_bytes, request.block_bytes)
+            self._planned_for = made_from
+        return self._plan
 
 
 @dataclass(frozen=True)
@@ -243,13 +271,6 @@ def _make(destination: Destination, folder: SaveFolder) -> str | None:
     except OSError as error:
         return f"rank 0 could not save {folder.target}: {type(error).__name__}: {error}"
     return None
-
-
-def _told(error: Exception) -> str:
-    """Return an error as text for the other ranks."""
-    if isinstance(error, OSError):
-        return f"{type(error).__name__}: {error}"
-    return str(error)
 
 
 def _compare(found: list[dict[str, Any]]) -> None:
