@@ -75,8 +75,8 @@ def test_ties_are_further_names_of_one_parameter() -> None:
         ({"model_type": None}, "model_type None is unknown; known are"),
         ({"num_local_experts": 8}, "num_local_experts is 8, and experts are not planned.*--parameters"),
         ({"hidden_size": None}, "none of the keys hidden_size, n_embd, d_model"),
-        ({"num_attention_heads": 33}, "33 heads do not divide 4096 features"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers .* is '32', and must be a positive integer"),
+        ({"num_attention_heads": 33}, "33 heads do not divide hidden 4096"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', and must be a positive integer"),
         ({"num_key_value_heads": 5}, "kv_heads 5 do not divide 32 heads"),
     ],
 )

@@ -13,6 +13,8 @@ import torch
 
 from ..core.layout import Dtypes, ParameterSpec
 
+ROOT_NAME = "the root's rest"
+
 
 @dataclass(frozen=True)
 class ParameterShape:
@@ -145,7 +147,7 @@ class Model:
 
     name: str
     parameters: tuple[ParameterShape, ...]
-    units: tuple[str, ...] = ("the root's rest",)
+    units: tuple[str, ...] = (ROOT_NAME,)
     hidden: int = 0
     vocabulary: int = 0
     transformer: Transformer | None = None

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
-from ...planning.models.meta_results import on_meta
 from ...planning.models.parameter_lists import of_parameter_list
 from ...planning.models.shapes import model_of, of_config
 from ...planning.models.works import count_module, count_transformer
@@ -103,7 +102,7 @@ def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
 
 def _preset(config: PlanConfig, dtype: torch.dtype) -> tuple[Model, Sequence[UnitWork]]:
     shape = PRESETS[cast(str, config.preset)]
-    with on_meta():
+    with torch.device("meta"):
         module = GPT(shape, config.sequence).to(dtype)
         tokens = torch.empty(config.micro, config.sequence, dtype=torch.int64)
     model = replace(model_of(module, f"zero train's {config.preset}"), hidden=shape.width, vocabulary=shape.vocabulary)
@@ -115,7 +114,7 @@ def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
     name, _, attribute = text.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with on_meta():
+        with torch.device("meta"):
             made: Any = getattr(importlib.import_module(name), attribute)()
     except Exception as error:
         raise ValueError(f"--module {text}: {type(error).__name__}: {error}") from error
