@@ -30,7 +30,7 @@ from .model import Model, ParameterShape, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
 from .seconds.program import TraceEvent
-from .seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
+from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .seconds.wires import Wires
 from .setting import PRECISIONS, PlanSetting
@@ -273,16 +273,9 @@ class Planner:
             self._unit_loads(compute),
             self._bucket_loads(setting),
             Wires(cluster),
-            StepSetting(
-                setting.stage,
-                setting.sharding_factor,
-                setting.reshard,
-                micro_batches,
-                state_tensors=setting.classes[0].tensors,
-                offload=cluster.gpu.host_link if setting.offload else None,
-                means_are_shown=setting.shows_means,
-            ),
+            setting,
             compute,
+            micro_batches,
         )
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens * cluster.ranks

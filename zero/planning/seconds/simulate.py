@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .program import CLOCKS, PARTS, StepProgram, StepSeconds, TraceEvent
+from ...core.stage import STATES_AHEAD, STATES_BEHIND
+from .program import PARTS, StepProgram, StepSeconds, TraceEvent
 from .wires import WireCost
 
+_STATE_BUFFERS = STATES_AHEAD + 1 + STATES_BEHIND  # buckets whose states are in memory, if they are offloaded
 _RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third
 
 
@@ -46,19 +48,16 @@ class _State:
     sent: float = 0.0
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
 
     def copy(self) -> _State:
-        clocks = (self.host, self.compute, self.wire, self.sent, self.crossed)
-        return _State(*clocks, dict(self.parts), dict(self.busy))
+        return replace(self, parts=dict(self.parts))
 
     def repeat(self, before: _State, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
         for name in ("host", "compute", "wire", "sent", "crossed"):
             setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
-        for now, then in ((self.parts, before.parts), (self.busy, before.busy)):
-            for name in now:
-                now[name] += times * (now[name] - then[name])
+        for name in PARTS:
+            self.parts[name] += times * (self.parts[name] - before.parts[name])
 
 
 class _Rank:
@@ -114,23 +113,19 @@ class _Rank:
         self.note(name, "compute", state.compute, seconds + lost)
         state.parts[part] += seconds
         state.parts["slowdown"] += lost
-        state.busy["compute"] += seconds
         state.compute += seconds + lost
 
     def _launching(self, seconds: float, part: str = "host") -> None:
         """Let the host work. Without streams, compute stands still meanwhile."""
-        state = self.state
-        state.busy["host"] += seconds
         if self._program.streams:
-            state.host += seconds
+            self.state.host += seconds
         else:
-            self.wait(state.compute + seconds, part)
+            self.wait(self.state.compute + seconds, part)
 
     def _send(self, cost: WireCost, ready: float, name: str) -> float:
         """Launch a collective. Return when its result is there."""
         state = self.state
         state.sent, state.crossed = state.sent + cost.sent, state.crossed + cost.crossed
-        state.busy["collectives"] += cost.seconds
         if cost.seconds <= 0.0:
             return 0.0
         start = max(state.wire, self._now(), ready)
@@ -139,7 +134,6 @@ class _Rank:
             self._sending[-1] = (self._sending[-1][0], state.wire)
         else:
             self._sending.append((start, state.wire))
-        state.busy["wire"] += cost.period
         self.note(name, "wire", start, cost.period)
         return start + cost.seconds
 
@@ -297,7 +291,6 @@ class _Rank:
             disk.await_states(number)
             self._work(bucket.update, "update", f"update {number}")
             disk.write_states(number)
-            state.busy["disk"] += bucket.read + bucket.write
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
                     self._updated(*flying.popleft())
@@ -318,8 +311,8 @@ class _Rank:
         self.wait(state.wire, "reduction")
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
-        parts, busy = dict(state.parts), dict(state.busy)
-        return StepSeconds(math.fsum(parts.values()), parts, busy, state.sent, state.crossed, tuple(self._events or ()))
+        seconds = math.fsum(state.parts.values())
+        return StepSeconds(seconds, state.parts, state.sent, state.crossed, tuple(self._events or ()))
 
 
 class _Disk:
@@ -339,7 +332,7 @@ class _Disk:
             return
         rank.wait(self._reading, "disk")
         if number + 1 < len(updates):
-            room = number + 1 - self._program.state_buffers
+            room = number + 1 - _STATE_BUFFERS
             begin = max(rank.state.compute, self._written[room] if room >= 0 else 0.0)
             rank.note(f"read {number + 1}", "disk", begin, updates[number + 1].read)
             self._reading = begin + updates[number + 1].read
