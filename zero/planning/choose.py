@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
-from .plan import PeakBytes, PlannedSetting, Planner, usable_bytes
+from .plan import PlannedSetting, Planner, usable_bytes
 from .seconds.wires import Wires
 from .setting import PlanSetting
 
@@ -97,22 +97,8 @@ def name_of(setting: PlanSetting) -> str:
     return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest cluster on which a training fits, and with what. ``offloaded``: see `PlannedSetting`."""
-
-    cluster: Cluster
-    setting: PlanSetting
-    peak: PeakBytes
-    offloaded: int
-
-    @property
-    def usable(self) -> int:
-        return usable_bytes(self.cluster)
-
-
-def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
-    """Return the smallest cluster of the same hosts on which a setting fits, all ranks sharing one copy.
+def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
+    """Return what fits on the smallest cluster of the same hosts, all ranks sharing one copy.
 
     Up to one host it has 1, 2, 4 GPUs and so on, then whole hosts. None: no number up to `MOST_RANKS` is enough, or
     there is no network.
@@ -133,19 +119,15 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
     return last
 
 
-def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
+def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
-    usable = usable_bytes(cluster)
     tried = [planner.setting(cluster, stage) for stage in STAGES]
     tried.append(replace(tried[-1], offload="disk" if cluster.gpu.family == "cpu" else "host"))
     least = planner.peak(tried[-1])
-    if least.states + least.activations > usable:  # no other has fewer
+    if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None
-    for setting in tried:
-        peak = planner.peak(setting)
-        if peak.total <= usable:
-            return Smallest(cluster, setting, peak, planner.offloaded(setting))
-    return None
+    held = (planner.held(setting, cluster) for setting in tried)
+    return next((each for each in held if each.fits), None)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .seconds.wires import Wires
 from .setting import PRECISIONS, PlanSetting
-from .traffic import sent
 
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
 RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
@@ -189,16 +188,20 @@ class Step:
 
 @dataclass(frozen=True)
 class PlannedSetting:
-    """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit.
+    """A setting with what it takes on a cluster. ``step`` is None where nothing was simulated.
 
     ``offloaded``: bytes on the host or on a disk, which are no part of ``peak``.
     """
 
     setting: PlanSetting
+    cluster: Cluster
     peak: PeakBytes
-    usable: int
-    step: Step | None
-    offloaded: int = 0
+    offloaded: int
+    step: Step | None = None
+
+    @property
+    def usable(self) -> int:
+        return usable_bytes(self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -255,9 +258,9 @@ class Planner:
         """Return, as text, how parameters that have one owner each are spread over the ranks; "" if there are none."""
         return spread_of_owners(self._memory.laid_out(setting).layout, setting.row)
 
-    def offloaded(self, setting: PlanSetting) -> int:
-        """Return the bytes of the host's memory, or of a disk, that the rank that holds most takes."""
-        return self._largest(setting).offloaded
+    def held(self, setting: PlanSetting, cluster: Cluster) -> PlannedSetting:
+        """Return the bytes that a setting takes, without seconds."""
+        return PlannedSetting(setting, cluster, self.peak(setting), self._largest(setting).offloaded)
 
     def _largest(self, setting: PlanSetting) -> RankBytes:
         if setting not in self._ranks:
@@ -285,16 +288,15 @@ class Planner:
             found.parts,
             tokens / found.seconds,
             micro_batches * training.flops / found.seconds / peak,
-            sent(self._memory, setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
+            self._memory.sent(setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
             found.crossed / cluster.hosts,
             found.events,
         )
 
     def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> PlannedSetting:
         """Return what a setting takes. ``always``: seconds also if it does not fit."""
-        peak, usable = self.peak(setting), usable_bytes(cluster)
-        step = self.step(setting, cluster) if always or peak.total <= usable else None
-        return PlannedSetting(setting, peak, usable, step, self.offloaded(setting))
+        held = self.held(setting, cluster)
+        return replace(held, step=self.step(setting, cluster)) if always or held.fits else held
 
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training

@@ -9,20 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...core.layout import MIB
-from ...planning.choose import ScaleCurve, Smallest, frontier, recommended, scale_curves, smallest_cluster
+from ...planning.choose import ScaleCurve, frontier, recommended, scale_curves, smallest_cluster
 from ...planning.plan import PlannedSetting, Planner
 from ...planning.setting import PlanSetting
 from .inputs import Asked
 
-__all__ = ["Findings", "SmallestWith"]
-
-
-@dataclass(frozen=True)
-class SmallestWith:
-    """The smallest cluster with a kind of checkpointing."""
-
-    checkpoint: str
-    found: Smallest
+__all__ = ["Findings", "findings_of"]
 
 
 @dataclass(frozen=True)
@@ -33,10 +25,9 @@ class Findings:
         asked: what it is made for.
         choices: every setting.
         best: the recommended one; None if nothing fits.
-        micro_batches: of each rank in a step.
         bands: least and most seconds over all fabrics, of the settings that no other one beats.
         other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
-        smallest: clusters.
+        smallest: what fits on the smallest cluster, by how blocks are recomputed.
         curves: of more hosts.
         spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
     """
@@ -44,29 +35,26 @@ class Findings:
     asked: Asked
     choices: Sequence[PlannedSetting]
     best: PlannedSetting | None
-    micro_batches: int
     bands: Mapping[PlanSetting, tuple[float, float]]
     other_caps: Sequence[tuple[int, float]]
-    smallest: Sequence[SmallestWith]
+    smallest: Mapping[str, PlannedSetting]
     curves: Sequence[ScaleCurve]
     spread: str
 
-    @classmethod
-    def of(cls, asked: Asked, planner: Planner, choices: Sequence[PlannedSetting]) -> Findings:
-        """Answer all questions that follow from the choices."""
-        best = recommended(choices)
-        fabrics = asked.hardware.fabrics
-        return cls(
-            asked,
-            choices,
-            best,
-            asked.training.micro_batches(asked.cluster.ranks),
-            {choice.setting: _band(choice, asked, planner) for choice in frontier(choices)},
-            [] if best is None else _other_caps(best, choices),
-            _smallest(asked, planner),
-            [] if best is None else scale_curves(planner, asked.cluster, best.setting, fabrics),
-            "" if best is None else planner.spread(best.setting),
-        )
+
+def findings_of(asked: Asked, planner: Planner, choices: Sequence[PlannedSetting]) -> Findings:
+    """Answer all questions that follow from the choices."""
+    best = recommended(choices)
+    return Findings(
+        asked,
+        choices,
+        best,
+        {choice.setting: _band(choice, asked, planner) for choice in frontier(choices)},
+        [] if best is None else _other_caps(best, choices),
+        _smallest(asked, planner),
+        [] if best is None else scale_curves(planner, asked.cluster, best.setting, asked.hardware.fabrics),
+        "" if best is None else planner.spread(best.setting),
+    )
 
 
 def _band(choice: PlannedSetting, asked: Asked, planner: Planner) -> tuple[float, float]:
@@ -87,11 +75,10 @@ def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list
     ]
 
 
-def _smallest(asked: Asked, planner: Planner) -> list[SmallestWith]:
-    found = list[SmallestWith]()
-    kinds = (asked.training.checkpoint, "full") if asked.training.counts_activations else (asked.training.checkpoint,)
-    for checkpoint in dict.fromkeys(kinds):
+def _smallest(asked: Asked, planner: Planner) -> dict[str, PlannedSetting]:
+    found: dict[str, PlannedSetting] = {}
+    for checkpoint in (asked.training.checkpoint, *(["full"] if asked.training.counts_activations else [])):
         smallest = smallest_cluster(planner.recomputing(checkpoint), asked.cluster)
-        if smallest is not None and not any(smallest.cluster == each.found.cluster for each in found):
-            found.append(SmallestWith(checkpoint, smallest))
+        if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
+            found[checkpoint] = smallest
     return found

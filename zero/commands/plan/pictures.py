@@ -33,8 +33,8 @@ _Place = tuple[float, float]  # seconds, and GB of a rank
 
 
 def draw_choices(folder: Path, found: Findings) -> str:
-    """Draw the settings that were simulated, in seconds and GB, with a line through those that no other one beats. Their
-    names are beside them where there is room. Return the name of the file."""
+    """Draw the settings that were simulated, in seconds and GB, with a line through those that no other one beats, and
+    their names where there is room. Return the name of the file."""
     shown, cluster = frontier(found.choices), found.asked.cluster
     if found.best is not None and found.best not in shown:
         shown.append(found.best)

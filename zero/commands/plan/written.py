@@ -33,7 +33,7 @@ ASSUMPTIONS = (
 def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
     """Write plan.json, and trace.json if it is asked for. Return the names of the files."""
     asked, best = found.asked, found.best
-    cluster = asked.cluster
+    cluster, micro_batches = asked.cluster, asked.training.micro_batches(asked.cluster.ranks)
     written = {
         "format": 1,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
@@ -46,27 +46,27 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
             "activations": "counted" if asked.training.counts_activations else "not counted",
         },
         "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
-        "micro_batches": found.micro_batches,
+        "micro_batches": micro_batches,
         "choices": [_choice(choice, found) for choice in found.choices],
         "frontier": [name_of(choice.setting) for choice in frontier(found.choices)],
         "recommended": None
         if best is None
         else {
             "name": name_of(best.setting),
-            "start": start_of(config, best.setting, cluster, found.micro_batches, asked.training),
+            "start": start_of(config, best.setting, cluster, micro_batches, asked.training),
             "other_bucket_cap_mb": dict(found.other_caps),
             "enough_bucket_bytes": enough_bytes(cluster, best.setting.factor),
         },
         "smallest": [
             {
-                "checkpoint": each.checkpoint,
-                "hosts": each.found.cluster.hosts,
-                "per_host": each.found.cluster.per_host,
-                "name": name_of(each.found.setting),
-                "bytes": asdict(each.found.peak),
-                "offloaded_bytes": each.found.offloaded,
+                "checkpoint": checkpoint,
+                "hosts": smallest.cluster.hosts,
+                "per_host": smallest.cluster.per_host,
+                "name": name_of(smallest.setting),
+                "bytes": asdict(smallest.peak),
+                "offloaded_bytes": smallest.offloaded,
             }
-            for each in found.smallest
+            for checkpoint, smallest in found.smallest.items()
         ],
         "scale": [asdict(curve) for curve in found.curves],
     }

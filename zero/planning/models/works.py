@@ -38,8 +38,6 @@ def count_transformer(
     numbers = model.transformer
     if numbers is None:
         return None
-    if micro < 1 or sequence < 1:
-        raise ValueError(f"a micro-batch of {micro} x {sequence} tokens has none: both must be at least 1")
     one = replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))
     with torch.device("meta"):
         network = ReferenceModel(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)

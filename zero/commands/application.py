@@ -1,0 +1,143 @@
+"""The commands of `zero` as typer has them: their names, help texts, arguments and flags.
+
+Knows: how typer makes flags of the fields of settings: a field is a flag, the text in its type is its help. Does not
+know: what the commands do, which is imported when one runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import typer
+
+from .plan.settings import PlanConfig
+from .runner import checking_input, reports_errors
+from .train.settings import TrainConfig
+
+__all__ = ["application"]
+
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+CHECKPOINT = "Look at checkpoints, and convert them to other formats. Needs no ranks."
+
+application = typer.Typer(
+    help="Train with ZeroOptimizer, and prove it.",
+    add_completion=False,
+    context_settings=HELP_FLAGS,
+    rich_markup_mode=None,  # rich's tables of flags cut their names short
+)
+checkpoints = typer.Typer(help=CHECKPOINT, short_help=CHECKPOINT, context_settings=HELP_FLAGS, rich_markup_mode=None)
+
+
+def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Add a function to a group as a command, whose help is its docstring."""
+
+    def add(run: Callable[..., int]) -> Callable[..., int]:
+        text = " ".join((run.__doc__ or "").split())
+        group.command(name, help=text, short_help=text, context_settings=HELP_FLAGS)(run)
+        return run
+
+    return add
+
+
+def _flags(config: type[Any]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
+    """Give a function of settings a flag for each field of ``config``."""
+    hints = get_type_hints(config, include_extras=True)
+
+    def with_flags(run: Callable[[Any], int]) -> Callable[..., int]:
+        @reports_errors
+        def command(**values: Any) -> int:
+            with checking_input(ValueError):
+                settings = config(**values)
+            return run(settings)
+
+        parameters = []
+        for each in fields(config):
+            of, text = get_args(hints[each.name])
+            parameters.append(
+                inspect.Parameter(
+                    each.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=each.default,
+                    annotation=Annotated[of, typer.Option(help=text)],
+                )
+            )
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__doc__ = run.__doc__
+        return command
+
+    return with_flags
+
+
+@_command(application, "train")
+@_flags(TrainConfig)
+def train(config: TrainConfig) -> int:
+    """Train a byte-level GPT on real text, on any number of ranks."""
+    from .train.command import run
+
+    return run(config)
+
+
+@_command(application, "plan")
+@_flags(PlanConfig)
+def plan(config: PlanConfig) -> int:
+    """Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take."""
+    from .plan.command import run
+
+    return run(config)
+
+
+@_command(application, "verify")
+def verify(
+    function: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODULE:FUNCTION",
+            help="a function without arguments that returns a dict of zero.verify's; the current directory is "
+            "importable",
+        ),
+    ],
+) -> int:
+    """Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."""
+    from .verify.command import run
+
+    return run(function)
+
+
+@_command(checkpoints, "list")
+def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints")]) -> int:
+    """Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete."""
+    from .checkpoint import command
+
+    return command.list_(directory)
+
+
+@_command(checkpoints, "verify")
+def verify_checkpoint(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of them")],
+) -> int:
+    """Read every byte of a checkpoint, or of each one in a folder. If one is not whole, name file and tensor, and end
+    with 1."""
+    from .checkpoint import command
+
+    return command.verify(path)
+
+
+@_command(checkpoints, "export")
+def export(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint")],
+    to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="where nothing is yet")],
+) -> int:
+    """Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: model,
+    optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model and
+    flattened optimizer)."""
+    from .checkpoint import command
+
+    return command.export(path, to, out)
+
+
+application.add_typer(checkpoints, name="checkpoint")
