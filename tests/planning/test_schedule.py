@@ -48,7 +48,7 @@ UNITS = [parameter.unit for parameter in MODEL.parameters]
 
 
 def layout_of(ranks: int, bucket_bytes: int, dtypes: Dtypes = PLAIN, *, with_units: bool) -> Layout:
-    specs = MODEL.specs(lambda dtype: dtypes, FP32, with_units=with_units)
+    specs = MODEL.specs(dtypes, with_units=with_units)
     return build(specs, ranks, bucket_bytes)
 
 

@@ -1,7 +1,7 @@
-"""The commands of `zero` as typer has them: their names, help texts, arguments and flags.
+"""The commands of `zero` as typer has them.
 
-Knows: how typer makes flags of the fields of settings: a field is a flag, the text in its type is its help. Does not
-know: what the commands do, which is imported when one runs.
+Knows: their names, and how typer makes flags of the fields of settings: a field is a flag, the text in its type is its
+help. Does not know: what the commands do. Training and planning are imported when they run.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+from .checkpoint import command as checkpoint
 from .plan.settings import PlanConfig
 from .runner import checking_input, reports_errors
 from .train.settings import TrainConfig
+from .verify import command as verify
 
 __all__ = ["application"]
 
@@ -90,54 +91,8 @@ def plan(config: PlanConfig) -> int:
     return run(config)
 
 
-@_command(application, "verify")
-def verify(
-    function: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION",
-            help="a function without arguments that returns a dict of zero.verify's; the current directory is "
-            "importable",
-        ),
-    ],
-) -> int:
-    """Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."""
-    from .verify.command import run
-
-    return run(function)
-
-
-@_command(checkpoints, "list")
-def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints")]) -> int:
-    """Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete."""
-    from .checkpoint import command
-
-    return command.list_(directory)
-
-
-@_command(checkpoints, "verify")
-def verify_checkpoint(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of them")],
-) -> int:
-    """Read every byte of a checkpoint, or of each one in a folder. If one is not whole, name file and tensor, and end
-    with 1."""
-    from .checkpoint import command
-
-    return command.verify(path)
-
-
-@_command(checkpoints, "export")
-def export(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint")],
-    to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="where nothing is yet")],
-) -> int:
-    """Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: model,
-    optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model and
-    flattened optimizer)."""
-    from .checkpoint import command
-
-    return command.export(path, to, out)
-
-
+_command(application, "verify")(verify.run)
+_command(checkpoints, "list")(checkpoint.list_)
+_command(checkpoints, "verify")(checkpoint.verify)
+_command(checkpoints, "export")(checkpoint.export)
 application.add_typer(checkpoints, name="checkpoint")

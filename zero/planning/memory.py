@@ -109,7 +109,7 @@ class MemoryPlan:
         key = _key(setting)
         if key not in self._laid_out:
             specs = self.model.specs(
-                lambda _: setting.dtypes,
+                setting.dtypes,
                 with_units=setting.has_units,
                 device=setting.device,
                 whole_matrices=key[-1],

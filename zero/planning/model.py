@@ -6,7 +6,7 @@ description comes from, ranks, stages, hardware. Nothing here has values.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from ..core.layout import Dtypes, ParameterSpec
 
 ROOT_NAME = "the root's rest"
+FP32 = Dtypes.all(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,7 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def is_unit_matrix(self) -> bool:
@@ -166,8 +164,7 @@ class Model:
 
     def specs(
         self,
-        dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
-        dtype: torch.dtype = torch.float32,
+        dtypes: Dtypes = FP32,
         *,
         with_units: bool,
         device: str = "cpu",
@@ -176,8 +173,7 @@ class Model:
         """Return the specs of all parameters, as `zero.ZeroOptimizer` over the module would make them.
 
         Args:
-            dtypes: maps ``dtype`` to the dtypes of a bucket, as `MixedPrecision.of` does.
-            dtype: the dtype in which the model is made.
+            dtypes: of every parameter.
             with_units: whether parameters are gathered in units (stage 3).
             device: their device, as text.
             whole_matrices: whether a class of its own, number 1, steps the matrices of units by their shapes.
@@ -186,8 +182,8 @@ class Model:
             ParameterSpec(
                 parameter.names,
                 parameter.shape,
-                _stride(parameter.shape),
-                dtypes(dtype),
+                torch.empty(parameter.shape, device="meta").stride(),
+                dtypes,
                 device,
                 parameter.trainable,
                 parameter.group,
@@ -198,12 +194,3 @@ class Model:
             )
             for index, parameter in enumerate(self.parameters)
         ]
-
-
-def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
