@@ -45,8 +45,6 @@ __all__ = [
     "StoppedError",
     "World",
     "WrongInputError",
-    "barrier",
-    "cannot_write",
     "check_alone",
     "check_output",
     "checking_input",
@@ -222,12 +220,9 @@ def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
             for name in stale:
                 (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise cannot_write(out, error, flag) from None
-
-
-def cannot_write(out: Path, error: OSError, flag: str = "--out") -> ValueError:
-    """The error for an output folder in which no file can be written."""
-    return ValueError(f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written")
+        raise ValueError(
+            f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written"
+        ) from None
 
 
 def check_alone(command: str) -> None:
@@ -283,8 +278,3 @@ def process_group(world: World | None = None) -> Iterator[None]:
         except Exception as error:
             record_error(error)
             raise
-
-
-def barrier() -> None:
-    """Wait for every rank of the default process group. All ranks must call it."""
-    dist.barrier()

@@ -182,14 +182,10 @@ def scale_curves(
             setting = replace(setting, offload=chosen.offload)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
-            rates = {}
-            for step in {more.network.ring_step, *(fabrics.values() if hosts > 1 else ())}:
-                with_fabric = replace(more, network=replace(more.network, ring_step=step))
-                found = planner.step(setting, with_fabric, micro_batches=micro_batches)
-                rates[step] = found.tokens_per_second / more.ranks
-            here = rates[more.network.ring_step]
+            steps = planner.over_fabrics(setting, more, fabrics, micro_batches=micro_batches)
+            rates = [step.tokens_per_second / more.ranks for step in steps]
             fits = planner.peak(setting).total <= usable_bytes(more)
-            points.append(ScalePoint(more.ranks, here, min(rates.values()), max(rates.values()), fits))
+            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), fits))
         if points:
             curves.append(ScaleCurve(name, tuple(points)))
     return curves

@@ -293,6 +293,14 @@ class Planner:
             found.events,
         )
 
+    def over_fabrics(
+        self, setting: PlanSetting, cluster: Cluster, fabrics: Mapping[str, float], *, micro_batches: int = 0
+    ) -> list[Step]:
+        """Return the step on the cluster, and then on each fabric if it has several hosts."""
+        ring_steps = [cluster.network.ring_step, *(fabrics.values() if cluster.hosts > 1 else ())]
+        clusters = [replace(cluster, network=replace(cluster.network, ring_step=each)) for each in ring_steps]
+        return [self.step(setting, each, micro_batches=micro_batches) for each in clusters]
+
     def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> PlannedSetting:
         """Return what a setting takes. ``always``: seconds also if it does not fit."""
         held = self.held(setting, cluster)

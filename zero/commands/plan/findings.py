@@ -58,11 +58,8 @@ def findings_of(asked: Asked, planner: Planner, choices: Sequence[PlannedSetting
 
 
 def _band(choice: PlannedSetting, asked: Asked, planner: Planner) -> tuple[float, float]:
-    seconds = [choice.seconds]
-    for step in asked.hardware.fabrics.values() if asked.cluster.hosts > 1 else ():
-        network = replace(asked.cluster.network, ring_step=step)
-        seconds.append(planner.step(choice.setting, replace(asked.cluster, network=network)).seconds)
-    return min(seconds), max(seconds)
+    steps = planner.over_fabrics(choice.setting, choice.cluster, asked.hardware.fabrics)
+    return min(step.seconds for step in steps), max(step.seconds for step in steps)
 
 
 def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list[tuple[int, float]]:
