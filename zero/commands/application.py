@@ -19,8 +19,6 @@ from .runner import checking_input, reports_errors
 from .train.settings import TrainConfig
 from .verify import command as verify
 
-__all__ = ["application"]
-
 HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 CHECKPOINT = "Look at checkpoints, and convert them to other formats. Needs no ranks."
 

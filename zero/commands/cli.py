@@ -14,8 +14,6 @@ from typing import Any
 from .console import INSTALL_HINT
 from .runner import WRONG_INPUT, fail
 
-__all__ = ["main"]
-
 NEEDED = ("typer", "rich")
 
 

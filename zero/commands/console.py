@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["INSTALL_HINT", "Console"]
-
 INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["option_of", "require"]
-
 
 def option_of(name: str) -> str:
     """Return the flag of a field."""

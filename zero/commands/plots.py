@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["ACCENT", "RESOLUTION", "can_draw", "draw_loss", "draw_memory", "figure_of"]
-
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
 SIZE, RESOLUTION = (8.0, 4.5), 150
 

@@ -27,37 +27,15 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec
 
-import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..runtime.process_group import process_group as joined_group
 from ..runtime.process_group import under_launcher
-
-__all__ = [
-    "RankError",
-    "StoppedError",
-    "World",
-    "WrongInputError",
-    "check_alone",
-    "check_output",
-    "checking_input",
-    "fail",
-    "launch_ranks",
-    "one_line",
-    "process_group",
-    "record_error",
-    "reports_errors",
-    "run_rank",
-    "started_by_us",
-    "under_launcher",
-]
 
 RUN_PREFIX = "zero-"
 WRONG_INPUT = 2
@@ -251,27 +229,10 @@ def started_by_us() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_PREFIX)
 
 
-@dataclass(frozen=True)
-class World:
-    """The first ``size`` of the launched processes, which meet through a file. ``timeout``: in seconds."""
-
-    size: int
-    meeting: Path
-    timeout: float
-
-
 @contextmanager
-def process_group(world: World | None = None) -> Iterator[None]:
-    """Enter the default process group, over gloo, of all launched processes or of ``world``. It is destroyed at the end
-    of the block, also after an error. The process ends with the one that launched it."""
-    how: dict[str, Any] = {}
-    if world is not None:
-        how = {
-            "store": dist.FileStore(str(world.meeting), world.size),  # type: ignore[attr-defined]
-            "rank": int(os.environ["RANK"]),
-            "world_size": world.size,
-            "timeout": timedelta(seconds=world.timeout),
-        }
+def process_group(**how: Any) -> Iterator[None]:
+    """Enter the default process group, over gloo, of all launched processes. It is destroyed at the end of the block,
+    also after an error. The process ends with the one that launched it. ``how``: of `init_process_group`."""
     with joined_group("gloo", **how):
         try:
             yield

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
-from .plan import PlannedSetting, Planner, usable_bytes
+from .plan import PlannedSetting, Planner, Training, usable_bytes
 from .seconds.wires import Wires
 from .setting import PlanSetting
 
@@ -196,3 +196,70 @@ def host_counts(cluster: Cluster) -> list[int]:
     most = max(MOST_RANKS // cluster.per_host, 1) if cluster.nic else 1
     asked = {cluster.hosts} if cluster.hosts <= most else set()
     return sorted({1 << power for power in range(0, most.bit_length(), 2) if 2 << power <= most} | {most} | asked)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan has found.
+
+    Attributes:
+        training, cluster: what it is made for.
+        choices: every setting.
+        best: the recommended one; None if nothing fits.
+        bands: least and most seconds over all fabrics, of the settings that no other one beats.
+        other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
+        smallest: what fits on the smallest cluster, by how blocks are recomputed.
+        curves: of more hosts.
+        spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
+    """
+
+    training: Training
+    cluster: Cluster
+    choices: Sequence[PlannedSetting]
+    best: PlannedSetting | None
+    bands: Mapping[PlanSetting, tuple[float, float]]
+    other_caps: Sequence[tuple[int, float]]
+    smallest: Mapping[str, PlannedSetting]
+    curves: Sequence[ScaleCurve]
+    spread: str
+
+
+def findings_of(
+    planner: Planner, cluster: Cluster, choices: Sequence[PlannedSetting], fabrics: Mapping[str, float]
+) -> Findings:
+    """Answer all questions that follow from the choices. ``fabrics``: seconds of a ring's step, by name."""
+    best = recommended(choices)
+    bands = {}
+    for choice in frontier(choices):
+        seconds = [step.seconds for step in planner.over_fabrics(choice.setting, cluster, fabrics)]
+        bands[choice.setting] = min(seconds), max(seconds)
+    return Findings(
+        planner.training,
+        cluster,
+        choices,
+        best,
+        bands,
+        [] if best is None else _other_caps(best, choices),
+        _smallest(planner, cluster),
+        [] if best is None else scale_curves(planner, cluster, best.setting, fabrics),
+        "" if best is None else planner.spread(best.setting),
+    )
+
+
+def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list[tuple[int, float]]:
+    sizes = best.setting.bucket_sizes
+    others = [each for each in choices if each.setting.bucket_sizes != sizes and each.step]
+    return [
+        (each.setting.bucket_bytes // MIB, each.seconds / best.seconds - 1)
+        for each in others
+        if replace(each.setting, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first) == best.setting
+    ]
+
+
+def _smallest(planner: Planner, cluster: Cluster) -> dict[str, PlannedSetting]:
+    found: dict[str, PlannedSetting] = {}
+    for checkpoint in (planner.training.checkpoint, *(["full"] if planner.training.counts_activations else [])):
+        smallest = smallest_cluster(planner.recomputing(checkpoint), cluster)
+        if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
+            found[checkpoint] = smallest
+    return found

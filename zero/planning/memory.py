@@ -81,7 +81,6 @@ class MemoryPlan:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._laid_out: dict[_Key, LaidOut] = {}
-        self._peaks: dict[tuple[object, ...], dict[str, int]] = {}
 
     def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
         """Return the bytes of one rank."""
@@ -171,7 +170,14 @@ class MemoryPlan:
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
         largest = max((part.offloaded for part, _ in parts_), default=0)
-        total |= self._bounds(setting, laid_out.layout)
+        total |= peak_bounds(
+            laid_out.layout,
+            setting.row,
+            reshard_group_size=setting.near,
+            slices_are_exposed=setting.exposes_slices,
+        )
+        if not setting.gathers_units:
+            total["gathered_peak"] = 0
         total["staged_peak"] = _STAGED[setting.offload] * largest
         return RankBytes(**total)
 
@@ -209,19 +215,6 @@ class MemoryPlan:
         return RankBytes(
             found.parameters, found.gradients, found.states, found.scalars, found.masters, offloaded, beside
         )
-
-    def _bounds(self, setting: PlanSetting, layout: Layout) -> dict[str, int]:
-        """Return the upper bounds of gathered and of scratch memory."""
-        key = (*_key(setting), setting.stage, setting.near, setting.exposes_slices)
-        if key not in self._peaks:
-            bounds = peak_bounds(
-                layout,
-                setting.row,
-                reshard_group_size=setting.near,
-                slices_are_exposed=setting.exposes_slices,
-            )
-            self._peaks[key] = bounds if setting.gathers_units else bounds | {"gathered_peak": 0}
-        return self._peaks[key]
 
 
 def _key(setting: PlanSetting) -> _Key:

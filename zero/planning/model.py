@@ -7,6 +7,7 @@ description comes from, ranks, stages, hardware. Nothing here has values.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -157,9 +158,13 @@ class Model:
 
     def unit_numels(self) -> list[int]:
         """Return the number of elements of each unit."""
+        return self.by_unit(lambda parameter: parameter.numel)
+
+    def by_unit(self, count: Callable[[ParameterShape], int]) -> list[int]:
+        """Return the sum of ``count`` over the parameters of each unit."""
         found = [0] * len(self.units)
         for parameter in self.parameters:
-            found[parameter.unit] += parameter.numel
+            found[parameter.unit] += count(parameter)
         return found
 
     def specs(

@@ -126,10 +126,7 @@ class Training:
 
     def _unit_bytes(self, device: str) -> list[int]:
         """Return the bytes of each unit in buckets, without the root's rest."""
-        found = [0] * len(self.model.units)
-        for parameter in self.model.parameters:
-            found[parameter.unit] += self._padded(parameter, device)
-        return found[1:]
+        return self.model.by_unit(lambda parameter: self._padded(parameter, device))[1:]
 
     def _padded(self, parameter: ParameterShape, device: str) -> int:
         return PRECISIONS[self.precision].padded(parameter.numel, device) * self.param_dtype.itemsize
@@ -222,10 +219,7 @@ class Planner:
         self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
         self._units = training.model.unit_numels()
-        tensors = [0] * len(self._units)
-        for parameter in training.model.parameters:
-            tensors[parameter.unit] += 1
-        self._tensors = tensors
+        self._tensors = training.model.by_unit(lambda _: 1)
 
     def recomputing(self, checkpoint: str) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""

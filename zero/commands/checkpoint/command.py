@@ -19,8 +19,6 @@ from ..console import Console
 from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
 
-__all__ = ["export", "list_", "verify"]
-
 SHOWN = 12  # characters of a hash
 
 

@@ -27,8 +27,6 @@ from ...planning.setting import OPTIMIZERS, PRECISIONS
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
 
-__all__ = ["Asked", "asked_of", "training_of"]
-
 SOURCES = ("config", "parameters", "module", "preset")
 
 

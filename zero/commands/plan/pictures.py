@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...core.layout import DEFAULT_CAP_MB, MIB
-from ...planning.choose import frontier, name_of
+from ...planning.choose import Findings, frontier, name_of
 from ...planning.plan import PlannedSetting, usable_bytes
 from ...planning.setting import PlanSetting
 from ..plots import ACCENT, RESOLUTION, figure_of
-from .findings import Findings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.transforms import Bbox
-
-__all__ = ["draw_choices", "draw_scale"]
 
 FARTHEST = 3.0  # times the fastest: slower settings would squeeze the others
 COLORS = ("#8a5fa8", "#2f6f9f", "#2b8a5a", "#c98a1b")
@@ -35,14 +32,14 @@ _Place = tuple[float, float]  # seconds, and GB of a rank
 def draw_choices(folder: Path, found: Findings) -> str:
     """Draw the settings that were simulated, in seconds and GB, with a line through those that no other one beats, and
     their names where there is room. Return the name of the file."""
-    shown, cluster = frontier(found.choices), found.asked.cluster
+    shown, cluster = frontier(found.choices), found.cluster
     if found.best is not None and found.best not in shown:
         shown.append(found.best)
     cap = shown[0].setting.bucket_bytes
     slowest = FARTHEST * min(choice.seconds for choice in found.choices)
     drawn = [choice for choice in found.choices if choice.seconds <= slowest or choice in shown]
     figure, axes = figure_of(
-        f"{found.asked.training.model.name} on {cluster.ranks:,} {cluster.gpu.name}, planned", (10.0, 6.0)
+        f"{found.training.model.name} on {cluster.ranks:,} {cluster.gpu.name}, planned", (10.0, 6.0)
     )
     elsewhere = ", states on a disk" if cluster.gpu.family == "cpu" else ", states on the host"
     for stage, color in zip(dict.fromkeys(choice.setting.stage for choice in drawn), COLORS, strict=False):
@@ -128,7 +125,7 @@ def _name(axes: Axes, names: dict[str, _Place], taken: list[Bbox]) -> None:
 def draw_scale(folder: Path, found: Findings) -> str:
     """Draw tokens a second of a rank over the number of ranks, with bands, on a logarithmic axis whose ticks are the
     points of the longest line. Return the name of the file."""
-    figure, axes = figure_of(f"{found.asked.training.model.name} on {found.asked.cluster.gpu.name}, planned")
+    figure, axes = figure_of(f"{found.training.model.name} on {found.cluster.gpu.name}, planned")
     for curve, color in zip(found.curves, itertools.cycle(reversed(COLORS))):
         ranks = [point.ranks for point in curve.points]
         axes.plot(

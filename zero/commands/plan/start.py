@@ -11,8 +11,6 @@ from ...planning.plan import Training
 from ...planning.setting import PlanSetting
 from .settings import PlanConfig
 
-__all__ = ["cap_argument", "start_of"]
-
 _CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
 _TRAINED = ("adamw", "adam", "sgd", "adagrad", "muon")  # by zero train
 _FUSED = ("adamw", "adam", "momentum", "sgd")  # in torch; Adagrad is on CPUs alone

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from ...planning.choose import enough_bytes, frontier, name_of
+from ...planning.choose import Findings, enough_bytes, frontier, name_of
 from ...planning.plan import RESERVED, USABLE_SHARE, PlannedSetting, Planner, usable_bytes
 from ...planning.seconds.program import chrome_trace
-from .findings import Findings
 from .settings import PlanConfig
 from .start import start_of
-
-__all__ = ["write"]
 
 ASSUMPTIONS = (
     "states are exact; gathered and buckets are upper bounds, and the sum of all kinds is one, too",
@@ -32,18 +29,18 @@ ASSUMPTIONS = (
 
 def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
     """Write plan.json, and trace.json if it is asked for. Return the names of the files."""
-    asked, best = found.asked, found.best
-    cluster, micro_batches = asked.cluster, asked.training.micro_batches(asked.cluster.ranks)
+    training, cluster, best = found.training, found.cluster, found.best
+    micro_batches = training.micro_batches(cluster.ranks)
     written = {
         "format": 1,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": config.to_json(),
         "assumptions": ASSUMPTIONS,
         "model": {
-            "name": asked.training.model.name,
-            "parameters": asked.training.model.numel,
-            "units": len(asked.training.model.units),
-            "activations": "counted" if asked.training.counts_activations else "not counted",
+            "name": training.model.name,
+            "parameters": training.model.numel,
+            "units": len(training.model.units),
+            "activations": "counted" if training.counts_activations else "not counted",
         },
         "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
         "micro_batches": micro_batches,
@@ -53,7 +50,7 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
         if best is None
         else {
             "name": name_of(best.setting),
-            "start": start_of(config, best.setting, cluster, micro_batches, asked.training),
+            "start": start_of(config, best.setting, cluster, micro_batches, training),
             "other_bucket_cap_mb": dict(found.other_caps),
             "enough_bucket_bytes": enough_bytes(cluster, best.setting.factor),
         },
