@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.plan.rows import from_numbers
 from zero.commands.train.model import GPT, PRESETS, loss_fn
 from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.models.counting import count
 from zero.planning.models.reference import ReferenceModel, TransformerBlock
-from zero.planning.models.shapes import from_config, from_numbers, model_of
+from zero.planning.models.shapes import from_config, model_of
 from zero.planning.models.works import count_module, count_transformer, kept_bytes, recomputed, together
 
 from .configs import LLAMA_3_8B, PUBLISHED, llama, of_numbers

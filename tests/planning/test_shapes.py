@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.plan.rows import from_numbers
 from zero.commands.train.model import GPT, PRESETS
 from zero.core.buckets import build
 from zero.core.parameter_specs import specs
@@ -17,7 +18,7 @@ from zero.core.units import find_units
 from zero.planning.model import Transformer
 from zero.planning.models.families import FAMILIES
 from zero.planning.models.reference import ReferenceModel
-from zero.planning.models.shapes import from_config, from_numbers, model_of, of_config
+from zero.planning.models.shapes import from_config, model_of, of_config
 
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED, of_numbers
 

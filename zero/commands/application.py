@@ -6,6 +6,7 @@ help. Does not know: what the commands do. Training and planning are imported wh
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import fields
@@ -31,66 +32,41 @@ application = typer.Typer(
 checkpoints = typer.Typer(help=CHECKPOINT, short_help=CHECKPOINT, context_settings=HELP_FLAGS, rich_markup_mode=None)
 
 
-def _command(group: typer.Typer, name: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+def _add(group: typer.Typer, name: str, run: Callable[..., int]) -> None:
     """Add a function to a group as a command, whose help is its docstring."""
-
-    def add(run: Callable[..., int]) -> Callable[..., int]:
-        text = " ".join((run.__doc__ or "").split())
-        group.command(name, help=text, short_help=text, context_settings=HELP_FLAGS)(run)
-        return run
-
-    return add
+    text = " ".join((run.__doc__ or "").split())
+    group.command(name, help=text, short_help=text, context_settings=HELP_FLAGS)(run)
 
 
-def _flags(config: type[Any]) -> Callable[[Callable[[Any], int]], Callable[..., int]]:
-    """Give a function of settings a flag for each field of ``config``."""
-    hints = get_type_hints(config, include_extras=True)
+def _with_flags(name: str, config: type[Any], text: str) -> Callable[..., int]:
+    """Return the command ``name`` with a flag for each field of its settings. ``text``: its help."""
 
-    def with_flags(run: Callable[[Any], int]) -> Callable[..., int]:
-        @reports_errors
-        def command(**values: Any) -> int:
-            with checking_input(ValueError):
-                settings = config(**values)
-            return run(settings)
+    @reports_errors
+    def command(**values: Any) -> int:
+        with checking_input(ValueError):
+            settings = config(**values)
+        code: int = importlib.import_module(f"{__package__}.{name}.command").run(settings)
+        return code
 
-        parameters = []
-        for each in fields(config):
-            of, text = get_args(hints[each.name])
-            parameters.append(
-                inspect.Parameter(
-                    each.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=each.default,
-                    annotation=Annotated[of, typer.Option(help=text)],
-                )
-            )
-        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        command.__doc__ = run.__doc__
-        return command
-
-    return with_flags
+    hints, kind = get_type_hints(config, include_extras=True), inspect.Parameter.KEYWORD_ONLY
+    parameters = []
+    for each in fields(config):
+        of, words = get_args(hints[each.name])
+        flag = inspect.Parameter(
+            each.name, kind, default=each.default, annotation=Annotated[of, typer.Option(help=words)]
+        )
+        parameters.append(flag)
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__doc__ = text
+    return command
 
 
-@_command(application, "train")
-@_flags(TrainConfig)
-def train(config: TrainConfig) -> int:
-    """Train a byte-level GPT on real text, on any number of ranks."""
-    from .train.command import run
-
-    return run(config)
-
-
-@_command(application, "plan")
-@_flags(PlanConfig)
-def plan(config: PlanConfig) -> int:
-    """Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take."""
-    from .plan.command import run
-
-    return run(config)
-
-
-_command(application, "verify")(verify.run)
-_command(checkpoints, "list")(checkpoint.list_)
-_command(checkpoints, "verify")(checkpoint.verify)
-_command(checkpoints, "export")(checkpoint.export)
+TRAIN = "Train a byte-level GPT on real text, on any number of ranks."
+PLAN = "Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take."
+_add(application, "train", _with_flags("train", TrainConfig, TRAIN))
+_add(application, "plan", _with_flags("plan", PlanConfig, PLAN))
+_add(application, "verify", verify.run)
+_add(checkpoints, "list", checkpoint.list_)
+_add(checkpoints, "verify", checkpoint.verify)
+_add(checkpoints, "export", checkpoint.export)
 application.add_typer(checkpoints, name="checkpoint")

@@ -68,9 +68,10 @@ def training_of(config: PlanConfig) -> Training:
     except (ArithmeticError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
+    tokens = config.micro * config.sequence
     return Training(
         model,
-        works or _by_parameters(model, config.micro * config.sequence),
+        works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()],
         config.micro,
         config.sequence,
         config.global_batch,
@@ -129,8 +130,3 @@ def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
 def _on_meta(loss: Callable[[nn.Module], Tensor], module: nn.Module) -> Tensor:
     with torch.device("meta"):
         return loss(module)
-
-
-def _by_parameters(model: Model, tokens: int) -> list[UnitWork]:
-    """Return the products of each unit as if each element of it multiplied each token once."""
-    return [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+__all__ = ["PlanConfig"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:

@@ -92,10 +92,7 @@ class OperationCounter:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count what runs inside."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
-            stack.enter_context(_fused(self))
-            stack.enter_context(_dispatched(self))
+        with saved_tensors_hooks(self._save, lambda tensor: tensor), _fused(self), _dispatched(self):
             yield
 
     def saved_bytes(self) -> int:

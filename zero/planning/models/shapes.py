@@ -1,4 +1,4 @@
-"""Turns a description of a model into a `Model`: a `config.json`, plain numbers, or a module.
+"""Turns a description of a model into a `Model`: a `config.json`, or a module.
 
 Knows: the keys of configs (`families` has the shapes). Does not know: what a model computes, ranks, hardware. No value
 is read, and no tensor has memory.
@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from ...core.parameter_specs import bindings
@@ -21,7 +20,6 @@ from ...core.units import ROOT, Predicate, find_units
 from ..model import Model, ParameterShape, Transformer
 from .families import FAMILIES, SIZES, Config, Family
 from .parameter_lists import in_units
-from .reference import ReferenceModel
 
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
@@ -65,13 +63,6 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "the config")
     config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     numbers = _numbers(config, family, where)
     model = in_units(name, family.parameters(numbers, config))
-    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
-
-
-def from_numbers(numbers: Transformer, name: str) -> Model:
-    """Return the model of a transformer's numbers, with the parameters of `reference.ReferenceModel`."""
-    with torch.device("meta"):
-        model = model_of(ReferenceModel(numbers), name)
     return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
 
 

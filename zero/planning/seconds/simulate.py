@@ -49,9 +49,6 @@ class _State:
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
-    def copy(self) -> _State:
-        return replace(self, parts=dict(self.parts))
-
     def repeat(self, before: _State, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
         for name in ("host", "compute", "wire", "sent", "crossed"):
@@ -146,7 +143,7 @@ class _Rank:
     def micro_batches(self, count: int, reduces: bool) -> None:
         """Run micro-batches of one kind."""
         for number in range(min(count, _RUN)):
-            before = self.state.copy()
+            before = replace(self.state, parts=dict(self.state.parts))
             self._forward()
             self._backward(reduces)
             if number == _RUN - 1 and count > _RUN:
@@ -325,10 +322,9 @@ class _Disk:
 
     def await_states(self, number: int) -> None:
         """Wait for the states of a bucket, and begin to read the next ones."""
-        rank, updates, now = self._rank, self._program.updates, self._rank.state.compute
+        rank, updates = self._rank, self._program.updates
         if not self._program.streams:  # the processor that updates also maps the pages
-            rank.note(f"read {number}", "disk", now, updates[number].read)
-            rank.wait(now + updates[number].read, "disk")
+            self._alone(f"read {number}", updates[number].read)
             return
         rank.wait(self._reading, "disk")
         if number + 1 < len(updates):
@@ -341,13 +337,17 @@ class _Disk:
         """Begin to write the states of a bucket."""
         rank, seconds = self._rank, self._program.updates[number].write
         if not self._program.streams:
-            rank.note(f"write {number}", "disk", rank.state.compute, seconds)
-            rank.wait(rank.state.compute + seconds, "disk")
+            self._alone(f"write {number}", seconds)
             return
         begin = max(self._writing, rank.state.compute)
         rank.note(f"write {number}", "disk", begin, seconds)
         self._writing = begin + seconds
         self._written.append(self._writing)
+
+    def _alone(self, name: str, seconds: float) -> None:
+        """Read or write while nothing else happens."""
+        self._rank.note(name, "disk", self._rank.state.compute, seconds)
+        self._rank.wait(self._rank.state.compute + seconds, "disk")
 
     def finish(self) -> None:
         """Wait until all states are written."""
