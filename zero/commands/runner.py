@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec
 
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -230,12 +231,21 @@ def started_by_us() -> bool:
 
 
 @contextmanager
-def process_group(**how: Any) -> Iterator[None]:
-    """Enter the default process group, over gloo, of all launched processes. It is destroyed at the end of the block,
-    also after an error. The process ends with the one that launched it. ``how``: of `init_process_group`."""
+def process_group(meeting: Path | None = None, **how: Any) -> Iterator[None]:
+    """Enter the default process group, over gloo, of all launched processes, or of the first ``world_size`` of them,
+    which meet through a file. It is destroyed at the end of the block, also after an error. The process ends with the
+    one that launched it. ``how``: of `init_process_group`."""
+    if meeting is not None:
+        how["store"] = dist.FileStore(str(meeting), how["world_size"])  # type: ignore[attr-defined]
+        how["rank"] = int(os.environ["RANK"])
     with joined_group("gloo", **how):
         try:
             yield
         except Exception as error:
             record_error(error)
             raise
+
+
+def barrier() -> None:
+    """Wait for every rank of the default process group. All ranks must call it."""
+    dist.barrier()

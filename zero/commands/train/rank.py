@@ -30,7 +30,7 @@ from ...optimizer import ZeroOptimizer
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ...state.describe import Description
 from ..console import Console
-from ..runner import process_group, run_rank
+from ..runner import barrier, process_group, run_rank
 from .data import load_corpus
 from .model import build_model, loss_fn, parameters_sha256
 from .optimizer import make_optimizer
@@ -60,7 +60,7 @@ def work(config: TrainConfig) -> None:
         if console is not None:
             write_report(record, config.out, console)
         if not alone:
-            torch.distributed.barrier()
+            barrier()
 
 
 class RankTraining:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import collectives
@@ -234,9 +233,8 @@ def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
             return
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
         watchdog.at(f"{size} ranks, joining their group")
-        store = dist.FileStore(str(folder / f"world-{size}"), size)  # type: ignore[attr-defined]
-        how = {"store": store, "rank": int(os.environ["RANK"]), "timeout": timedelta(seconds=2 * spec.timeout)}
-        with process_group(world_size=size, **how), watchdog.locating():
+        meeting, timeout = folder / f"world-{size}", timedelta(seconds=2 * spec.timeout)
+        with process_group(meeting, world_size=size, timeout=timeout), watchdog.locating():
             for stage in spec.stages:
                 _on_ranks(folder, watchdog, stage, size)
 
