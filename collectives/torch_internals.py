@@ -35,7 +35,6 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
     _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)
-    _should_skip_dynamo             a dispatch mode  zero.planning.models.meta_results (torch reads it)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.placeholder`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and

@@ -19,7 +19,8 @@ import torch
 
 from zero.planning.hardware import presets
 from zero.planning.model import Model, Transformer, UnitWork
-from zero.planning.models.shapes import from_numbers
+from zero.planning.models.reference import ReferenceModel
+from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_transformer
 from zero.planning.seconds.compute import Compute, PassSeconds, values
 from zero.planning.seconds.schedule import UnitLoad
@@ -111,6 +112,13 @@ class RowCounter:
             assert works is not None  # a model that is made from numbers has blocks
             self._works[key] = works
         return model, self._works[key]
+
+
+def from_numbers(numbers: Transformer, name: str) -> Model:
+    """Return the model of a transformer's numbers, with the parameters of `ReferenceModel`."""
+    with torch.device("meta"):
+        model = model_of(ReferenceModel(numbers), name)
+    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
 
 
 def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.plan.rows import from_numbers
 from zero.planning.model import Model, Transformer
-from zero.planning.models.shapes import from_numbers
 
 Config = dict[str, Any]
 

@@ -15,7 +15,6 @@ from collectives import Loopback, Transport
 from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.planning.memory import MemoryPlan
 from zero.planning.setting import PlanSetting
-from zero.planning.traffic import sent
 
 from .models import PLANNED, Planned, described
 
@@ -151,7 +150,7 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
         for kind, bound in (("gathered_peak", here.gathered_peak), ("scratch_peak", here.scratch_peak)):
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0
             assert found.bytes[kind] <= bound == formula, (str(case), rank)
-    assert sum(spent for _, spent in results) == sent(plan, setting), str(case)
+    assert sum(spent for _, spent in results) == plan.sent(setting), str(case)
 
 
 def plan_of(model: str) -> MemoryPlan:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.plan.rows import from_numbers
 from zero.commands.train.model import GPT, PRESETS, loss_fn
 from zero.planning.model import Model, Transformer, UnitWork
-from zero.planning.models import counting
-from zero.planning.models.meta_results import on_meta
+from zero.planning.models.counting import count
 from zero.planning.models.reference import ReferenceModel, TransformerBlock
-from zero.planning.models.shapes import from_config, from_numbers, model_of
+from zero.planning.models.shapes import from_config, model_of
 from zero.planning.models.works import count_module, count_transformer, kept_bytes, recomputed, together
 
 from .configs import LLAMA_3_8B, PUBLISHED, llama, of_numbers
@@ -113,7 +110,7 @@ def test_element_wise_operations_move_what_they_read_and_write() -> None:
         y = x.view(8, 4).t()  # views move nothing
         return (y * 2.0 + torch.empty(8, device="meta")).relu()
 
-    work = counting.count(run, [x])
+    work = count(run, [x])
     assert (work.kernels, work.matmul_flops) == (3, 0)
     assert work.moved_bytes == 4 * (2 * 32 + (2 * 32 + 8) + 2 * 32)
 
@@ -121,7 +118,7 @@ def test_element_wise_operations_move_what_they_read_and_write() -> None:
 def test_an_embedding_reads_the_rows_that_it_needs() -> None:
     weight = torch.empty(1000, 4, device="meta", requires_grad=True)
     words = torch.empty(3, dtype=torch.int64, device="meta")
-    work = counting.count(lambda: nn.functional.embedding(words, weight), [words], [weight])
+    work = count(lambda: nn.functional.embedding(words, weight), [words], [weight])
     assert work.moved_bytes == 3 * 8 + 2 * 3 * 4 * 4
 
 
@@ -189,17 +186,19 @@ def test_a_real_model_allocates_the_bytes_that_are_counted(preset: str) -> None:
 # -- modules -----------------------------------------------------------------------------------------------------------
 
 
-def loss_of(module: nn.Module, micro: int = 2, sequence: int = 16) -> Tensor:
+def loss_of(module: Any, micro: int = 2, sequence: int = 16) -> Tensor:
     """Return the loss of a reference network on the meta device."""
     tokens = torch.empty(micro, sequence, dtype=torch.int64, device="meta")
-    found: Tensor = module(tokens, tokens)
-    return found
+    x = module.embed(tokens)
+    for block in module.blocks:
+        x = block(x)
+    return module.loss(module.logits(x), tokens)
 
 
 @pytest.mark.parametrize("numbers", [GPT_BLOCK, replace(GPT_BLOCK, tied=True, positions=16, layers=3)])
 @pytest.mark.by_default
 def test_a_module_has_the_work_of_its_plain_numbers(numbers: Transformer) -> None:
-    with on_meta():
+    with torch.device("meta"):
         module = ReferenceModel(numbers).to(torch.bfloat16)
     model = from_numbers(numbers, "model")
     assert model.units == model_of(module, "module").units
@@ -217,7 +216,7 @@ def test_equal_units_are_counted_once_and_called_once() -> None:
             calls.append(x)
             return super().forward(x).relu()
 
-    with on_meta():
+    with torch.device("meta"):
         module = nn.Sequential(*(Unit(4, 4) for _ in range(5)), Unit(4, 7))
     x = torch.empty(3, 4, device="meta", requires_grad=True)
     counted = count_module(module, lambda module: module(x).sum())
@@ -227,14 +226,14 @@ def test_equal_units_are_counted_once_and_called_once() -> None:
 
 
 def test_a_module_without_units_is_counted_as_the_root() -> None:
-    with on_meta():
+    with torch.device("meta"):
         module = nn.Linear(4, 5)
     (root,) = count_module(module, lambda module: module(torch.empty(3, 4, device="meta")).sum())
     assert (root.matmul_flops, root.kernels) == (2 * 3 * 4 * 5, 2)
 
 
 def test_a_unit_that_is_called_twice_does_the_work_of_both() -> None:
-    with on_meta():
+    with torch.device("meta"):
         module = nn.ModuleDict({"units": nn.ModuleList([nn.Linear(4, 4)])})
 
     def run(module: Any) -> Tensor:
@@ -249,7 +248,7 @@ def test_a_module_that_needs_values_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * x.sum().item()
 
-    with on_meta():
+    with torch.device("meta"):
         module = Reads(2, 2)
     with pytest.raises(ValueError, match="Reads cannot run on the meta device"):
         count_module(module, lambda module: module(torch.empty(3, 2, device="meta")).sum())
@@ -282,8 +281,6 @@ def test_parts_that_follow_each_other_hold_what_the_others_saved() -> None:
 def test_the_work_of_a_list_of_parameters_is_not_known() -> None:
     model = from_config(LLAMA_3_8B, "model")
     assert count_transformer(replace(model, transformer=None), 1, 8) is None
-    with pytest.raises(ValueError, match="a micro-batch of 0 x 8 tokens has none"):
-        count_transformer(model, 0, 8)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -295,39 +292,3 @@ def test_equal_blocks_of_the_largest_models_are_counted_once() -> None:
     counted = works(model, 1, 8192)
     assert counted[126].matmul_flops > 5e13
     assert all(work is counted[1] for work in counted[1:])
-
-
-def test_counting_does_not_import_torchs_compiler() -> None:
-    """It would take two seconds and 150 MB."""
-    program = (
-        "import sys\nfrom tests.planning.configs import of_numbers\n"
-        "from zero.planning.models.works import count_transformer\n"
-        "for gated in (True, False):\n"
-        "    count_transformer(of_numbers(2, 64, 4, 100, gated=gated, positions=0 if gated else 8), 1, 8)\n"
-        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
-    )
-    root = Path(__file__).parents[2]
-    ended = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=100)
-    assert (ended.stdout.strip(), ended.returncode) == ("[]", 0), ended.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        replace(GPT_BLOCK, positions=16, tied=True),
-        LLAMA_BLOCK,
-        replace(GPT_BLOCK, decoder_layers=2, norm="rms", attention="eager", activation="relu"),
-        replace(LLAMA_BLOCK, norm="plain", head_norms=True, norms=1),
-    ],
-)
-def test_results_by_rules_are_those_of_torchs_own_kernels(
-    numbers: Transformer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = from_numbers(numbers, "model")
-    by_rules = works(model, 2, 16)
-    for dtype in (torch.bfloat16, torch.float32):
-        by_rules = works(model, 2, 16, dtype)
-        with monkeypatch.context() as patch:
-            patch.setattr(counting, "result_of", lambda function, args, kwargs: function(*args, **kwargs))
-            assert works(model, 2, 16, dtype) == by_rules

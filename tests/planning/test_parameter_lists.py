@@ -63,7 +63,6 @@ def test_lines_of_text_keep_their_order(tmp_path: Path) -> None:
         ("h.1.w", (4, 4), 2),
         ("scale", (), 0),
     ]
-    assert of_parameter_list(path, units=r"^h(?=\.)").units == ("the root's rest", "h")
 
 
 @pytest.mark.parametrize(
@@ -100,10 +99,3 @@ def test_a_file_that_is_no_list_is_named(name: str, content: bytes | None, messa
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         of_parameter_list(tmp_path / name)
-
-
-@pytest.mark.parametrize(("units", "message"), [("(", "no regular expression"), ("nothing", "matches no name")])
-def test_a_pattern_that_finds_no_unit_is_named(units: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "names.txt").write_text("h.0.w 3 float32")
-    with pytest.raises(ValueError, match=message):
-        of_parameter_list(tmp_path / "names.txt", units)

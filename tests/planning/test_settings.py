@@ -14,7 +14,6 @@ from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, Dtypes
 from zero.planning.memory import MemoryPlan, RankBytes
 from zero.planning.model import Model, ParameterShape
 from zero.planning.setting import OPTIMIZERS, PRECISIONS, PlanSetting
-from zero.planning.traffic import sent
 
 KINDS = ("parameters", "gradients", "states", "masters")
 
@@ -124,7 +123,7 @@ def test_one_rank_sends_nothing(
     model: Model, arguments: dict[str, Any], stage: int, synchronised: int, more: int
 ) -> None:
     plan, setting = MemoryPlan(model), PlanSetting(stage, **arguments)
-    assert sent(plan, setting, synchronised + more, synchronised) == 0
+    assert plan.sent(setting, synchronised + more, synchronised) == 0
 
 
 def test_precisions_are_those_of_the_library() -> None:
@@ -196,4 +195,4 @@ def test_405b_parameters_are_planned_on_10_000_ranks() -> None:
         held = plan.of_largest(setting)
         whole = 18 * plan.model.numel / factor
         assert whole <= held.parameters + held.gradients + held.optimizer <= 1.01 * whole
-        assert sent(plan, setting) > 0
+        assert plan.sent(setting) > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.plan.rows import from_numbers
 from zero.commands.train.model import GPT, PRESETS
 from zero.core.buckets import build
 from zero.core.parameter_specs import specs
@@ -17,7 +18,7 @@ from zero.core.units import find_units
 from zero.planning.model import Transformer
 from zero.planning.models.families import FAMILIES
 from zero.planning.models.reference import ReferenceModel
-from zero.planning.models.shapes import from_config, from_numbers, model_of, of_config
+from zero.planning.models.shapes import from_config, model_of, of_config
 
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED, of_numbers
 
@@ -75,8 +76,8 @@ def test_ties_are_further_names_of_one_parameter() -> None:
         ({"model_type": None}, "model_type None is unknown; known are"),
         ({"num_local_experts": 8}, "num_local_experts is 8, and experts are not planned.*--parameters"),
         ({"hidden_size": None}, "none of the keys hidden_size, n_embd, d_model"),
-        ({"num_attention_heads": 33}, "33 heads do not divide 4096 features"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers .* is '32', and must be a positive integer"),
+        ({"num_attention_heads": 33}, "33 heads do not divide hidden 4096"),
+        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', and must be a positive integer"),
         ({"num_key_value_heads": 5}, "kv_heads 5 do not divide 32 heads"),
     ],
 )

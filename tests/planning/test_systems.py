@@ -71,7 +71,7 @@ def test_sharded_states_are_gathered_after_the_step() -> None:
 def test_one_rank_sends_nothing() -> None:
     for name in SYSTEMS:
         found = simulate(other(name, presets().cluster("h100:1x1")))
-        assert found.sent == found.busy["wire"] == 0
+        assert found.sent == found.parts["gather"] == found.parts["reduction"] == 0
 
 
 @pytest.mark.parametrize("hosts", ALL_REDUCE)

@@ -7,14 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["INSTALL_HINT", "Console", "megabytes"]
-
 INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
-
-
-def megabytes(size: int) -> str:
-    """Format bytes as MB (10**6)."""
-    return f"{size / 1e6:,.1f} MB"
 
 
 class Console:

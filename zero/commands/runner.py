@@ -27,8 +27,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, ParamSpec
 
@@ -39,27 +37,6 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..runtime.process_group import process_group as joined_group
 from ..runtime.process_group import under_launcher
-
-__all__ = [
-    "RankError",
-    "StoppedError",
-    "World",
-    "WrongInputError",
-    "barrier",
-    "cannot_write",
-    "check_alone",
-    "check_output",
-    "checking_input",
-    "fail",
-    "launch_ranks",
-    "one_line",
-    "process_group",
-    "record_error",
-    "reports_errors",
-    "run_rank",
-    "started_by_us",
-    "under_launcher",
-]
 
 RUN_PREFIX = "zero-"
 WRONG_INPUT = 2
@@ -222,12 +199,9 @@ def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
             for name in stale:
                 (out / name).unlink(missing_ok=True)
     except OSError as error:
-        raise cannot_write(out, error, flag) from None
-
-
-def cannot_write(out: Path, error: OSError, flag: str = "--out") -> ValueError:
-    """The error for an output folder in which no file can be written."""
-    return ValueError(f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written")
+        raise ValueError(
+            f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written"
+        ) from None
 
 
 def check_alone(command: str) -> None:
@@ -256,27 +230,14 @@ def started_by_us() -> bool:
     return os.environ.get("TORCHELASTIC_RUN_ID", "").startswith(RUN_PREFIX)
 
 
-@dataclass(frozen=True)
-class World:
-    """The first ``size`` of the launched processes, which meet through a file. ``timeout``: in seconds."""
-
-    size: int
-    meeting: Path
-    timeout: float
-
-
 @contextmanager
-def process_group(world: World | None = None) -> Iterator[None]:
-    """Enter the default process group, over gloo, of all launched processes or of ``world``. It is destroyed at the end
-    of the block, also after an error. The process ends with the one that launched it."""
-    how: dict[str, Any] = {}
-    if world is not None:
-        how = {
-            "store": dist.FileStore(str(world.meeting), world.size),  # type: ignore[attr-defined]
-            "rank": int(os.environ["RANK"]),
-            "world_size": world.size,
-            "timeout": timedelta(seconds=world.timeout),
-        }
+def process_group(meeting: Path | None = None, **how: Any) -> Iterator[None]:
+    """Enter the default process group, over gloo, of all launched processes, or of the first ``world_size`` of them,
+    which meet through a file. It is destroyed at the end of the block, also after an error. The process ends with the
+    one that launched it. ``how``: of `init_process_group`."""
+    if meeting is not None:
+        how["store"] = dist.FileStore(str(meeting), how["world_size"])  # type: ignore[attr-defined]
+        how["rank"] = int(os.environ["RANK"])
     with joined_group("gloo", **how):
         try:
             yield

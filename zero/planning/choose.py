@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
-from .plan import PeakBytes, PlannedSetting, Planner, usable_bytes
+from .plan import PlannedSetting, Planner, Training, usable_bytes
 from .seconds.wires import Wires
 from .setting import PlanSetting
 
@@ -97,22 +97,8 @@ def name_of(setting: PlanSetting) -> str:
     return ", ".join(parts)
 
 
-@dataclass(frozen=True)
-class Smallest:
-    """The smallest cluster on which a training fits, and with what. ``offloaded``: see `PlannedSetting`."""
-
-    cluster: Cluster
-    setting: PlanSetting
-    peak: PeakBytes
-    offloaded: int
-
-    @property
-    def usable(self) -> int:
-        return usable_bytes(self.cluster)
-
-
-def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
-    """Return the smallest cluster of the same hosts on which a setting fits, all ranks sharing one copy.
+def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
+    """Return what fits on the smallest cluster of the same hosts, all ranks sharing one copy.
 
     Up to one host it has 1, 2, 4 GPUs and so on, then whole hosts. None: no number up to `MOST_RANKS` is enough, or
     there is no network.
@@ -133,19 +119,15 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> Smallest | None:
     return last
 
 
-def _fitting(planner: Planner, cluster: Cluster) -> Smallest | None:
+def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
-    usable = usable_bytes(cluster)
     tried = [planner.setting(cluster, stage) for stage in STAGES]
     tried.append(replace(tried[-1], offload="disk" if cluster.gpu.family == "cpu" else "host"))
     least = planner.peak(tried[-1])
-    if least.states + least.activations > usable:  # no other has fewer
+    if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None
-    for setting in tried:
-        peak = planner.peak(setting)
-        if peak.total <= usable:
-            return Smallest(cluster, setting, peak, planner.offloaded(setting))
-    return None
+    held = (planner.held(setting, cluster) for setting in tried)
+    return next((each for each in held if each.fits), None)
 
 
 @dataclass(frozen=True)
@@ -200,14 +182,10 @@ def scale_curves(
             setting = replace(setting, offload=chosen.offload)
             if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
                 setting = replace(setting, reshard=chosen.reshard)
-            rates = {}
-            for step in {more.network.ring_step, *(fabrics.values() if hosts > 1 else ())}:
-                with_fabric = replace(more, network=replace(more.network, ring_step=step))
-                found = planner.step(setting, with_fabric, micro_batches=micro_batches)
-                rates[step] = found.tokens_per_second / more.ranks
-            here = rates[more.network.ring_step]
+            steps = planner.over_fabrics(setting, more, fabrics, micro_batches=micro_batches)
+            rates = [step.tokens_per_second / more.ranks for step in steps]
             fits = planner.peak(setting).total <= usable_bytes(more)
-            points.append(ScalePoint(more.ranks, here, min(rates.values()), max(rates.values()), fits))
+            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), fits))
         if points:
             curves.append(ScaleCurve(name, tuple(points)))
     return curves
@@ -218,3 +196,70 @@ def host_counts(cluster: Cluster) -> list[int]:
     most = max(MOST_RANKS // cluster.per_host, 1) if cluster.nic else 1
     asked = {cluster.hosts} if cluster.hosts <= most else set()
     return sorted({1 << power for power in range(0, most.bit_length(), 2) if 2 << power <= most} | {most} | asked)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a plan has found.
+
+    Attributes:
+        training, cluster: what it is made for.
+        choices: every setting.
+        best: the recommended one; None if nothing fits.
+        bands: least and most seconds over all fabrics, of the settings that no other one beats.
+        other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
+        smallest: what fits on the smallest cluster, by how blocks are recomputed.
+        curves: of more hosts.
+        spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
+    """
+
+    training: Training
+    cluster: Cluster
+    choices: Sequence[PlannedSetting]
+    best: PlannedSetting | None
+    bands: Mapping[PlanSetting, tuple[float, float]]
+    other_caps: Sequence[tuple[int, float]]
+    smallest: Mapping[str, PlannedSetting]
+    curves: Sequence[ScaleCurve]
+    spread: str
+
+
+def findings_of(
+    planner: Planner, cluster: Cluster, choices: Sequence[PlannedSetting], fabrics: Mapping[str, float]
+) -> Findings:
+    """Answer all questions that follow from the choices. ``fabrics``: seconds of a ring's step, by name."""
+    best = recommended(choices)
+    bands = {}
+    for choice in frontier(choices):
+        seconds = [step.seconds for step in planner.over_fabrics(choice.setting, cluster, fabrics)]
+        bands[choice.setting] = min(seconds), max(seconds)
+    return Findings(
+        planner.training,
+        cluster,
+        choices,
+        best,
+        bands,
+        [] if best is None else _other_caps(best, choices),
+        _smallest(planner, cluster),
+        [] if best is None else scale_curves(planner, cluster, best.setting, fabrics),
+        "" if best is None else planner.spread(best.setting),
+    )
+
+
+def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list[tuple[int, float]]:
+    sizes = best.setting.bucket_sizes
+    others = [each for each in choices if each.setting.bucket_sizes != sizes and each.step]
+    return [
+        (each.setting.bucket_bytes // MIB, each.seconds / best.seconds - 1)
+        for each in others
+        if replace(each.setting, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first) == best.setting
+    ]
+
+
+def _smallest(planner: Planner, cluster: Cluster) -> dict[str, PlannedSetting]:
+    found: dict[str, PlannedSetting] = {}
+    for checkpoint in (planner.training.checkpoint, *(["full"] if planner.training.counts_activations else [])):
+        smallest = smallest_cluster(planner.recomputing(checkpoint), cluster)
+        if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
+            found[checkpoint] = smallest
+    return found

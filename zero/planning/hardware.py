@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ class Accelerator:
         host_link: bytes a second to the host's memory.
         per_host: how many a host has, unless the cluster says otherwise.
         domain: how many are joined by links of this speed.
+        efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
         nic: bytes a second that a host sends into the network; None if there is no typical value.
         sustained: share of the peaks that it sustains.
-        efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
     """
 
     name: str
@@ -84,9 +84,9 @@ class Accelerator:
     host_link: float
     per_host: int
     domain: int
-    nic: float | None
-    sustained: float
     efficiency: Mapping[str, float]
+    nic: float | None = None
+    sustained: float = 1.0
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
@@ -230,28 +230,19 @@ def hardware_of(data: Any, before: Hardware | None) -> Hardware:
         if missing:
             raise ValueError(f"{' and '.join(missing)} of the measurement missing: write them as text")
         measured = f"{top['machine']}, {top['date']}"
-    gpus = dict(before.gpus) if before is not None else {}
-    for name, described in _mapping(top.get("gpus", {}), "gpus").items():
-        gpus[name] = _accelerator(name, described)
-    fabrics = dict(before.fabrics) if before is not None else {}
-    for name, value in _mapping(top.get("fabrics", {}), "fabrics").items():
-        fabrics[name] = _value(value, f"fabrics.{name}", "seconds")
-    network = _network(_mapping(top.get("network", {}), "network", set(_NETWORK)), before)
+    gpus = {name: _accelerator(name, each) for name, each in _mapping(top.get("gpus", {}), "gpus").items()}
+    fabrics = _mapping(top.get("fabrics", {}), "fabrics")
+    fabrics = _values(fabrics, "fabrics", dict.fromkeys(fabrics, "seconds"))
+    network = _values(_mapping(top.get("network", {}), "network", set(_NETWORK)), "network", _NETWORK)
+    if before is not None:
+        gpus, fabrics = {**before.gpus, **gpus}, {**before.fabrics, **fabrics}
+        network = asdict(before.network) | network
+    missing = [f"network.{key}" for key in _NETWORK if key not in network]
+    if missing:
+        raise ValueError(f"{missing[0]} is missing")
     if "typical" not in fabrics:
         raise ValueError('fabrics: there is no "typical"')
-    return Hardware(gpus, fabrics, replace(network, ring_step=fabrics["typical"]), measured)
-
-
-def _network(given: Mapping[str, Any], before: Hardware | None) -> Network:
-    known: dict[str, float] = {}
-    for key, kind in _NETWORK.items():
-        if key in given:
-            known[key] = _value(given[key], f"network.{key}", kind)
-        elif before is not None:
-            known[key] = getattr(before.network, key)
-        else:
-            raise ValueError(f"network.{key} is missing")
-    return Network(ring_step=0.0, **known)
+    return Hardware(gpus, fabrics, Network(**network | {"ring_step": fabrics["typical"]}), measured)
 
 
 def _accelerator(name: str, data: Any) -> Accelerator:
@@ -262,30 +253,21 @@ def _accelerator(name: str, data: Any) -> Accelerator:
         raise ValueError(f"{place}: {', '.join(missing)} missing")
     if not isinstance(given["family"], str):
         raise ValueError(f"{place}.family must be text, not {given['family']!r}")
-    known = {key: _value(given[key], f"{place}.{key}", kind) for key, kind in _GPU.items()}
-    optional = {
-        key: _value(given[key], f"{place}.{key}", kind) if key in given else None for key, kind in _GPU_OPTIONAL.items()
-    }
-    flops = {
-        dtype: _value(peak, f"{place}.flops.{dtype}", "operations a second")
-        for dtype, peak in _mapping(given["flops"], f"{place}.flops").items()
-    }
-    shares = _mapping(given.get("efficiency", {}), f"{place}.efficiency", {"matmul", "attention", "memory"})
-    efficiency = {which: _value(share, f"{place}.efficiency.{which}", "number") for which, share in shares.items()}
+    known: dict[str, Any] = _values(given, place, _GPU | _GPU_OPTIONAL)
+    flops, efficiency = given["flops"], given.get("efficiency", {})
+    _mapping(efficiency, f"{place}.efficiency", {"matmul", "attention", "memory"})
     return Accelerator(
         name=name,
         family=given["family"],
-        memory=known["memory"],
-        memory_bandwidth=known["memory_bandwidth"],
-        flops=flops,
-        link=known["link"],
-        host_link=known["host_link"],
-        per_host=round(known["per_host"]),
-        domain=round(known["domain"]),
-        nic=optional["nic"],
-        sustained=optional["sustained"] or 1.0,
-        efficiency=efficiency,
+        flops=_values(flops, f"{place}.flops", dict.fromkeys(flops, "operations a second")),
+        efficiency=_values(efficiency, f"{place}.efficiency", dict.fromkeys(efficiency, "number")),
+        **known | {key: round(known[key]) for key in ("per_host", "domain")},
     )
+
+
+def _values(data: Any, place: str, kinds: Mapping[str, str]) -> dict[str, float]:
+    """Return those of these values that ``data`` has."""
+    return {key: _value(data[key], f"{place}.{key}", kind) for key, kind in kinds.items() if key in data}
 
 
 def _mapping(data: Any, place: str, known: set[str] | None = None) -> Mapping[str, Any]:

@@ -1,7 +1,8 @@
-"""The bytes of a rank by kind, exactly as `optimizer.describe()` reports them after a step, without a training.
+"""The bytes of a rank by kind, exactly as `optimizer.describe()` reports them after a step, without a training; and
+those that a step sends, as `optimizer.traffic` counts them.
 
 Knows: what a class keeps, and what is offloaded. Does not know: the bytes of a bucket (`zero.core.formulas`),
-activations, the memory that torch and the system need, seconds.
+activations, the memory that torch and the system need, seconds, which bytes cross between hosts (`seconds.wires`).
 
 Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
 one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
@@ -16,7 +17,7 @@ from dataclasses import dataclass, fields
 
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
-from ..core.formulas import KeptStates, bucket_bytes, peak_bounds
+from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
 from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from .model import Model, ParameterShape
@@ -60,11 +61,6 @@ class RankBytes:
         """What `describe()` reports as "optimizer"."""
         return self.states + self.step_counts + self.masters
 
-    @property
-    def bound(self) -> int:
-        """Upper bound of the bytes beside the model at any moment of a step, without activations."""
-        return self.resident + self.gathered_peak + self.scratch_peak + self.staged_peak
-
 
 @dataclass(frozen=True)
 class LaidOut:
@@ -73,12 +69,10 @@ class LaidOut:
     Attributes:
         layout: all buckets.
         kinds: a bucket of each kind, and how many there are. A bucket whose parameters have one owner each is a kind.
-        whole: these buckets, with the ranks that own something of each.
     """
 
     layout: Layout
     kinds: tuple[tuple[BucketSpec, int], ...]
-    whole: tuple[tuple[BucketSpec, tuple[int, ...]], ...]
 
 
 class MemoryPlan:
@@ -87,7 +81,6 @@ class MemoryPlan:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._laid_out: dict[_Key, LaidOut] = {}
-        self._peaks: dict[tuple[object, ...], dict[str, int]] = {}
 
     def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
         """Return the bytes of one rank."""
@@ -104,8 +97,8 @@ class MemoryPlan:
         slices of the other buckets may be longer, by an alignment each.
         """
         held: Counter[int] = Counter()
-        for bucket, owners in self.laid_out(setting).whole:
-            for place in owners:
+        for bucket, _ in self.laid_out(setting).kinds:
+            for place in bucket.cuts.owners if isinstance(bucket.cuts, OwnerCuts) else ():
                 found = self._of_bucket(setting, bucket, place)
                 held[place] += found.resident + found.offloaded
         return self._sum(setting, max(held, key=lambda place: (held[place], place), default=setting.factor - 1))
@@ -115,7 +108,7 @@ class MemoryPlan:
         key = _key(setting)
         if key not in self._laid_out:
             specs = self.model.specs(
-                lambda _: setting.dtypes,
+                setting.dtypes,
                 with_units=setting.has_units,
                 device=setting.device,
                 whole_matrices=key[-1],
@@ -131,9 +124,39 @@ class MemoryPlan:
                 seen.setdefault(shape, bucket)
                 counts[shape] += 1
             kinds = tuple((seen[shape], count) for shape, count in counts.items())
-            whole = tuple((b, b.cuts.owners) for b in layout.buckets if isinstance(b.cuts, OwnerCuts))
-            self._laid_out[key] = LaidOut(layout, kinds, whole)
+            self._laid_out[key] = LaidOut(layout, kinds)
         return self._laid_out[key]
+
+    def sent(self, setting: PlanSetting, backwards: int = 1, synchronised: int = 1) -> int:
+        """Return the payload of a step, summed over the ranks, if each of them sends what an owner needs to that owner.
+
+        That is so for ranks that share a host, for threads, and for hosts of one rank each. If no parameter of the
+        first units is trained, a backward does not gather these units, and less is sent.
+
+        Args:
+            setting: the optimizer's arguments.
+            backwards: the backwards of each rank in the step, each after one forward.
+            synchronised: how many of them are outside ``no_sync``.
+        """
+        layout = self.laid_out(setting).layout
+        whole = formula_traffic(
+            layout,
+            setting.row,
+            backwards,
+            synchronised,
+            units_need_gather=setting.gathers_units,
+            means_are_shown=setting.shows_means,
+            replicas=setting.replicas,
+            reshard_group_size=setting.near,
+        )
+        if not setting.row.parameters_are_gathered:
+            return whole
+        unused = 0
+        for bucket in layout.buckets:
+            members = self.members(bucket)
+            if members[0].trainable and not any(member.used for member in members):
+                unused += bucket.numel * bucket.dtypes.param_dtype.itemsize
+        return whole - unused * (setting.factor - 1) * setting.replicas
 
     def members(self, bucket: BucketSpec) -> list[ParameterShape]:
         """Return the parameter of each slot of a bucket."""
@@ -147,7 +170,14 @@ class MemoryPlan:
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
         largest = max((part.offloaded for part, _ in parts_), default=0)
-        total |= self._bounds(setting, laid_out.layout)
+        total |= peak_bounds(
+            laid_out.layout,
+            setting.row,
+            reshard_group_size=setting.near,
+            shards_are_exposed=setting.exposes_slices,
+        )
+        if not setting.gathers_units:
+            total["gathered_peak"] = 0
         total["staged_peak"] = _STAGED[setting.offload] * largest
         return RankBytes(**total)
 
@@ -185,19 +215,6 @@ class MemoryPlan:
         return RankBytes(
             found.parameters, found.gradients, found.states, found.scalars, found.masters, offloaded, beside
         )
-
-    def _bounds(self, setting: PlanSetting, layout: Layout) -> dict[str, int]:
-        """Return the upper bounds of gathered and of scratch memory."""
-        key = (*_key(setting), setting.stage, setting.near, setting.exposes_slices)
-        if key not in self._peaks:
-            bounds = peak_bounds(
-                layout,
-                setting.row,
-                reshard_group_size=setting.near,
-                shards_are_exposed=setting.exposes_slices,
-            )
-            self._peaks[key] = bounds if setting.gathers_units else bounds | {"gathered_peak": 0}
-        return self._peaks[key]
 
 
 def _key(setting: PlanSetting) -> _Key:

@@ -6,12 +6,16 @@ description comes from, ranks, stages, hardware. Nothing here has values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from ..core.layout import Dtypes, ParameterSpec
+
+ROOT_NAME = "the root's rest"
+FP32 = Dtypes.all(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,7 @@ class ParameterShape:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def is_unit_matrix(self) -> bool:
@@ -145,7 +146,7 @@ class Model:
 
     name: str
     parameters: tuple[ParameterShape, ...]
-    units: tuple[str, ...] = ("the root's rest",)
+    units: tuple[str, ...] = (ROOT_NAME,)
     hidden: int = 0
     vocabulary: int = 0
     transformer: Transformer | None = None
@@ -157,15 +158,18 @@ class Model:
 
     def unit_numels(self) -> list[int]:
         """Return the number of elements of each unit."""
+        return self.by_unit(lambda parameter: parameter.numel)
+
+    def by_unit(self, count: Callable[[ParameterShape], int]) -> list[int]:
+        """Return the sum of ``count`` over the parameters of each unit."""
         found = [0] * len(self.units)
         for parameter in self.parameters:
-            found[parameter.unit] += parameter.numel
+            found[parameter.unit] += count(parameter)
         return found
 
     def specs(
         self,
-        dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
-        dtype: torch.dtype = torch.float32,
+        dtypes: Dtypes = FP32,
         *,
         with_units: bool,
         device: str = "cpu",
@@ -174,8 +178,7 @@ class Model:
         """Return the specs of all parameters, as `zero.ZeroOptimizer` over the module would make them.
 
         Args:
-            dtypes: maps ``dtype`` to the dtypes of a bucket, as `MixedPrecision.of` does.
-            dtype: the dtype in which the model is made.
+            dtypes: of every parameter.
             with_units: whether parameters are gathered in units (stage 3).
             device: their device, as text.
             whole_matrices: whether a class of its own, number 1, steps the matrices of units by their shapes.
@@ -184,8 +187,8 @@ class Model:
             ParameterSpec(
                 parameter.names,
                 parameter.shape,
-                _stride(parameter.shape),
-                dtypes(dtype),
+                torch.empty(parameter.shape, device="meta").stride(),
+                dtypes,
                 device,
                 parameter.trainable,
                 parameter.group,
@@ -196,12 +199,3 @@ class Model:
             )
             for index, parameter in enumerate(self.parameters)
         ]
-
-
-def _stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))

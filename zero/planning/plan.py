@@ -30,11 +30,10 @@ from .model import Model, ParameterShape, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
 from .seconds.program import TraceEvent
-from .seconds.schedule import BucketLoad, StepSetting, UnitLoad, bucket_loads, program_of
+from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .seconds.wires import Wires
 from .setting import PRECISIONS, PlanSetting
-from .traffic import sent
 
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
 RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
@@ -127,10 +126,7 @@ class Training:
 
     def _unit_bytes(self, device: str) -> list[int]:
         """Return the bytes of each unit in buckets, without the root's rest."""
-        found = [0] * len(self.model.units)
-        for parameter in self.model.parameters:
-            found[parameter.unit] += self._padded(parameter, device)
-        return found[1:]
+        return self.model.by_unit(lambda parameter: self._padded(parameter, device))[1:]
 
     def _padded(self, parameter: ParameterShape, device: str) -> int:
         return PRECISIONS[self.precision].padded(parameter.numel, device) * self.param_dtype.itemsize
@@ -189,16 +185,20 @@ class Step:
 
 @dataclass(frozen=True)
 class PlannedSetting:
-    """A setting with what it takes. ``step`` is None where nothing was simulated, since it does not fit.
+    """A setting with what it takes on a cluster. ``step`` is None where nothing was simulated.
 
     ``offloaded``: bytes on the host or on a disk, which are no part of ``peak``.
     """
 
     setting: PlanSetting
+    cluster: Cluster
     peak: PeakBytes
-    usable: int
-    step: Step | None
-    offloaded: int = 0
+    offloaded: int
+    step: Step | None = None
+
+    @property
+    def usable(self) -> int:
+        return usable_bytes(self.cluster)
 
     @property
     def fits(self) -> bool:
@@ -219,10 +219,7 @@ class Planner:
         self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
         self._units = training.model.unit_numels()
-        tensors = [0] * len(self._units)
-        for parameter in training.model.parameters:
-            tensors[parameter.unit] += 1
-        self._tensors = tensors
+        self._tensors = training.model.by_unit(lambda _: 1)
 
     def recomputing(self, checkpoint: str) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""
@@ -255,9 +252,9 @@ class Planner:
         """Return, as text, how parameters that have one owner each are spread over the ranks; "" if there are none."""
         return spread_of_owners(self._memory.laid_out(setting).layout, setting.row)
 
-    def offloaded(self, setting: PlanSetting) -> int:
-        """Return the bytes of the host's memory, or of a disk, that the rank that holds most takes."""
-        return self._largest(setting).offloaded
+    def held(self, setting: PlanSetting, cluster: Cluster) -> PlannedSetting:
+        """Return the bytes that a setting takes, without seconds."""
+        return PlannedSetting(setting, cluster, self.peak(setting), self._largest(setting).offloaded)
 
     def _largest(self, setting: PlanSetting) -> RankBytes:
         if setting not in self._ranks:
@@ -273,16 +270,9 @@ class Planner:
             self._unit_loads(compute),
             self._bucket_loads(setting),
             Wires(cluster),
-            StepSetting(
-                setting.stage,
-                setting.sharding_factor,
-                setting.reshard,
-                micro_batches,
-                state_tensors=setting.classes[0].tensors,
-                offload=cluster.gpu.host_link if setting.offload else None,
-                means_are_shown=setting.shows_means,
-            ),
+            setting,
             compute,
+            micro_batches,
         )
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens * cluster.ranks
@@ -292,16 +282,23 @@ class Planner:
             found.parts,
             tokens / found.seconds,
             micro_batches * training.flops / found.seconds / peak,
-            sent(self._memory, setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
+            self._memory.sent(setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
             found.crossed / cluster.hosts,
             found.events,
         )
 
+    def over_fabrics(
+        self, setting: PlanSetting, cluster: Cluster, fabrics: Mapping[str, float], *, micro_batches: int = 0
+    ) -> list[Step]:
+        """Return the step on the cluster, and then on each fabric if it has several hosts."""
+        ring_steps = [cluster.network.ring_step, *(fabrics.values() if cluster.hosts > 1 else ())]
+        clusters = [replace(cluster, network=replace(cluster.network, ring_step=each)) for each in ring_steps]
+        return [self.step(setting, each, micro_batches=micro_batches) for each in clusters]
+
     def choice(self, setting: PlanSetting, cluster: Cluster, *, always: bool = False) -> PlannedSetting:
         """Return what a setting takes. ``always``: seconds also if it does not fit."""
-        peak, usable = self.peak(setting), usable_bytes(cluster)
-        step = self.step(setting, cluster) if always or peak.total <= usable else None
-        return PlannedSetting(setting, peak, usable, step, self.offloaded(setting))
+        held = self.held(setting, cluster)
+        return replace(held, step=self.step(setting, cluster)) if always or held.fits else held
 
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training

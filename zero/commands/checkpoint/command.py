@@ -1,11 +1,15 @@
 """`zero checkpoint list | verify | export`.
 
-Knows: what each command prints, and its exit code. Does not know: formats, or how a conversion works.
+Knows: the arguments of each command, its help, what it prints, and its exit code. Does not know: formats, or how a
+conversion works.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
 
 from ... import CheckpointError, open_checkpoint
 from ...checkpoint.folder.directory import steps_in
@@ -15,14 +19,12 @@ from ..console import Console
 from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
 
-__all__ = ["export", "list_", "verify"]
-
 SHOWN = 12  # characters of a hash
 
 
 @reports_errors
-def list_(directory: Path) -> int:
-    """Print a table of the checkpoints of a folder. A complete one has all files in their sizes; none is read."""
+def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints")]) -> int:
+    """Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete."""
     if not directory.is_dir():
         raise WrongInputError(f"{directory} is not a folder")
     console = Console()
@@ -51,8 +53,9 @@ def _row(step: int, folder: Path) -> list[str]:
 
 
 @reports_errors
-def verify(path: Path) -> int:
-    """Read every byte of a checkpoint, or of all checkpoints of a folder. The exit code is 1 if one is not whole."""
+def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of them")]) -> int:
+    """Read every byte of a checkpoint, or of each one in a folder. If one is not whole, name file and tensor, and end
+    with 1."""
     console, code = Console(), 0
     folders = list(steps_in(path).values()) if path.is_dir() and not (path / NAME).exists() else []
     for folder in folders or [_open(path).path]:
@@ -67,8 +70,14 @@ def verify(path: Path) -> int:
 
 
 @reports_errors
-def export(path: Path, to: str, out: Path) -> int:
-    """Write a checkpoint in another format. It is verified first, and nothing is written unless it is whole."""
+def export(
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint")],
+    to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="where nothing is yet")],
+) -> int:
+    """Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: model,
+    optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model and
+    flattened optimizer)."""
     if out.exists():
         raise WrongInputError(f"{out} exists: name another path")
     checkpoint = _open(path)

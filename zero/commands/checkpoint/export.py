@@ -22,8 +22,6 @@ from ...checkpoint.format.names import MODEL
 from ...checkpoint.read.reader import Checkpoint
 from ...core.names import MASTERS
 
-__all__ = ["EXPORTS"]
-
 
 def _export_torch(checkpoint: Checkpoint, out: Path) -> list[str]:
     torch.save(

@@ -12,21 +12,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ...core.layout import MIB
-from ...planning.choose import enough_bytes, frontier, name_of, settings, smallest_cluster
+from ...planning.choose import Findings, enough_bytes, findings_of, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
-from ...planning.setting import PlanSetting
 from ..console import INSTALL_HINT, Console
 from ..plots import can_draw
 from ..runner import check_output, checking_input, fail, reports_errors
-from .findings import Findings
 from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
 from .start import cap_argument, start_of
 from .written import write
-
-__all__ = ["run"]
 
 NOTHING_FITS = 1
 FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
@@ -49,7 +45,7 @@ def _plan(config: PlanConfig) -> int:
         console.line(f"hardware as measured: {asked.hardware.measured}")
     planner = Planner(asked.training)
     choices = [planner.choice(each, asked.cluster, always=config.all) for each in settings(planner, asked.cluster)]
-    found = Findings.of(asked, planner, choices)
+    found = findings_of(planner, asked.cluster, choices, asked.hardware.fabrics)
     _print(config, found, console)
     code = 0
     if found.best is None:
@@ -77,7 +73,7 @@ def _used() -> tuple[float, float]:
 
 
 def _print(config: PlanConfig, found: Findings, console: Console) -> None:
-    training, cluster = found.asked.training, found.asked.cluster
+    training, cluster = found.training, found.cluster
     micro_batches = training.micro_batches(cluster.ranks)
     console.line(
         f"{training.model.name}: {_short(training.model.numel)} parameters in {len(training.model.units)} units, "
@@ -96,11 +92,10 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     if found.best:
         for line in _recommendation(config, found, found.best):
             console.line(line)
-    for smallest in found.smallest:
+    for checkpoint, smallest in found.smallest.items():
         console.line(
-            f"smallest cluster that fits, checkpoint {smallest.checkpoint}: {_cluster(smallest.found.cluster)}, "
-            f"{name_of(smallest.found.setting)}, {_gb(smallest.found.peak.total)} of "
-            f"{_gb(smallest.found.usable)} GB{_beside(smallest.found.setting, smallest.found.offloaded)}"
+            f"smallest cluster that fits, checkpoint {checkpoint}: {_cluster(smallest.cluster)}, "
+            f"{name_of(smallest.setting)}, {_gb(smallest.peak.total)} of {_gb(smallest.usable)} GB{_beside(smallest)}"
         )
     for curve in found.curves:
         if len(curve.points) == 1:
@@ -128,9 +123,9 @@ def _row(choice: PlannedSetting, found: Findings) -> list[str]:
 
 def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
     assert best.step is not None
-    training, cluster, step = found.asked.training, found.asked.cluster, best.step
+    training, cluster, step = found.training, found.cluster, best.step
     spare = f"fits with {_gb(best.usable - best.peak.total)} GB to spare"
-    reasons = [spare + _beside(best.setting, best.offloaded)]
+    reasons = [spare + _beside(best)]
     others = [each for each in found.choices if each.fits and _kind(each) != _kind(best)]
     if others:
         other = min(others, key=lambda choice: choice.seconds)
@@ -152,14 +147,14 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
         lines.append(f"${dollars:,.2f} for a billion tokens")
     lines += [line for line in [found.spread] if line]
     lines.append(_buckets(found, best))
-    lines.append(f"start: {start_of(config, best.setting, cluster, found.micro_batches, training)}")
+    lines.append(f"start: {start_of(config, best.setting, cluster, training.micro_batches(cluster.ranks), training)}")
     return lines
 
 
-def _beside(setting: PlanSetting, offloaded: int) -> str:
+def _beside(choice: PlannedSetting) -> str:
     """Return what a rank needs beside its own memory."""
-    place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[setting.offload]
-    return f", with {_gb(offloaded)} GB {place} for each rank" if place else ""
+    place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[choice.setting.offload]
+    return f", with {_gb(choice.offloaded)} GB {place} for each rank" if place else ""
 
 
 def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
@@ -168,9 +163,9 @@ def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
 
 
 def _buckets(found: Findings, best: PlannedSetting) -> str:
-    cap, cluster = best.setting.bucket_bytes // MIB, found.asked.cluster
+    cap, cluster = best.setting.bucket_bytes // MIB, found.cluster
     line = f"bucket_cap_mb: {cap}"
-    named = cap_argument(best.setting, found.asked.training)
+    named = cap_argument(best.setting, found.training)
     line += " (the default)" if not named else ' ("auto")' if named == "auto" else ""
     for other, change in found.other_caps:
         line += f"; {other} would cost {change:+.1%}"

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
-from ...planning.models.meta_results import on_meta
 from ...planning.models.parameter_lists import of_parameter_list
 from ...planning.models.shapes import model_of, of_config
 from ...planning.models.works import count_module, count_transformer
@@ -27,8 +26,6 @@ from ...planning.plan import Training
 from ...planning.setting import OPTIMIZERS, PRECISIONS
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
-
-__all__ = ["Asked", "asked_of", "training_of"]
 
 SOURCES = ("config", "parameters", "module", "preset")
 
@@ -71,9 +68,10 @@ def training_of(config: PlanConfig) -> Training:
     except (ArithmeticError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
+    tokens = config.micro * config.sequence
     return Training(
         model,
-        works or _by_parameters(model, config.micro * config.sequence),
+        works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()],
         config.micro,
         config.sequence,
         config.global_batch,
@@ -103,7 +101,7 @@ def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
 
 def _preset(config: PlanConfig, dtype: torch.dtype) -> tuple[Model, Sequence[UnitWork]]:
     shape = PRESETS[cast(str, config.preset)]
-    with on_meta():
+    with torch.device("meta"):
         module = GPT(shape, config.sequence).to(dtype)
         tokens = torch.empty(config.micro, config.sequence, dtype=torch.int64)
     model = replace(model_of(module, f"zero train's {config.preset}"), hidden=shape.width, vocabulary=shape.vocabulary)
@@ -115,7 +113,7 @@ def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
     name, _, attribute = text.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        with on_meta():
+        with torch.device("meta"):
             made: Any = getattr(importlib.import_module(name), attribute)()
     except Exception as error:
         raise ValueError(f"--module {text}: {type(error).__name__}: {error}") from error
@@ -132,8 +130,3 @@ def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
 def _on_meta(loss: Callable[[nn.Module], Tensor], module: nn.Module) -> Tensor:
     with torch.device("meta"):
         return loss(module)
-
-
-def _by_parameters(model: Model, tokens: int) -> list[UnitWork]:
-    """Return the products of each unit as if each element of it multiplied each token once."""
-    return [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]

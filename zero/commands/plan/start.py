@@ -11,8 +11,6 @@ from ...planning.plan import Training
 from ...planning.setting import PlanSetting
 from .settings import PlanConfig
 
-__all__ = ["cap_argument", "start_of"]
-
 _CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
 _TRAINED = ("adamw", "adam", "sgd", "adagrad", "muon")  # by zero train
 _FUSED = ("adamw", "adam", "momentum", "sgd")  # in torch; Adagrad is on CPUs alone
@@ -33,40 +31,42 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
     on_cpu = cluster.gpu.family == "cpu"  # as zero train is
     if config.preset is None or not on_cpu or config.optimizer not in _TRAINED:
         return _arguments(config, setting, cluster, f'"{cap}"' if cap == "auto" else cap)
-    flags = [f"--preset {config.preset}", f"--stage {setting.stage}"]
     if cluster.hosts == 1:
-        flags.insert(0, f"zero train --ranks {cluster.ranks}")
+        flags = [f"zero train --ranks {cluster.ranks}"]
     else:
         launcher = f"torchrun --nnodes {cluster.hosts} --nproc-per-node {cluster.per_host}"
-        flags.insert(0, f"{launcher} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m zero.train")
-    if setting.stage and setting.sharding_factor is not None:
-        flags.append(f"--sharding-factor {setting.factor}")
-    if setting.reshard is not True:
-        flags.append(f"--reshard-after-forward {str(setting.reshard).lower()}")
+        flags = [f"{launcher} --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m zero.train"]
+    flags.append(f"--preset {config.preset}")
+    flags += [f"--{name.replace('_', '-')} {str(value).lower()}" for name, value in _sharding(setting).items()]
     if cap:
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
         flags.append("--offload .")
-    flags += [
-        f"--batch {config.micro} --sequence {config.sequence}",
-        f"--micro-batches {micro_batches * cluster.ranks}",
-    ]
-    flags += [f"--precision {config.precision}", f"--optimizer {config.optimizer}"]
+    flags.append(f"--batch {config.micro} --sequence {config.sequence}")
+    flags.append(f"--micro-batches {micro_batches * cluster.ranks}")
+    flags.append(f"--precision {config.precision} --optimizer {config.optimizer}")
     flags += ["--fused"] * (config.optimizer != "muon")
     return " ".join(flags)
 
 
+def _sharding(setting: PlanSetting) -> dict[str, int]:
+    """Return the arguments that say who owns what, without defaults."""
+    found = {"stage": setting.stage}
+    if setting.stage and setting.sharding_factor is not None:
+        found["sharding_factor"] = setting.factor
+    if setting.reshard is not True:
+        found["reshard_after_forward"] = setting.reshard
+    return found
+
+
 def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: str) -> str:
-    arguments = [f"torch.optim.{_CLASSES[config.optimizer]}", f"stage={setting.stage}"]
+    arguments = [f"torch.optim.{_CLASSES[config.optimizer]}"]
     params = "model"
     if config.optimizer == "muon":
         muon = '{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}'
         params = f'[{muon}, {{"params": rest}}]'
-        arguments.insert(1, "module=model")
-    if setting.stage and setting.sharding_factor is not None:
-        arguments.append(f"sharding_factor={setting.factor}")
-    if setting.reshard is not True:
-        arguments.append(f"reshard_after_forward={setting.reshard}")
+        arguments.append("module=model")
+    arguments += [f"{name}={value}" for name, value in _sharding(setting).items()]
     if setting.offload:
         folder = '"cpu"' if setting.offload == "host" else '"."'
         arguments.append(f"offload=Offload({folder})")

@@ -12,14 +12,11 @@ from typing import Any
 
 import torch
 
-from ...planning.choose import enough_bytes, frontier, name_of
+from ...planning.choose import Findings, enough_bytes, frontier, name_of
 from ...planning.plan import RESERVED, USABLE_SHARE, PlannedSetting, Planner, usable_bytes
 from ...planning.seconds.program import chrome_trace
-from .findings import Findings
 from .settings import PlanConfig
 from .start import start_of
-
-__all__ = ["write"]
 
 ASSUMPTIONS = (
     "states are exact; gathered and buckets are upper bounds, and the sum of all kinds is one, too",
@@ -32,41 +29,41 @@ ASSUMPTIONS = (
 
 def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
     """Write plan.json, and trace.json if it is asked for. Return the names of the files."""
-    asked, best = found.asked, found.best
-    cluster = asked.cluster
+    training, cluster, best = found.training, found.cluster, found.best
+    micro_batches = training.micro_batches(cluster.ranks)
     written = {
         "format": 1,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": config.to_json(),
         "assumptions": ASSUMPTIONS,
         "model": {
-            "name": asked.training.model.name,
-            "parameters": asked.training.model.numel,
-            "units": len(asked.training.model.units),
-            "activations": "counted" if asked.training.counts_activations else "not counted",
+            "name": training.model.name,
+            "parameters": training.model.numel,
+            "units": len(training.model.units),
+            "activations": "counted" if training.counts_activations else "not counted",
         },
         "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
-        "micro_batches": found.micro_batches,
+        "micro_batches": micro_batches,
         "choices": [_choice(choice, found) for choice in found.choices],
         "frontier": [name_of(choice.setting) for choice in frontier(found.choices)],
         "recommended": None
         if best is None
         else {
             "name": name_of(best.setting),
-            "start": start_of(config, best.setting, cluster, found.micro_batches, asked.training),
+            "start": start_of(config, best.setting, cluster, micro_batches, training),
             "other_bucket_cap_mb": dict(found.other_caps),
             "enough_bucket_bytes": enough_bytes(cluster, best.setting.factor),
         },
         "smallest": [
             {
-                "checkpoint": each.checkpoint,
-                "hosts": each.found.cluster.hosts,
-                "per_host": each.found.cluster.per_host,
-                "name": name_of(each.found.setting),
-                "bytes": asdict(each.found.peak),
-                "offloaded_bytes": each.found.offloaded,
+                "checkpoint": checkpoint,
+                "hosts": smallest.cluster.hosts,
+                "per_host": smallest.cluster.per_host,
+                "name": name_of(smallest.setting),
+                "bytes": asdict(smallest.peak),
+                "offloaded_bytes": smallest.offloaded,
             }
-            for each in found.smallest
+            for checkpoint, smallest in found.smallest.items()
         ],
         "scale": [asdict(curve) for curve in found.curves],
     }

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from ...core.stage import check_reshard, check_sharding_factor, stage_of
+from ...runtime.process_group import under_launcher
 from ..runner import (
     StoppedError,
     check_output,
@@ -18,7 +19,6 @@ from ..runner import (
     launch_ranks,
     record_error,
     reports_errors,
-    under_launcher,
 )
 from .data import load_corpus
 from .model import build_model

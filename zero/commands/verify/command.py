@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from ..runner import check_alone, checking_input, reports_errors
 from .spec import resolve
@@ -15,10 +17,12 @@ from .verification import verify
 
 __all__ = ["run"]
 
+HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
+
 
 @reports_errors
-def run(function: str) -> int:
-    """Verify with the arguments that "MODULE:FUNCTION" returns. The exit code: 0 if no bit differs, or 1."""
+def run(function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help=HELP)]) -> int:
+    """Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."""
     sys.path.insert(0, os.getcwd())
     with checking_input():
         check_alone("zero verify")

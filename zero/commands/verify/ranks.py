@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ import zero
 from ... import ZeroOptimizer
 from ...core.names import named_parameters
 from ...core.parameter_specs import is_copied
-from ..runner import World, process_group, record_error, run_rank
+from ..runner import process_group, record_error, run_rank
 from .bit_diff import Difference, Run, first_difference
 from .reference import MixedReferenceLoop, ReferenceLoop
 from .spec import RESULTS, VerifySpec, as_batches, resolve
@@ -232,7 +233,8 @@ def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
             return
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
         watchdog.at(f"{size} ranks, joining their group")
-        with process_group(World(size, folder / f"world-{size}", 2 * spec.timeout)), watchdog.locating():
+        meeting, timeout = folder / f"world-{size}", timedelta(seconds=2 * spec.timeout)
+        with process_group(meeting, world_size=size, timeout=timeout), watchdog.locating():
             for stage in spec.stages:
                 _on_ranks(folder, watchdog, stage, size)
 

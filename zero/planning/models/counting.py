@@ -27,14 +27,27 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
+from collectives.torch_internals import TorchDispatchMode, missing
+
 from ..model import UnitWork
-from .meta_results import dispatched, result_of, tensors_in
 
 ATTENTION: Final = {torch.nn.functional.scaled_dot_product_attention}
 RMS_NORM: Final = {torch.nn.functional.rms_norm, torch.rms_norm}
 ALLOCATIONS: Final = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 GATHERS: Final = {"embedding", "index_select", "gather", "index"}  # they read as much as they write, not their source
 BATCHED: Final = {"bmm", "baddbmm"}  # products of two activations: scores, and their product with the values
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results: in lists, tuples, dicts, and by themselves."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -79,10 +92,7 @@ class OperationCounter:
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Count what runs inside."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
-            stack.enter_context(_fused(self))
-            stack.enter_context(dispatched(self._operation))
+        with saved_tensors_hooks(self._save, lambda tensor: tensor), _fused(self), _dispatched(self):
             yield
 
     def saved_bytes(self) -> int:
@@ -119,8 +129,9 @@ class OperationCounter:
             self.saved[id(storage)] = weakref.ref(storage)
         return tensor
 
-    def _operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        result = result_of(function, args, kwargs)
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, and count it."""
+        result = function(*args, **kwargs)
         if self.paused:
             return result
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
@@ -202,6 +213,17 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         return gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
+
+
+def _dispatched(counter: OperationCounter) -> Any:
+    """Return a mode in which the counter runs every operation that torch dispatches."""
+    if (gone := missing(TorchDispatchMode)) is not None:
+        gone()
+
+    def dispatch(_: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return counter.operation(function, args, kwargs or {})
+
+    return type("CountedOperations", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})()
 
 
 def _fused(counter: OperationCounter) -> TorchFunctionMode:

@@ -8,21 +8,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 from ...core.units import ROOT
-from ..model import Model, ParameterShape
+from ..model import ROOT_NAME, Model, ParameterShape
 
-UNITS: Final = r"^(?:.*?\.)?\d+(?=\.)"  # the outermost list: everything up to the first number
+UNITS: Final = re.compile(r"(?:.*?\.)?\d+(?=\.)")  # the outermost list: everything up to the first number
 LONGEST_HEADER: Final = 100_000_000  # bytes; the limit of the format itself
 _FLOATS: Final = {"float64", "float32", "float16", "bfloat16", "f64", "f32", "f16", "bf16"}
 
 _Entry = tuple[str, tuple[int, ...], str]  # name, shape, dtype
 
 
-def of_parameter_list(path: str | Path, units: str | None = None) -> Model:
+def of_parameter_list(path: str | Path) -> Model:
     """Return the model of a list of parameters. Its work is not known.
 
     Args:
@@ -30,33 +31,35 @@ def of_parameter_list(path: str | Path, units: str | None = None) -> Model:
             ``name shape dtype`` for each parameter, such as ``h.0.weight 768x768 float32``. Lines that begin with #
             are comments. Lines are in order of registration; a safetensors file does not keep that order, so its
             tensors are sorted by name, numbers by value.
-        units: a regular expression for the part of a name that is the name of its unit; None: everything up to the
-            first number, which makes a unit of each member of an outermost list.
 
     Raises:
-        ValueError: the file cannot be read or has no parameter, a line has another form, or no name matches.
+        ValueError: the file cannot be read or has no parameter, or a line has another form.
     """
     path = Path(path)
     entries = [(name, shape) for name, shape, dtype in _entries(path) if dtype.lower() in _FLOATS]
     if not entries:
         raise ValueError(f"{path} has no tensor of a float dtype: name a file that lists parameters")
-    pattern = _compiled(UNITS if units is None else units)
+    return in_units(path.name, entries)
+
+
+def in_units(name: str, entries: Iterable[tuple[str, tuple[int, ...] | str]]) -> Model:
+    """Return the model of named shapes, which a unit is everything up to the first number of: a member of a list.
+
+    ``entries``: a parameter's name, and its shape or the name of the parameter of which it is another name.
+    """
     numbers: dict[str, int] = {}
-    parameters = []
-    for name, shape in entries:
-        found = pattern.search(name)
+    parameters: list[ParameterShape] = []
+    places: dict[str, int] = {}
+    for key, shape in entries:
+        if isinstance(shape, str):
+            first = parameters[places[shape]]
+            parameters[places[shape]] = replace(first, names=(*first.names, key))
+            continue
+        found = UNITS.match(key)
+        places[key] = len(parameters)
         unit = numbers.setdefault(found.group(), len(numbers) + 1) if found else ROOT
-        parameters.append(ParameterShape((name,), shape, unit))
-    if units is not None and not numbers:
-        raise ValueError(f"units: {units!r} matches no name in {path}, such as {entries[0][0]!r}: leave it out")
-    return Model(path.name, tuple(parameters), ("the root's rest", *numbers))
-
-
-def _compiled(units: str) -> re.Pattern[str]:
-    try:
-        return re.compile(units)
-    except re.error as error:
-        raise ValueError(f"units: {units!r} is no regular expression: {error}") from None
+        parameters.append(ParameterShape((key,), shape, unit))
+    return Model(name, tuple(parameters), (ROOT_NAME, *numbers))
 
 
 def _entries(path: Path) -> list[_Entry]:

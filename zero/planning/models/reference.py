@@ -1,8 +1,8 @@
 """A transformer as an ordinary module, built from its plain numbers, so that its work can be counted on meta tensors.
 
 Knows: blocks, embedding, head and loss, and which tensors an efficient implementation keeps: attention and norms are
-the fused functions of `torch.nn.functional`. Does not know: how they are counted. It computes right values on any
-device, but is made to be counted, not trained: weights are torch's defaults.
+the fused functions of `torch.nn.functional`. Does not know: how they are counted. It is made to be counted, not
+trained: weights are torch's defaults.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ def make_norm(numbers: Transformer, features: int) -> nn.Module:
     """Return the norm that a transformer uses, over so many features."""
     if numbers.norm == "rms":
         return nn.RMSNorm(features)
-    if numbers.norm not in ("layer", "plain"):
-        raise ValueError(f"norm {numbers.norm!r} is unknown: it is 'layer', 'rms' or 'plain'")
     return nn.LayerNorm(features, elementwise_affine=numbers.norm == "layer", bias=numbers.norm_bias)
 
 
@@ -170,23 +168,3 @@ class ReferenceModel(nn.Module):
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy, in float32."""
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x, memory = self.embed(tokens), None
-        rotary = rotary_table(self.numbers, tokens.shape[1], x) if self.numbers.rotary else None
-        if self.numbers.decoder_layers:
-            for block in self.encoder:
-                x = block(x, rotary)
-            x, memory = self.embed(tokens), self.encoder_norm(x)
-        for block in self.blocks:
-            x = block(x, rotary, memory)
-        return self.loss(self.logits(x), targets)
-
-
-def rotary_table(numbers: Transformer, sequence: int, like: Tensor) -> Tensor:
-    """Return the (2, sequence, head_dim) that `rotate` needs, with the dtype and device of ``like``."""
-    features, device = numbers.head_dim, like.device
-    frequencies = 10000.0 ** -(torch.arange(0, features, 2, device=device) / features)
-    angles = torch.outer(torch.arange(sequence, device=device), frequencies)
-    cosine, sine = angles.cos(), angles.sin()
-    return torch.stack([torch.cat([cosine, cosine], -1), torch.cat([-sine, sine], -1)]).to(like.dtype)

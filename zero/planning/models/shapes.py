@@ -1,17 +1,15 @@
-"""Turns a description of a model into a `Model`: a `config.json`, a list of parameters, or a module.
+"""Turns a description of a model into a `Model`: a `config.json`, or a module.
 
-Knows: the keys of configs (`families` has the shapes), headers of safetensors files, lists of names and shapes.
-Does not know: what a model computes, ranks, hardware. No value is read, and no tensor has memory.
+Knows: the keys of configs (`families` has the shapes). Does not know: what a model computes, ranks, hardware. No value
+is read, and no tensor has memory.
 """
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,14 +19,9 @@ from ...core.parameter_specs import bindings
 from ...core.units import ROOT, Predicate, find_units
 from ..model import Model, ParameterShape, Transformer
 from .families import FAMILIES, SIZES, Config, Family
-from .meta_results import on_meta
-from .reference import ReferenceModel
+from .parameter_lists import in_units
 
 EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-ROOT_NAME: Final = "the root's rest"
-_BLOCK: Final = "*"
-
-_Line = tuple[list[str], str, bool]  # words, the parameter that it may be another name of, and whether it always is
 
 
 def of_config(path: str | Path) -> Model:
@@ -68,31 +61,9 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "the config")
             )
     family = FAMILIES[kind]
     config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    sizes = _sizes(config, family, where)
-    transformer = _transformer(config, family, sizes)
-    parameters, units = _expand(family.parameters, config, sizes)
-    return Model(name, parameters, units, transformer.hidden, transformer.vocabulary, transformer)
-
-
-def from_numbers(numbers: Transformer, name: str) -> Model:
-    """Return the model of a transformer's numbers, with the parameters of `reference.ReferenceModel`."""
-    with on_meta():
-        one = model_of(ReferenceModel(replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))), name)
-    counts = {"blocks.0": numbers.decoder_layers or numbers.layers, "encoder.0": numbers.layers}
-    parameters: list[ParameterShape] = []
-    units = [ROOT_NAME]
-    for number, members in itertools.groupby(one.parameters, key=lambda parameter: parameter.unit):
-        if number == ROOT:
-            parameters += members
-            continue
-        block, unit = list(members), one.units[number]
-        for index in range(counts[unit]):
-            name_of = unit.removesuffix("0") + str(index)
-            for parameter in block:
-                own = tuple(key.replace(unit, name_of, 1) for key in parameter.names)
-                parameters.append(replace(parameter, names=own, unit=len(units)))
-            units.append(name_of)
-    return Model(name, tuple(parameters), tuple(units), numbers.hidden, numbers.vocabulary, numbers)
+    numbers = _numbers(config, family, where)
+    model = in_units(name, family.parameters(numbers, config))
+    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
 
 
 def model_of(module: nn.Module, name: str, units: Predicate | None = None) -> Model:
@@ -120,103 +91,22 @@ def model_of(module: nn.Module, name: str, units: Predicate | None = None) -> Mo
     return Model(name, parameters, found.names)
 
 
-def _sizes(config: Config, family: Family, where: str) -> dict[str, Any]:
-    """Return every size and condition of a config by its name in `families`."""
-    sizes: dict[str, Any] = {}
+def _numbers(config: Config, family: Family, where: str) -> Transformer:
+    """Return the plain numbers of a config."""
+    sizes: dict[str, Any] = {"ffn": 0}
     for size, keys in SIZES.items():
-        given = [config[key] for key in keys if config.get(key)]
+        given = [(key, config[key]) for key in keys if config.get(key)]
         if given:
-            sizes[size] = given[0]
+            key, sizes[size] = given[0]
+            if not isinstance(sizes[size], int) or sizes[size] < 1:
+                raise ValueError(f"{where}: {key} is {sizes[size]!r}, and must be a positive integer")
         elif size in ("hidden", "layers", "heads", "vocabulary"):
             raise ValueError(f"{where} has none of the keys {', '.join(keys)}: add the one that its model has")
-    for size, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{where}: {' or '.join(SIZES[size])} is {value!r}, and must be a positive integer")
-    hidden, heads = sizes["hidden"], sizes["heads"]
-    if "head_dim" not in sizes and hidden % heads:
-        raise ValueError(f"{where}: {heads} heads do not divide {hidden} features, and there is no head_dim: add one")
-    sizes.setdefault("head_dim", hidden // heads)
-    sizes.setdefault("kv_heads", heads)
-    sizes.setdefault("ffn", config.get("expansion_ratio", 4) * hidden)
-    sizes.setdefault("positions", 0)
-    sizes.update({key: derive(config) for key, derive in family.derived.items()})
-    sizes["q"], sizes["kv"] = heads * sizes["head_dim"], sizes["kv_heads"] * sizes["head_dim"]
-    return sizes
-
-
-def _transformer(config: Config, family: Family, sizes: Mapping[str, Any]) -> Transformer:
-    """Return the plain numbers of a config."""
+    sizes["ffn"] = sizes["ffn"] or config.get("expansion_ratio", 4) * sizes["hidden"]
     traits = {key: value(config) if callable(value) else value for key, value in family.traits.items()}
-    learned = traits.pop("learned", False)
-    known = {each.name for each in fields(Transformer)}
-    given = {key: value for key, value in sizes.items() if key in known}
-    return Transformer(
-        **{**given, **traits, "positions": sizes["positions"] if learned else 0},
-        tied=bool(config["tie_word_embeddings"]),
-    )
-
-
-def _expand(lines: str, config: Config, sizes: Mapping[str, Any]) -> tuple[tuple[ParameterShape, ...], tuple[str, ...]]:
-    """Return the parameters and units that the lines of a family describe."""
-    parameters: list[ParameterShape] = []
-    units = [ROOT_NAME]
-    place: dict[str, int] = {}
-    for prefix, group in _groups(lines.splitlines()):
-        blocks: Iterable[int] = (0,)
-        if prefix:
-            blocks = range(sizes["decoder_layers" if prefix.startswith("decoder.") else "layers"])
-        for block in blocks:
-            if prefix:
-                units.append(f"{prefix.rstrip('.')}.{block}")
-            for words, target, always in group:
-                if not _holds(words, config, sizes, block):
-                    continue
-                name = words[0].replace(_BLOCK, str(block), 1)
-                if target and (always or config["tie_word_embeddings"]):
-                    first = parameters[place[target]]
-                    parameters[place[target]] = replace(first, names=(*first.names, name))
-                    continue
-                shape = tuple(_size(word, sizes) for word in words[1:] if not word.startswith("?"))
-                place[name] = len(parameters)
-                parameters.append(ParameterShape((name,), shape, len(units) - 1 if prefix else ROOT))
-    return tuple(parameters), tuple(units)
-
-
-def _groups(lines: Iterable[str]) -> Iterator[tuple[str, list[_Line]]]:
-    """Yield consecutive lines of one list of blocks together, with its prefix; lines outside blocks one by one."""
-    prefix, group = "", list[_Line]()
-    for line in filter(None, lines):
-        described, sign, target = re.split(r" (==?) ", line) if " = " in line or " == " in line else (line, "", "")
-        words = described.split()
-        own = words[0].partition(_BLOCK)[0] if _BLOCK in words[0] else ""
-        if group and (own != prefix or not own):
-            yield prefix, group
-            group = []
-        prefix = own
-        group.append((words, target, sign == "=="))
-    yield prefix, group
-
-
-def _holds(words: list[str], config: Config, sizes: Mapping[str, Any], block: int) -> bool:
-    """Return whether the conditions of a line hold."""
-    for word in words:
-        if word == "?first":
-            if block:
-                return False
-        elif word.startswith("?"):
-            key = word.lstrip("?!")
-            if bool(sizes[key] if key in sizes else config.get(key)) == word.startswith("?!"):
-                return False
-    return True
-
-
-def _size(text: str, sizes: Mapping[str, Any]) -> int:
-    """Return the value of a sum of products of sizes and integers, such as ``q+2*kv``."""
-    total = 0
-    for term in text.split("+"):
-        product = 1
-        for factor in term.split("*"):
-            value: int = int(factor) if factor.isdigit() else sizes[factor]
-            product *= value
-        total += product
-    return total
+    if not traits.pop("learned", False):
+        sizes.pop("positions", None)
+    try:
+        return Transformer(**{**sizes, **traits}, tied=bool(config["tie_word_embeddings"]))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from ...core.units import Predicate, Units, find_units
 from ..model import Model, UnitWork
-from .counting import OperationCounter, bytes_of, count
-from .meta_results import on_meta, tensors_in
+from .counting import OperationCounter, bytes_of, count, tensors_in
 from .reference import ReferenceModel
 
 
@@ -39,10 +38,8 @@ def count_transformer(
     numbers = model.transformer
     if numbers is None:
         return None
-    if micro < 1 or sequence < 1:
-        raise ValueError(f"a micro-batch of {micro} x {sequence} tokens has none: both must be at least 1")
     one = replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))
-    with on_meta():
+    with torch.device("meta"):
         network = ReferenceModel(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)
         tokens = torch.empty(micro, sequence, dtype=torch.int64)
         x, memory = (torch.empty(micro, sequence, numbers.hidden, dtype=dtype, requires_grad=True) for _ in range(2))

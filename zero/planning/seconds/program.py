@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.stage import GATHERS_IN_FLIGHT, STATES_AHEAD, STATES_BEHIND
+from ...core.stage import GATHERS_IN_FLIGHT
 from .compute import PassSeconds
 from .wires import NOTHING, WireCost
 
@@ -25,10 +25,6 @@ PARTS = (
 )
 """What a step's seconds are made of. "gather" and "reduction" are what compute waited for, "slowdown" is the time that
 compute lost beside collectives, "fold" what it spent on adding up contributions."""
-
-
-CLOCKS = ("compute", "host", "wire", "disk", "collectives")
-"""What `StepSeconds.busy` counts: the work of each clock, and the seconds of all collectives from start to end."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +84,8 @@ class StepProgram:
         means_each_time: means are gathered at the end of each backward that reduces, not once a step.
         kept: units stay whole between forward and backward, each in memory of its own.
         streams: compute runs beside the host.
-        state_buffers: buckets whose states are in memory during the update, if they are read from elsewhere.
         control: seconds of the messages on which ranks agree, which the host waits for.
-        synchronises: the host waits for the device before the update (a clip).
+        synchronises: the host waits for the device before the update, as for the norm of a clip.
         fixed: seconds that no unit explains.
         overlap: see the module.
         jitter: share of the step that is lost because the slowest rank counts.
@@ -106,21 +101,11 @@ class StepProgram:
     means_each_time: bool = True
     kept: bool = False
     streams: bool = True
-    state_buffers: int = STATES_AHEAD + 1 + STATES_BEHIND
     control: float = 0.0
     synchronises: bool = False
     fixed: float = 0.0
     overlap: float = 0.0
     jitter: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not self.units or not 0 <= self.reduced <= self.micro_batches or self.micro_batches < 1:
-            raise ValueError(
-                f"a step has units, here {len(self.units)}, and micro-batches, here {self.micro_batches}, of which it "
-                f"reduces at most all, here {self.reduced}"
-            )
-        if self.state_buffers < 2:
-            raise ValueError(f"the update needs the states of 2 buckets or more in memory, not {self.state_buffers}")
 
 
 @dataclass(frozen=True)
@@ -140,7 +125,6 @@ class StepSeconds:
     Attributes:
         seconds: of the step.
         parts: how they are made up, by the names in `PARTS`; their sum is ``seconds``.
-        busy: seconds of work, by the names in `CLOCKS`.
         sent: payload bytes of all collectives of this rank's groups.
         crossed: those that cross between hosts.
         events: for a trace; empty unless asked for.
@@ -148,7 +132,6 @@ class StepSeconds:
 
     seconds: float
     parts: Mapping[str, float]
-    busy: Mapping[str, float]
     sent: float
     crossed: float
     events: tuple[TraceEvent, ...] = ()

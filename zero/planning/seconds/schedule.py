@@ -14,20 +14,14 @@ Knows: stages, buckets, groups, which collective moves what. Does not know: FLOP
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from ...core.cuts import EvenCuts
 from ...core.formulas import units_kept_for_backward
 from ...core.layout import Dtypes, Layout
-from ...core.stage import (
-    Placement,
-    check_reshard,
-    check_sharding_factor,
-    stage_of,
-    sums_under_way,
-    units_share_buckets,
-)
+from ...core.stage import sums_under_way
+from ..setting import PlanSetting
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires
@@ -81,33 +75,6 @@ class BucketLoad:
     whole: WholeParameters | None = None
 
 
-@dataclass(frozen=True)
-class StepSetting:
-    """What a user chooses.
-
-    Attributes:
-        stage: 0 to 3.
-        factor: ranks that share a copy; None: all.
-        reshard: `reshard_after_forward`.
-        micro_batches: of each rank in a step.
-        reduced: backwards outside ``no_sync``; None: `Stage.reduced_backwards`.
-        state_tensors: as large as a parameter, that the optimizer keeps (Adam: 2).
-        clip: whether the norm of the gradients is taken.
-        offload: bytes a second at which states are read, and written, during the update; None: they stay in memory.
-        means_are_shown: whether means are gathered after each backward at stage 0; so without mixed precision.
-    """
-
-    stage: int
-    factor: int | None = None
-    reshard: bool | int = True
-    micro_batches: int = 1
-    reduced: int | None = None
-    state_tensors: int = 2
-    clip: bool = False
-    offload: float | None = None
-    means_are_shown: bool = True
-
-
 def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[int] = (2,)) -> list[BucketLoad]:
     """Return the buckets of a layout, in its order.
 
@@ -144,7 +111,12 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
 
 
 def program_of(
-    units: Sequence[UnitLoad], buckets: Sequence[BucketLoad], wires: Wires, setting: StepSetting, compute: Compute
+    units: Sequence[UnitLoad],
+    buckets: Sequence[BucketLoad],
+    wires: Wires,
+    setting: PlanSetting,
+    compute: Compute,
+    micro_batches: int = 1,
 ) -> StepProgram:
     """Return the program of this library.
 
@@ -152,51 +124,24 @@ def program_of(
         units: the root's rest first.
         buckets: of `bucket_loads`.
         wires: the links of the cluster, all of whose ranks train.
-        setting: what the user chooses.
+        setting: what the user chooses, for the ranks of this cluster.
         compute: the equations for the update, and the constants.
-
-    Raises:
-        ValueError: a setting that the library refuses.
+        micro_batches: of each rank in a step.
     """
-    cluster, stage = wires.cluster, stage_of(setting.stage)
-    check_sharding_factor(setting.factor, cluster.ranks, stage)
-    factor = setting.factor or cluster.ranks
-    near = check_reshard(setting.reshard, factor, stage)
-    group, replicas = RankGroup.neighbours(cluster, factor), cluster.ranks // factor
-    algorithm = wires.algorithm(group)
-    reduced = stage.reduced_backwards(setting.micro_batches) if setting.reduced is None else setting.reduced
-    resident = units_share_buckets(factor, in_common=algorithm == "shared")
-    gathers = stage.parameters is Placement.SHARD and not resident
-    trainable = [bucket for bucket in buckets if bucket.trainable]
-    costs: dict[tuple[int, Dtypes, WholeParameters | None], tuple[WireCost, WireCost, UpdateStep]] = {}
-    reductions, updates = list[Reduction](), list[UpdateStep]()
-    for bucket in trainable:
-        key = (bucket.elements, bucket.dtypes, bucket.whole)
-        if key not in costs:
-            costs[key] = _bucket_costs(bucket, wires, setting, compute, algorithm, group, reduced > 1)
-        cost, means, update = costs[key]
-        reductions.append(Reduction(bucket.unit, bucket.ready, cost, means))
-        updates.append(update)
+    costs = _Costs(wires, setting, compute, micro_batches)
+    found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
+    gathers = setting.gathers_units
     return StepProgram(
-        units=_gathered_units(
-            units,
-            buckets,
-            wires,
-            compute,
-            algorithm,
-            group,
-            near if gathers else 0,
-        ),
-        reductions=tuple(reductions),
-        updates=tuple(updates),
-        micro_batches=setting.micro_batches,
-        reduced=reduced,
-        in_flight=stage.reductions_in_flight + sums_under_way(replicas),
-        means_each_time=setting.means_are_shown,
-        kept=gathers and near == 1,
+        units=costs.of_units(units, buckets if gathers else ()),
+        reductions=tuple(Reduction(bucket.unit, bucket.ready, cost, means) for bucket, (cost, means, _) in found),
+        updates=tuple(update for _, (_, _, update) in found),
+        micro_batches=micro_batches,
+        reduced=costs.reduced,
+        in_flight=setting.row.reductions_in_flight + sums_under_way(setting.replicas),
+        means_each_time=setting.shows_means,
+        kept=gathers and setting.near == 1,
         streams=wires.on_gpu,
-        control=(3 if setting.clip else 1) * wires.latency(RankGroup.neighbours(cluster, cluster.ranks)),
-        synchronises=setting.clip,
+        control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
         overlap=compute.constants["overlap"] if wires.on_gpu else 0.0,
         jitter=jitter(wires, compute),
@@ -208,43 +153,86 @@ def jitter(wires: Wires, compute: Compute) -> float:
     return compute.constants["jitter"] * math.log2(wires.cluster.hosts)
 
 
-def _gathered_units(
-    units: Sequence[UnitLoad],
-    buckets: Sequence[BucketLoad],
-    wires: Wires,
-    compute: Compute,
-    algorithm: str,
-    group: RankGroup,
-    near: int,
-) -> tuple[UnitStep, ...]:
-    """Return the units of this library.
+class _Costs:
+    """What units and buckets cost in a setting. What equal ones cost is computed once."""
 
-    ``near``: ranks that gather for a backward; 1: none; 0: nothing is gathered.
-    """
-    crowd = 1.0 if wires.on_gpu else max(wires.cluster.per_host / wires.cluster.gpu.per_host, 1.0)
-    slowed = [_with_hooks(unit, compute.constants["hook"], crowd) for unit in units]
-    if not near:
-        return tuple(UnitStep(passes) for passes in slowed)
-    ranks = wires.cluster.ranks
-    around = RankGroup.neighbours(wires.cluster, near)
-    nearby = algorithm if near == group.ranks else wires.algorithm(around)
-    gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
-    costs: dict[tuple[int, int], tuple[WireCost, WireCost]] = {}
-    for bucket in buckets:
-        width = bucket.dtypes.itemsize("param_dtype")
-        nbytes, even = bucket.elements * width, _even(bucket, group) * width
-        if (nbytes, even) not in costs:
-            part = whole = in_groups(_as_long(wires.all_gather, algorithm, nbytes, even, group), ranks // group.ranks)
-            if near < group.ranks:
-                part = in_groups(_as_long(wires.all_gather, nearby, nbytes, even, around), ranks // near)
-            costs[nbytes, even] = whole, part
-        whole, part = costs[nbytes, even]
-        gather[bucket.home], again[bucket.home] = after(gather[bucket.home], whole), after(again[bucket.home], part)
-    stay = units_kept_for_backward(range(len(units)))
-    return tuple(
-        UnitStep(passes, gather[unit], None if near == 1 or unit in stay else again[unit])
-        for unit, passes in enumerate(slowed)
-    )
+    def __init__(self, wires: Wires, setting: PlanSetting, compute: Compute, micro_batches: int) -> None:
+        self.wires, self.setting, self.compute = wires, setting, compute
+        self.group = RankGroup.neighbours(wires.cluster, setting.factor)
+        self.reduced = setting.row.reduced_backwards(micro_batches)
+        self._buckets: dict[object, tuple[WireCost, WireCost, UpdateStep]] = {}
+        self._gathers: dict[object, WireCost] = {}
+
+    def of_bucket(self, bucket: BucketLoad) -> tuple[WireCost, WireCost, UpdateStep]:
+        """Return the cost of a bucket's reduction, of the all-gather of its means, and its update."""
+        key = (bucket.elements, bucket.dtypes, bucket.whole)
+        if key not in self._buckets:
+            means = NOTHING
+            if self.setting.row.grads_replicated:
+                means = self._gather(bucket, bucket.dtypes.itemsize("accumulate_dtype"), self.group)
+            self._buckets[key] = self._reduction(bucket), means, self._update(bucket)
+        return self._buckets[key]
+
+    def of_units(self, units: Sequence[UnitLoad], gathered: Sequence[BucketLoad]) -> tuple[UnitStep, ...]:
+        """Return the units. ``gathered``: the buckets of the units, unless these are whole."""
+        cluster, near, hook = self.wires.cluster, self.setting.near, self.compute.constants["hook"]
+        crowd = 1.0 if self.wires.on_gpu else max(cluster.per_host / cluster.gpu.per_host, 1.0)
+        slowed = [_with_hooks(unit, hook, crowd) for unit in units]
+        gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
+        around = RankGroup.neighbours(cluster, near)
+        for bucket in gathered:
+            width, home = bucket.dtypes.itemsize("param_dtype"), bucket.home
+            gather[home] = after(gather[home], self._in_all_groups(bucket, width, self.group))
+            again[home] = after(again[home], self._in_all_groups(bucket, width, around))
+        stay = units_kept_for_backward(range(len(units))) if gathered and near > 1 else range(len(units))
+        return tuple(
+            UnitStep(passes, gather[unit], None if unit in stay else again[unit]) for unit, passes in enumerate(slowed)
+        )
+
+    def _reduction(self, bucket: BucketLoad) -> WireCost:
+        dtypes, elements, wires, factor = bucket.dtypes, bucket.elements, self.wires, self.group.ranks
+        travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
+        algorithm, started = wires.algorithm(self.group), self.reduced > 1
+        cost, longer = (
+            wires.reduce_scatter(algorithm, count, travel, accumulate, self.group, started=started)
+            for count in (elements, _even(bucket, factor))
+        )
+        cost = replace(longer, sent=cost.sent, crossed=cost.crossed)
+        if self.setting.replicas == 1:
+            return cost
+        return wires.chain(cost, elements * accumulate, cost.fold, factor, RankGroup.replicas(wires.cluster, factor))
+
+    def _update(self, bucket: BucketLoad) -> UpdateStep:
+        dtypes, whole, setting = bucket.dtypes, bucket.whole, self.setting
+        owned, work, state_tensors = float(bucket.elements), 0.0, setting.classes[0].tensors
+        if whole is not None:
+            share = 1.0 if setting.row.grads_replicated else whole.share
+            owned, work, state_tensors = owned * share, whole.multiplications * share, whole.state_tensors
+        elif not setting.row.grads_replicated:  # the last rank has the largest shard
+            low, high = EvenCuts(bucket.elements, self.group.ranks, dtypes.alignment).owned(self.group.ranks - 1)
+            owned = high - low
+        gather, moved = NOTHING, 0.0
+        if setting.row.parameters_are_gathered:
+            gather = self._in_all_groups(bucket, dtypes.itemsize("param_dtype"), self.group)
+        if setting.offload:
+            kept = state_tensors + (dtypes.has_master and not self.wires.on_gpu)
+            moved = owned * kept * dtypes.itemsize("master_dtype") / self.wires.cluster.gpu.host_link
+        seconds = self.compute.update(owned, dtypes, state_tensors) + self.compute.orthogonalization(work)
+        return UpdateStep(seconds, gather, moved, moved)
+
+    def _in_all_groups(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
+        return in_groups(self._gather(bucket, width, group), self.wires.cluster.ranks // group.ranks)
+
+    def _gather(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
+        """Return the cost of an all-gather in one group. ``width``: bytes of an element."""
+        nbytes, even = bucket.elements * width, _even(bucket, self.group.ranks) * width
+        key = (nbytes, even, group)
+        if key not in self._gathers:
+            algorithm = self.wires.algorithm(group)
+            cost = self.wires.all_gather(algorithm, nbytes, group)
+            longer = self.wires.all_gather(algorithm, even, group)
+            self._gathers[key] = replace(longer, sent=cost.sent, crossed=cost.crossed)
+        return self._gathers[key]
 
 
 def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:
@@ -258,59 +246,9 @@ def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:
     )
 
 
-def _bucket_costs(
-    bucket: BucketLoad,
-    wires: Wires,
-    setting: StepSetting,
-    compute: Compute,
-    algorithm: str,
-    group: RankGroup,
-    started: bool,
-) -> tuple[WireCost, WireCost, UpdateStep]:
-    stage, dtypes, elements = stage_of(setting.stage), bucket.dtypes, bucket.elements
-    travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
-    whole, even = bucket.whole, _even(bucket, group)
-    cost, longer = (
-        wires.reduce_scatter(algorithm, count, travel, accumulate, group, started=started) for count in (elements, even)
-    )
-    cost = replace(longer, sent=cost.sent, crossed=cost.crossed)
-    replicas = wires.cluster.ranks // group.ranks
-    if replicas > 1:
-        owners = RankGroup.replicas(wires.cluster, group.ranks)
-        cost = wires.chain(cost, elements * accumulate, cost.fold, group.ranks, owners)
-    means = gather = NOTHING
-    if stage.grads_replicated:
-        means = _as_long(wires.all_gather, algorithm, elements * accumulate, even * accumulate, group)
-    owned: float = elements
-    work = 0.0 if whole is None else float(whole.multiplications)
-    state_tensors = setting.state_tensors if whole is None else whole.state_tensors
-    if not stage.grads_replicated and whole is None:  # the last rank has the largest shard
-        low, high = EvenCuts(elements, group.ranks, dtypes.alignment).owned(group.ranks - 1)
-        owned = high - low
-    elif not stage.grads_replicated and whole is not None:
-        owned, work = elements * whole.share, work * whole.share
-    if stage.parameters_are_gathered:
-        width = dtypes.itemsize("param_dtype")
-        gather = in_groups(_as_long(wires.all_gather, algorithm, elements * width, even * width, group), replicas)
-    moved = 0.0
-    if setting.offload:
-        kept = state_tensors + (dtypes.has_master and not wires.on_gpu)
-        moved = owned * kept * dtypes.itemsize("master_dtype") / setting.offload
-    seconds = compute.update(owned, dtypes, state_tensors) + compute.orthogonalization(work)
-    return cost, means, UpdateStep(seconds, gather, moved, moved)
-
-
-def _even(bucket: BucketLoad, group: RankGroup) -> int:
+def _even(bucket: BucketLoad, ranks: int) -> int:
     """Return the elements of an even bucket whose slices are as long as the longest of ``bucket``."""
-    return bucket.elements if bucket.whole is None else max(bucket.elements, group.ranks * bucket.whole.longest)
-
-
-def _as_long(
-    gather: Callable[[str, float, RankGroup], WireCost], algorithm: str, nbytes: int, even: int, group: RankGroup
-) -> WireCost:
-    """Return the cost of an all-gather of ``nbytes`` that takes as long as one of ``even`` bytes."""
-    cost = gather(algorithm, nbytes, group)
-    return replace(gather(algorithm, even, group), sent=cost.sent, crossed=cost.crossed)
+    return bucket.elements if bucket.whole is None else max(bucket.elements, ranks * bucket.whole.longest)
 
 
 def in_groups(cost: WireCost, groups: int) -> WireCost:
@@ -320,10 +258,4 @@ def in_groups(cost: WireCost, groups: int) -> WireCost:
 
 def after(first: WireCost, then: WireCost) -> WireCost:
     """Return the cost of one collective after another on the same wire."""
-    return WireCost(
-        first.seconds + then.seconds,
-        first.period + then.period,
-        first.fold + then.fold,
-        first.sent + then.sent,
-        first.crossed + then.crossed,
-    )
+    return WireCost(*(getattr(first, each.name) + getattr(then, each.name) for each in fields(WireCost)))

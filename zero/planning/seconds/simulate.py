@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from .program import CLOCKS, PARTS, StepProgram, StepSeconds, TraceEvent
+from ...core.stage import STATES_AHEAD, STATES_BEHIND
+from .program import PARTS, StepProgram, StepSeconds, TraceEvent
 from .wires import WireCost
 
+_STATE_BUFFERS = STATES_AHEAD + 1 + STATES_BEHIND  # buckets whose states are in memory, if they are offloaded
 _RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third
 
 
@@ -46,19 +48,13 @@ class _State:
     sent: float = 0.0
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    busy: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CLOCKS, 0.0))
-
-    def copy(self) -> _State:
-        clocks = (self.host, self.compute, self.wire, self.sent, self.crossed)
-        return _State(*clocks, dict(self.parts), dict(self.busy))
 
     def repeat(self, before: _State, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
         for name in ("host", "compute", "wire", "sent", "crossed"):
             setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
-        for now, then in ((self.parts, before.parts), (self.busy, before.busy)):
-            for name in now:
-                now[name] += times * (now[name] - then[name])
+        for name in PARTS:
+            self.parts[name] += times * (self.parts[name] - before.parts[name])
 
 
 class _Rank:
@@ -114,23 +110,19 @@ class _Rank:
         self.note(name, "compute", state.compute, seconds + lost)
         state.parts[part] += seconds
         state.parts["slowdown"] += lost
-        state.busy["compute"] += seconds
         state.compute += seconds + lost
 
     def _launching(self, seconds: float, part: str = "host") -> None:
         """Let the host work. Without streams, compute stands still meanwhile."""
-        state = self.state
-        state.busy["host"] += seconds
         if self._program.streams:
-            state.host += seconds
+            self.state.host += seconds
         else:
-            self.wait(state.compute + seconds, part)
+            self.wait(self.state.compute + seconds, part)
 
     def _send(self, cost: WireCost, ready: float, name: str) -> float:
         """Launch a collective. Return when its result is there."""
         state = self.state
         state.sent, state.crossed = state.sent + cost.sent, state.crossed + cost.crossed
-        state.busy["collectives"] += cost.seconds
         if cost.seconds <= 0.0:
             return 0.0
         start = max(state.wire, self._now(), ready)
@@ -139,7 +131,6 @@ class _Rank:
             self._sending[-1] = (self._sending[-1][0], state.wire)
         else:
             self._sending.append((start, state.wire))
-        state.busy["wire"] += cost.period
         self.note(name, "wire", start, cost.period)
         return start + cost.seconds
 
@@ -152,7 +143,7 @@ class _Rank:
     def micro_batches(self, count: int, reduces: bool) -> None:
         """Run micro-batches of one kind."""
         for number in range(min(count, _RUN)):
-            before = self.state.copy()
+            before = replace(self.state, parts=dict(self.state.parts))
             self._forward()
             self._backward(reduces)
             if number == _RUN - 1 and count > _RUN:
@@ -297,7 +288,6 @@ class _Rank:
             disk.await_states(number)
             self._work(bucket.update, "update", f"update {number}")
             disk.write_states(number)
-            state.busy["disk"] += bucket.read + bucket.write
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
                     self._updated(*flying.popleft())
@@ -318,8 +308,8 @@ class _Rank:
         self.wait(state.wire, "reduction")
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
-        parts, busy = dict(state.parts), dict(state.busy)
-        return StepSeconds(math.fsum(parts.values()), parts, busy, state.sent, state.crossed, tuple(self._events or ()))
+        seconds = math.fsum(state.parts.values())
+        return StepSeconds(seconds, state.parts, state.sent, state.crossed, tuple(self._events or ()))
 
 
 class _Disk:
@@ -332,14 +322,13 @@ class _Disk:
 
     def await_states(self, number: int) -> None:
         """Wait for the states of a bucket, and begin to read the next ones."""
-        rank, updates, now = self._rank, self._program.updates, self._rank.state.compute
+        rank, updates = self._rank, self._program.updates
         if not self._program.streams:  # the processor that updates also maps the pages
-            rank.note(f"read {number}", "disk", now, updates[number].read)
-            rank.wait(now + updates[number].read, "disk")
+            self._alone(f"read {number}", updates[number].read)
             return
         rank.wait(self._reading, "disk")
         if number + 1 < len(updates):
-            room = number + 1 - self._program.state_buffers
+            room = number + 1 - _STATE_BUFFERS
             begin = max(rank.state.compute, self._written[room] if room >= 0 else 0.0)
             rank.note(f"read {number + 1}", "disk", begin, updates[number + 1].read)
             self._reading = begin + updates[number + 1].read
@@ -348,13 +337,17 @@ class _Disk:
         """Begin to write the states of a bucket."""
         rank, seconds = self._rank, self._program.updates[number].write
         if not self._program.streams:
-            rank.note(f"write {number}", "disk", rank.state.compute, seconds)
-            rank.wait(rank.state.compute + seconds, "disk")
+            self._alone(f"write {number}", seconds)
             return
         begin = max(self._writing, rank.state.compute)
         rank.note(f"write {number}", "disk", begin, seconds)
         self._writing = begin + seconds
         self._written.append(self._writing)
+
+    def _alone(self, name: str, seconds: float) -> None:
+        """Read or write while nothing else happens."""
+        self._rank.note(name, "disk", self._rank.state.compute, seconds)
+        self._rank.wait(self._rank.state.compute + seconds, "disk")
 
     def finish(self) -> None:
         """Wait until all states are written."""

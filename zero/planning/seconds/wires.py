@@ -17,7 +17,7 @@ Knows: links, groups, algorithms. Does not know: when a collective is launched, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from collectives import algorithm_for
 from collectives.algorithms.plans import equal_hosts
@@ -130,7 +130,7 @@ class Wires:
         """
         count, far = replicas.ranks, replicas.hosts - 1
         if count == 1:
-            return WireCost(inner.seconds, inner.period, fold, inner.sent, inner.crossed)
+            return replace(inner, fold=fold)
         part = sum_bytes / factor
         hops = far * self.hop(part, crosses=True) if far else 0.0
         hops += (count - 1 - far) * self.hop(part, crosses=False)
@@ -166,8 +166,8 @@ class Wires:
         if n == 1:
             return WireCost(fold=(nbytes + sums) / self.memory)
         if algorithm == "native":
-            ring = self.ring(nbytes, group)  # before, slices are padded: one write of zeros, one copy
-            return WireCost(ring.seconds, ring.period, (3 * nbytes + nbytes / n + sums) / self.memory, *_bytes(ring))
+            fold = (3 * nbytes + nbytes / n + sums) / self.memory  # slices are padded: one write of zeros, one copy
+            return replace(self.ring(nbytes, group), fold=fold)
         if algorithm == "shared":
             bell = self._doorbell(group)
             return WireCost(bell, bell, (nbytes + sums) / self.memory, (n - 1) * nbytes, 0.0)
@@ -175,8 +175,7 @@ class Wires:
             crossed = elements * self.crossing(group, travel, accumulate, started=started)
             seconds = self._between(crossed, group)
             return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
-        direct = self.exchange(nbytes, group)
-        return WireCost(direct.seconds, direct.period, (nbytes + sums) / self.memory, *_bytes(direct))
+        return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
 
     def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
@@ -218,7 +217,3 @@ class Wires:
     def _doorbell(self, group: RankGroup) -> float:
         crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
         return self.network.doorbell * group.ranks * crowd**2
-
-
-def _bytes(cost: WireCost) -> tuple[float, float]:
-    return cost.sent, cost.crossed
