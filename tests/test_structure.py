@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives.topology": {"collectives", "collectives.algorithms", "collectives.backends"},
     "collectives": {*BASE, "collectives.algorithms", "collectives.backends", "collectives.topology"},
     "zero.core": {"collectives.torch_internals"},
-    "zero.planning": {*BASE, "collectives.algorithms", "zero.core"},
+    "zero.planning": {*BASE, "collectives.algorithms", "zero.config", "zero.core"},
     "zero.config": {*BASE, "collectives.backends", "zero.core"},  # a user's process group needs a backend
     "zero.consistency": {"collectives", "zero.config", "zero.core"},
     "zero.runtime": SHARED,
@@ -222,6 +222,14 @@ def test_the_library_knows_nothing_of_the_commands() -> None:
     verify = {f"zero.commands.verify.{name}" for name in ("verification", "spec", "bit_diff")}
     assert _reachable("zero", lazy=False) & commands <= verify
     assert _reachable("zero", lazy=True) & commands <= verify | {"zero.commands.runner"}
+
+
+def test_the_number_of_a_stage_is_known_to_the_stage_table_alone() -> None:
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if module != "zero.core.stage" and isinstance(node, ast.Compare):
+                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+                assert not (any(side.endswith("stage") for side in sides) and any(map(str.isdigit, sides))), module
 
 
 def test_the_loops_of_a_proof_run_in_processes_of_their_own() -> None:

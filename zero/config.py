@@ -1,6 +1,8 @@
-"""The arguments of an optimizer, checked, and the two options that are objects: `MixedPrecision` and `Offload`.
+"""The options of an optimizer: one record that declares, describes and checks each of them.
 
-Knows: what a user may pass, and what a process group is. Does not know: the parts of an optimizer.
+Knows: what a user may pass, and what a process group is. Does not know: the parts of an optimizer. The arguments of
+`ZeroOptimizer`, the flags of `zero train` and the settings of `zero plan` are those of the record: a new option is a
+field here, and an argument there.
 """
 
 from __future__ import annotations
@@ -8,9 +10,10 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +25,7 @@ from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.layout import BucketSizes, Dtypes, bucket_sizes
 from .core.parameter_specs import FLOATS
-from .core.stage import Placement, Stage
+from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
 from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
@@ -86,6 +89,18 @@ class MixedPrecision:
         return Dtypes.all(self.param_dtype)
 
 
+PrecisionName = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: Mapping[str, MixedPrecision | None] = MappingProxyType(
+    {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
+)
+"""The precisions that have a name on a command line, of a model that was made in fp32."""
+
+
+def dtypes_of(dtype: torch.dtype, precision: MixedPrecision | None) -> Dtypes:
+    """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates."""
+    return Dtypes.all(dtype) if precision is None else precision.of(dtype)
+
+
 @dataclass(frozen=True)
 class Offload:
     """The tensors that a rank keeps on disk or in the host's memory, as in ``ZeroOptimizer(offload=...)``.
@@ -113,41 +128,82 @@ class Offload:
         return self.states == "cpu"
 
 
-@dataclass(frozen=True)
-class Config:
-    """The checked arguments of a `ZeroOptimizer` that decide how it is built. All ranks must have the same.
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """The options that decide how a `ZeroOptimizer` is built. All ranks must have the same.
+
+    The text in the type of a field is its short description; the docstring of `ZeroOptimizer` has the long one.
 
     Raises:
-        TypeError, ValueError: an argument is invalid; the message names it.
+        TypeError, ValueError: an option is invalid by itself; the message names it.
     """
 
-    stage: Stage
-    module: nn.Module | None
-    process_group: ProcessGroup | Transport | None
-    bucket_cap_mb: float | Literal["auto"] | None
-    collective: str | Algorithm
-    sharding_factor: int | None
-    reshard_after_forward: bool | int
-    offload: Offload | None
-    precision: MixedPrecision | None
-    units: Predicate | None
-    partition: str | None
+    stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
+    sharding_factor: Annotated[
+        int | None, "ranks that share one copy of what is sharded, a divisor of their number; all when omitted"
+    ] = None
+    reshard_after_forward: Annotated[
+        bool | int, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
+    ] = True
+    offload: Annotated[Offload | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
+    mixed_precision: Annotated[
+        MixedPrecision | None, "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
+    ] = None
+    bucket_cap_mb: Annotated[
+        float | Literal["auto"] | None, "size of a bucket in MiB, or auto; on the CPU 25 when omitted"
+    ] = None
+    collective: Annotated[str | Algorithm, "algorithm that moves the buckets"] = "auto"
+    units: Annotated[Predicate | None, "at stage 3: selects the modules that are gathered as a whole"] = None
+    partition: Annotated[
+        Literal["element", "parameter"] | None,
+        "whether ranks own pieces of parameters, or parameters have one owner each",
+    ] = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.precision, MixedPrecision | None):
-            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {self.precision!r}")
+        stage_of(self.stage)
+        if not isinstance(self.mixed_precision, MixedPrecision | None):
+            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {self.mixed_precision!r}")
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
         cap = self.bucket_cap_mb
-        if cap == "auto" and self.module is None:
-            raise ValueError(
-                'bucket_cap_mb="auto" asks how large a unit of the module is: pass the module itself, or parameters '
-                "and module=model, or a number of MiB"
-            )
         is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
         if cap is not None and cap != "auto" and not is_number:
             raise ValueError(f'bucket_cap_mb must be a positive number of MiB, None or "auto", not {cap!r}')
         check_name(self.collective)
+
+    @property
+    def row(self) -> Stage:
+        """The row of the stage table."""
+        return stage_of(self.stage)
+
+    def reshard_group_size(self, world_size: int) -> int:
+        """Return how many of ``world_size`` ranks share the copy of a unit between its forward and its backward.
+
+        Raises `ValueError` if so many ranks cannot share copies as the options ask.
+        """
+        check_sharding_factor(self.sharding_factor, world_size, self.row)
+        factor = world_size if self.sharding_factor is None else self.sharding_factor
+        return check_reshard(self.reshard_after_forward, factor, self.row)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the options as keyword arguments of `ZeroOptimizer`."""
+        return {option.name: getattr(self, option.name) for option in fields(ShardingOptions)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(ShardingOptions):
+    """The options of a `ZeroOptimizer`, with its module and its process group."""
+
+    module: nn.Module | None
+    process_group: ProcessGroup | Transport | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_cap_mb == "auto" and self.module is None:
+            raise ValueError(
+                'bucket_cap_mb="auto" asks how large a unit of the module is: pass the module itself, or parameters '
+                "and module=model, or a number of MiB"
+            )
 
     def bucket_sizes(self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int) -> BucketSizes:
         """Return the sizes of buckets.
@@ -160,7 +216,7 @@ class Config:
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,
-            units_are_gathered=self.stage.parameters is Placement.SHARD and ranks > 1,
+            units_are_gathered=self.row.parameters is Placement.SHARD and ranks > 1,
             ranks=ranks,
             hosts=hosts,
             largest_unit=max((self._bytes(unit, device) for unit in units), default=0),
@@ -169,8 +225,8 @@ class Config:
 
     def _bytes(self, parameters: Iterable[Tensor], device: torch.device) -> int:
         """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
-        of = Dtypes.all if self.precision is None else self.precision.of
-        described = [(p.numel(), of(p.dtype)) for p in parameters if p.dtype in FLOATS and not is_lazy(p)]
+        plain = [parameter for parameter in parameters if parameter.dtype in FLOATS and not is_lazy(parameter)]
+        described = [(parameter.numel(), dtypes_of(parameter.dtype, self.mixed_precision)) for parameter in plain]
         return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
     def transport(self) -> Transport:

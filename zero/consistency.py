@@ -18,7 +18,6 @@ from collectives import Kind, Tag, Transport, ring_broadcast
 
 from .config import Config
 from .core.parameter_specs import flattened, parts_of
-from .core.stage import check_reshard, check_sharding_factor
 
 
 def agree_on_construction(transport: Transport, lines: Sequence[str], problem: Exception | None) -> None:
@@ -49,13 +48,15 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
 
 
 def agree_on_sharing(group: Transport, config: Config) -> int:
-    """Agree on the sharding options, and return the result of `check_reshard`. Collective.
+    """Agree on the sharding options, and return `ShardingOptions.reshard_group_size`. Collective.
 
     Raises `ValueError` on every rank if the options are invalid or differ between ranks.
     """
-    factor, reshard, stage = config.sharding_factor, config.reshard_after_forward, config.stage
     elsewhere = "None" if config.offload is None else config.offload.kind
-    mine = f"stage={stage.number}, sharding_factor={factor!r}, reshard_after_forward={reshard!r}, offload={elsewhere}"
+    mine = (
+        f"stage={config.stage}, sharding_factor={config.sharding_factor!r}, "
+        f"reshard_after_forward={config.reshard_after_forward!r}, offload={elsewhere}"
+    )
     replies = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(replies):
         if theirs != replies[0]:
@@ -63,8 +64,7 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
                 f"the ranks built different models or optimizers: rank 0 asked for {replies[0].decode()}, but rank "
                 f"{rank} for {theirs.decode()}"
             )
-    check_sharding_factor(factor, group.world_size, stage)
-    return check_reshard(reshard, group.world_size if factor is None else factor, stage)
+    return config.reshard_group_size(group.world_size)
 
 
 def broadcast(transport: Transport, tensors: Sequence[Tensor]) -> None:

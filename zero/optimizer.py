@@ -19,7 +19,6 @@ from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, MixedPrecision, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
-from .core.stage import stage_of
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
@@ -110,15 +109,15 @@ class ZeroOptimizer(WithLiveStates):
     ) -> None:
         self._module = module_of(params, module)
         config = Config(
-            stage=stage_of(stage),
             module=self._module,
             process_group=process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            collective=collective,
+            stage=stage,
             sharding_factor=sharding_factor,
             reshard_after_forward=reshard_after_forward,
             offload=offload,
-            precision=mixed_precision,
+            mixed_precision=mixed_precision,
+            bucket_cap_mb=bucket_cap_mb,
+            collective=collective,
             units=units,
             partition=partition,
         )

@@ -93,8 +93,8 @@ def build(
         bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts)
         materializer = find_meta()
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
-        if config.stage.parameters is Placement.WHOLE:
-            storage = ParameterStorage(transport, shard_group, config.module, config.precision, materializer)
+        if config.row.parameters is Placement.WHOLE:
+            storage = ParameterStorage(transport, shard_group, config.module, config.mixed_precision, materializer)
         else:
             storage = ShardedStorage(
                 transport,
@@ -103,7 +103,7 @@ def build(
                 choice.collective,
                 config.units,
                 bucket_sizes,
-                config.precision,
+                config.mixed_precision,
                 post_forward_group,
                 reshard_group_size == 1 < shard_group.world_size,
                 materializer,
@@ -117,7 +117,7 @@ def build(
         raise  # pragma: no cover - the line before raises it, which a type checker cannot see
     reducer = Reducer(
         storage.buckets,
-        config.stage,
+        config.row,
         transport,
         shard_group,
         choice.collective,
@@ -125,12 +125,12 @@ def build(
         backwards,
         joining,
         unit_order,
-        means_may_be_shown=config.precision is None,
+        means_may_be_shown=config.mixed_precision is None,
     )
     return Parts(
-        stage=config.stage,
+        stage=config.row,
         module=config.module,
-        precision=config.precision,
+        precision=config.mixed_precision,
         offload=config.offload,
         partition=config.partition,
         choice=choice,
@@ -142,7 +142,7 @@ def build(
         user_optimizers=user_optimizers,
         storage=storage,
         reducer=reducer,
-        update=Update(config.stage, transport, shard_group, choice.collective, storage, reducer.means, user_optimizers),
+        update=Update(config.row, transport, shard_group, choice.collective, storage, reducer.means, user_optimizers),
     )
 
 
@@ -161,7 +161,7 @@ def _post_forward_group(shard_group: Transport, device: torch.device, size: int)
 def _module_of_units(config: Config) -> nn.Module:
     if config.module is None:
         raise ValueError(
-            f"stage {config.stage.number} gathers parameters for the forwards of their modules: pass the module "
+            f"stage {config.stage} gathers parameters for the forwards of their modules: pass the module "
             "itself, or parameters and module=model"
         )
     return config.module

@@ -17,7 +17,7 @@ from zero.commands import cli
 from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.start import start_of
-from zero.core.layout import MIB
+from zero.config import PRECISIONS
 from zero.planning.hardware import presets
 from zero.planning.model import Model, ParameterShape
 from zero.planning.plan import Training
@@ -189,7 +189,7 @@ def test_a_module_is_built_without_memory_and_counted_with_its_loss(
 
 def start(**changes: Any) -> str:
     config = PlanConfig(preset="tiny", sequence=32, precision="fp32", optimizer=changes.get("optimizer", "adamw"))
-    setting = PlanSetting(**{"stage": 3, "world_size": 2, "bucket_bytes": 25 * MIB, "precision": "fp32", **changes})
+    setting = PlanSetting(**{"stage": 3, "world_size": 2, **changes})
     return start_of(config, setting, presets().cluster("cpu:2"), 1, training_of(config))
 
 
@@ -201,10 +201,10 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
     for changes in (
         {},
         {"sharding_factor": 1},
-        {"reshard": False},
-        {"bucket_bytes": 3 * MIB},
+        {"reshard_after_forward": False},
+        {"bucket_cap_mb": 3},
         {"stage": 0},
-        {"offload": "disk"},
+        {"offload": zero.Offload(".")},
     ):
         flags = shlex.split(start(**changes))
         assert flags[:2] == ["zero", "train"]
@@ -212,9 +212,9 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
         found = given[-1]
         assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
         assert found.stage == changes.get("stage", 3)
-        assert found.bucket_cap_mb == changes.get("bucket_bytes", 25 * MIB) / MIB
+        assert found.bucket_cap_mb == changes.get("bucket_cap_mb", 25)
         assert found.sharding_factor == changes.get("sharding_factor")
-        assert found.reshard_after_forward == str(changes.get("reshard", True)).lower()
+        assert found.reshard_after_forward == changes.get("reshard_after_forward", True)
         assert (found.offload is not None) is ("offload" in changes)
         assert found.fused
 
@@ -225,12 +225,20 @@ def test_the_start_has_the_flags_of_zero_train(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "sgd", "adagrad", "muon"])
-@pytest.mark.parametrize("changes", [{}, {"offload": "host"}, {"sharding_factor": 2, "reshard": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"offload": zero.Offload("cpu")}, {"sharding_factor": 2, "reshard_after_forward": False}]
+)
 def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     precision: Any, optimizer: str, changes: dict[str, Any]
 ) -> None:
     config = PlanConfig(preset="tiny", precision=precision, optimizer=optimizer)
-    given = {"stage": 3, "world_size": 8, "bucket_bytes": 3 * MIB, "precision": precision, "device": "cuda"}
+    given = {
+        "stage": 3,
+        "world_size": 8,
+        "bucket_cap_mb": 3,
+        "mixed_precision": PRECISIONS[precision],
+        "device": "cuda",
+    }
     begun = start_of(config, PlanSetting(**{**given, **changes}), presets().cluster("h100:8"), 1, training_of(config))
     bound = inspect.signature(zero.ZeroOptimizer).bind
 
@@ -247,7 +255,7 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(
     assert ("offload" in found) is ("offload" in changes)
     assert found.get("defaults", {}).get("fused", False) is (optimizer not in ("adagrad", "muon"))
     assert found.get("sharding_factor") == changes.get("sharding_factor")
-    assert found.get("reshard_after_forward", True) == changes.get("reshard", True)
+    assert found.get("reshard_after_forward", True) == changes.get("reshard_after_forward", True)
 
 
 def test_the_start_says_auto_where_that_is_the_size_and_nothing_where_it_is_the_default() -> None:
@@ -263,7 +271,7 @@ def test_the_start_says_auto_where_that_is_the_size_and_nothing_where_it_is_the_
         ("cuda", 64, 41, "bucket_cap_mb=41, "),
         ("cuda", 64, 25, "bucket_cap_mb=25, "),
     ):
-        setting = PlanSetting(3, ranks, bucket_bytes=mib * MIB, precision="fp32", device=device, ranks_per_host=1)
+        setting = PlanSetting(stage=3, world_size=ranks, bucket_cap_mb=mib, device=device, ranks_per_host=1)
         gpu = "cpu" if device == "cpu" else "h100"
         begun = start_of(config, setting, presets().cluster(f"{gpu}:{ranks}"), 1, training)
         assert flag in begun
@@ -272,7 +280,7 @@ def test_the_start_says_auto_where_that_is_the_size_and_nothing_where_it_is_the_
 
 def test_several_hosts_meet_at_an_endpoint() -> None:
     config = PlanConfig(preset="tiny", precision="fp32")
-    setting = PlanSetting(3, 4, bucket_bytes=25 * MIB, precision="fp32")
+    setting = PlanSetting(stage=3, world_size=4)
     begun = start_of(config, setting, presets().cluster("cpu:2x2", nic=10), 1, training_of(config))
     assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
 

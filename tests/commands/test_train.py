@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.commands import cli, runner
 from zero.commands.console import Console
+from zero.commands.flags import from_flags, to_flags
 from zero.commands.train import command as train
 from zero.commands.train.data import load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
@@ -449,13 +450,15 @@ def test_both_command_lines_have_the_flags_of_the_configuration(
         assert given.pop() == default
         assert cli.main([*arguments, "-h"], name) == 0
         shown = capsys.readouterr().out
-        assert all(f"--{field.replace('_', '-')}" in shown for field in vars(default))
+        assert all(f"--{field.replace('_', '-')}" in shown for field in to_flags(default))
 
 
 def test_a_rank_gets_the_configuration_as_json() -> None:
-    config = TrainConfig(ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Path("disk"), checkpoint=Path("c"))
+    config = TrainConfig(
+        ranks=3, fused=True, clip=0.5, data=Path("-x"), offload=Offload(Path("disk")), checkpoint=Path("c")
+    )
     for sent in (config, TrainConfig()):
-        assert TrainConfig.from_json(json.loads(json.dumps(vars(sent), default=str))) == sent
+        assert from_flags(TrainConfig, json.loads(json.dumps(to_flags(sent)))) == sent
 
 
 def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> None:

@@ -142,6 +142,37 @@ def test_the_example_in_the_contract_runs_as_printed(temporary: Path, tmp_path: 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, printed, "")
 
 
+SCRIPT = """
+import torch
+from torch import nn
+from zero import verify
+
+print("a line of the script")
+
+def build_model():
+    return nn.Linear(2, 1)
+
+def loss_fn(model, batch):
+    return model(batch).sum()
+
+if __name__ == "__main__":
+    print("once")
+    verify(build_model, [torch.ones(1, 2)] * 2, loss_fn=loss_fn, stages=(2,), world_sizes=(2,), quiet=True)
+    print("in the end")
+"""
+
+
+@pytest.mark.timeout(LIMIT)
+def test_functions_of_a_script_are_imported_by_its_processes(temporary: Path, tmp_path: Path) -> None:
+    (tmp_path / "a script.py").write_text(SCRIPT)
+    command = [sys.executable, "a script.py"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert ended.stderr == ""
+    lines = ended.stdout.splitlines()
+    assert lines.count("a line of the script") == 5, "of the script itself, two plain loops and two ranks"
+    assert [line for line in lines if line != "a line of the script"] == ["once", "in the end"]
+
+
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize(
     "precision",

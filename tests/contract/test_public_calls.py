@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
+from zero.config import ShardingOptions
 
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model, plain_step, share
@@ -19,6 +22,15 @@ from ..support.programs import locked_build
 from ..support.trainings import ALL_STAGES, Counting, Two, trained
 
 pytestmark = pytest.mark.contract
+
+
+def test_every_option_of_the_record_is_an_argument_with_the_same_default() -> None:
+    arguments = inspect.signature(ZeroOptimizer).parameters
+    options = {option.name: option.default for option in fields(ShardingOptions)}
+    assert options == {name: arguments[name].default for name in options}
+    described = inspect.getdoc(ZeroOptimizer) or ""
+    assert all(f"\n    {name}: " in described for name in options)
+    assert ShardingOptions().arguments() == options
 
 
 @ALL_STAGES

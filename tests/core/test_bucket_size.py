@@ -14,7 +14,6 @@ from zero import MixedPrecision
 from zero.config import Config
 from zero.core.buckets import build, extended
 from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, Dtypes, unit_cap_mb
-from zero.core.stage import stage_of
 from zero.planning.models.shapes import model_of
 from zero.planning.plan import Training
 from zero.planning.setting import PlanSetting
@@ -33,17 +32,10 @@ def blocks() -> nn.Module:
 
 def config(module: nn.Module | None, **changes: Any) -> Config:
     given: dict[str, Any] = {
-        "stage": stage_of(3),
+        "stage": 3,
         "module": module,
         "process_group": None,
         "bucket_cap_mb": "auto",
-        "collective": "auto",
-        "sharding_factor": None,
-        "reshard_after_forward": True,
-        "offload": None,
-        "precision": None,
-        "units": None,
-        "partition": None,
     }
     return Config(**{**given, **changes})
 
@@ -60,7 +52,7 @@ def mib(most: int, first: int | None = None) -> BucketSizes:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("cap", ["auto", None])
 def test_on_the_cpu_buckets_have_25_mib_and_with_auto_a_unit_where_ranks_are_many(cap: Any, stage: int) -> None:
-    found = config(blocks(), stage=stage_of(stage), bucket_cap_mb=cap)
+    found = config(blocks(), stage=stage, bucket_cap_mb=cap)
     for ranks in (1, 2, MANY_RANKS - 1):
         assert sizes(found, ranks=ranks) == mib(DEFAULT_CAP_MB)
     pair = -(-2 * WIDTH * WIDTH * 4 // MIB)
@@ -75,9 +67,9 @@ def test_on_an_accelerator_a_gathered_unit_is_a_bucket_and_else_a_twelfth_of_the
     assert sizes(stage_3, "cuda") == sizes(stage_3, "cuda", MANY_RANKS, hosts=8) == mib(pair)
     twelfth = -(-total // 12 // MIB)
     for stage, ranks in ((0, 1), (0, 8), (1, 8), (2, 8), (3, 1)):  # one rank gathers nothing
-        found = config(blocks(), stage=stage_of(stage), bucket_cap_mb=cap)
+        found = config(blocks(), stage=stage, bucket_cap_mb=cap)
         assert sizes(found, "cuda", ranks) == mib(twelfth, DEFAULT_CAP_MB)
-    many = sizes(config(blocks(), stage=stage_of(1), bucket_cap_mb=cap), "cuda", MANY_RANKS, hosts=8)
+    many = sizes(config(blocks(), stage=1, bucket_cap_mb=cap), "cuda", MANY_RANKS, hosts=8)
     assert many == (mib(pair) if cap == "auto" else mib(twelfth, DEFAULT_CAP_MB))
 
 
@@ -85,7 +77,7 @@ def test_a_twelfth_is_at_least_25_mib_and_at_most_256_and_between_hosts_128() ->
     with torch.device("meta"):
         small, large = nn.Linear(3, 3), nn.Linear(1 << 16, 1 << 16)  # 16 GiB
     for module, hosts, most in ((small, 1, 25), (small, 2, 25), (large, 1, 256), (large, 2, 128)):
-        assert sizes(config(module, stage=stage_of(2)), "cuda", 8, hosts) == mib(most, DEFAULT_CAP_MB)
+        assert sizes(config(module, stage=2), "cuda", 8, hosts) == mib(most, DEFAULT_CAP_MB)
 
 
 def test_a_number_is_the_size_everywhere() -> None:
@@ -107,7 +99,7 @@ def test_the_first_bucket_of_a_backward_is_smaller_and_a_later_group_has_none() 
 
 def test_what_the_model_computes_with_and_the_users_own_units_count() -> None:
     whole = sizes(config(blocks()), ranks=MANY_RANKS)
-    narrow = sizes(config(blocks(), precision=MixedPrecision(torch.bfloat16)), ranks=MANY_RANKS)
+    narrow = sizes(config(blocks(), mixed_precision=MixedPrecision(torch.bfloat16)), ranks=MANY_RANKS)
     assert narrow == mib(unit_cap_mb(2 * WIDTH * WIDTH * 2)) != whole
     head = config(blocks(), units=lambda module: getattr(module, "out_features", 0) == 9 * WIDTH)
     assert sizes(head, ranks=MANY_RANKS) == mib(unit_cap_mb(9 * WIDTH * WIDTH * 4))
@@ -130,15 +122,15 @@ def test_the_plan_has_the_same_rule(device: str) -> None:
     training = Training(model_of(blocks(), "blocks"), [], precision="fp32")
     for stage, ranks, per_host, cap in product(range(4), (1, 8, MANY_RANKS), (1, 8), (None, "auto", 3)):
         per_host = min(per_host, ranks)
-        planned = PlanSetting(stage, ranks, precision="fp32", device=device, ranks_per_host=per_host)
-        found = config(blocks(), stage=stage_of(stage), bucket_cap_mb=cap)
+        planned = PlanSetting(stage=stage, world_size=ranks, device=device, ranks_per_host=per_host)
+        found = config(blocks(), stage=stage, bucket_cap_mb=cap)
         assert training.bucket_sizes(planned, cap) == sizes(found, device, ranks, ranks // per_host)
 
 
 def test_auto_needs_a_module_and_none_does_not() -> None:
     with pytest.raises(ValueError, match="pass the module itself, or parameters and module=model, or a number"):
         config(None)
-    assert sizes(config(None, stage=stage_of(2), bucket_cap_mb=None), "cuda") == mib(25)
+    assert sizes(config(None, stage=2, bucket_cap_mb=None), "cuda") == mib(25)
 
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "Auto", [25]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,7 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.AdamW, {"lr": 1e-3}),  # and Muon for matrices
 }
 OPTIMIZERS = ("adamw", "momentum", "adagrad", "muon")
-MIXED = {"bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16)}
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,16 @@ class Case:
     def __str__(self) -> str:
         s = self.setting
         return (
-            f"{self.model} stage{s.stage} W{s.world_size} F{s.factor} reshard{s.reshard} offload-{s.offload or 'none'} "
-            f"{s.precision} {s.optimizer}"
+            f"{self.model} stage{s.stage} W{s.world_size} F{s.factor} reshard{s.reshard_after_forward} "
+            f"offload-{s.states_on or 'none'} "
+            f"{'bf16' if s.mixed_precision else 'fp32'} {s.optimizer}"
         )
 
     @property
     def features(self) -> tuple[object, ...]:
         """The values of which a covering sample has every pair."""
         s = self.setting
-        return self.model, s.stage, s.world_size, s.factor, s.near, s.offload, s.precision, s.optimizer
+        return self.model, s.stage, s.world_size, s.factor, s.near, s.states_on, s.mixed_precision, s.optimizer
 
 
 def settings(world_size: int, planned: Planned, precision: str, optimizer: str) -> Iterator[PlanSetting]:
@@ -58,15 +58,15 @@ def settings(world_size: int, planned: Planned, precision: str, optimizer: str) 
         for factor in _divisors(world_size) if stage else [None]:
             for kept in [factor, *_divisors(factor)[:-1]] if stage == 3 and factor else [factor]:
                 reshard = kept == factor or (kept is not None and kept > 1 and kept)
-                for offload in ("", "disk") if stage else ("",):
+                for offload in (None, Offload(".")) if stage else (None,):
                     yield PlanSetting(
-                        stage,
-                        world_size,
-                        factor,
-                        reshard,
-                        offload,
-                        bucket_bytes=int(planned.bucket_cap_mb * 1024 * 1024),
-                        precision=precision,
+                        stage=stage,
+                        world_size=world_size,
+                        sharding_factor=factor,
+                        reshard_after_forward=reshard,
+                        offload=offload,
+                        bucket_cap_mb=planned.bucket_cap_mb,
+                        mixed_precision=PRECISIONS[precision],
                         optimizer=optimizer,
                         threads=True,
                     )
@@ -125,12 +125,7 @@ def check(case: Case, plan: MemoryPlan, folder: Path, group: Loopback[Any]) -> N
             cls,
             module=model,
             process_group=transport,
-            stage=setting.stage,
-            bucket_cap_mb=setting.bucket_bytes / (1024 * 1024),
-            sharding_factor=setting.sharding_factor,
-            reshard_after_forward=setting.reshard,
-            offload=Offload(folder) if setting.offload else None,
-            mixed_precision=MIXED.get(setting.precision),
+            **replace(setting, offload=setting.offload and Offload(folder)).arguments(),
             **arguments,
         )
         before = optimizer.traffic

@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero import Offload
 from zero.planning.choose import (
     LATENCY_SHARE,
     MOST_RANKS,
@@ -29,7 +31,6 @@ from zero.planning.models.works import count_transformer
 from zero.planning.plan import PlannedSetting, Planner, Training, usable_bytes
 from zero.planning.seconds.compute import Compute
 from zero.planning.seconds.wires import RankGroup, Wires
-from zero.planning.setting import PRECISIONS
 
 from .configs import LLAMA_3_8B, Config, llama
 
@@ -41,7 +42,7 @@ CLUSTERS = ("h100:8", "h100:8x4", "a100-40:4x2", "cpu:2", "rtx4090:4")
 def planner(size: str = "small", checkpoint: str = "none", micro: int = 1, precision: str = "bf16") -> Planner:
     config: Config = SMALL if size == "small" else LLAMA_3_8B
     model = from_config(config, size)
-    works = count_transformer(model, micro, 512, PRECISIONS[precision].param_dtype)
+    works = count_transformer(model, micro, 512, torch.bfloat16 if precision == "bf16" else torch.float32)
     assert works is not None
     return Planner(Training(model, works, micro, 512, checkpoint=checkpoint, precision=precision))
 
@@ -140,7 +141,7 @@ def test_the_smallest_cluster_fits_and_a_smaller_one_does_not(text: str) -> None
         smaller = replace(found.cluster, per_host=found.cluster.per_host // 2)
     assert smaller is not None
     tried = [plan.setting(smaller, stage) for stage in range(4)]
-    for setting in [*tried, replace(tried[-1], offload="host")]:
+    for setting in [*tried, replace(tried[-1], offload=Offload("cpu"))]:
         assert plan.peak(setting).total > usable_bytes(smaller)
 
 
@@ -169,7 +170,7 @@ def test_the_curve_has_a_band_and_ends_at_most_ranks() -> None:
     assert 32 in [point.ranks for point in curves[0].points]
 
 
-@pytest.mark.parametrize("changes", [{}, {"offload": "host"}, {"reshard": False}])
+@pytest.mark.parametrize("changes", [{}, {"offload": Offload("cpu")}, {"reshard_after_forward": False}])
 def test_the_curve_is_that_of_the_chosen_setting(changes: dict[str, Any]) -> None:
     here = cluster("h100:8x4")
     chosen = replace(planner().setting(here, 3, planner().training.unit_cap_mb("cuda")), **changes)

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from zero import MixedPrecision
 from zero.core.buckets import build
 from zero.core.formulas import KeptStates, formula_bytes
 from zero.core.layout import Dtypes
@@ -77,7 +78,12 @@ def test_all_54_cells_of_table_1_of_the_zero_paper() -> None:
             for stage, printed in enumerate(row, start=1):
                 assert as_printed(states(numel, ranks, stage, Dtypes(BF16, BF16, BF16, FP32))) == printed
                 held = MemoryPlan(one(numel)).of_largest(
-                    PlanSetting(stage, ranks, precision="bf16, added up in bf16", ranks_per_host=1)
+                    PlanSetting(
+                        stage=stage,
+                        world_size=ranks,
+                        mixed_precision=MixedPrecision(BF16, accumulate_dtype=BF16),
+                        ranks_per_host=1,
+                    )
                 )
                 exact = held.parameters + held.gradients + held.optimizer
                 assert as_printed(exact) == printed, "padding and step counts are below the last digit"
@@ -114,7 +120,10 @@ def test_the_estimates_of_deepspeed_are_parts_of_a_plan(ranks: int) -> None:
     largest, total = width**2, count * width**2
     plan = MemoryPlan(layers(width, count))
     # hosts of one rank each, so that units are gathered
-    two, three = (PlanSetting(stage, ranks, precision="bf16", ranks_per_host=1) for stage in (2, 3))
+    two, three = (
+        PlanSetting(stage=stage, world_size=ranks, mixed_precision=MixedPrecision(BF16), ranks_per_host=1)
+        for stage in (2, 3)
+    )
 
     held = plan.of_largest(two)
     zero2 = 2 * total + int(18 * total / ranks)

@@ -12,6 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero import Offload
+from zero.config import PRECISIONS
 from zero.core.buckets import build
 from zero.core.cuts import EvenCuts
 from zero.core.formulas import formula_traffic
@@ -60,7 +62,12 @@ def setting_of(cluster: Cluster, stage: int, factor: int | None = None, **more: 
     """Return a setting for the ranks of a cluster."""
     device = "cuda" if cluster.gpu.family != "cpu" else "cpu"
     return PlanSetting(
-        stage, cluster.ranks, factor, device=device, ranks_per_host=cluster.per_host, **{"precision": "fp32", **more}
+        stage=stage,
+        world_size=cluster.ranks,
+        sharding_factor=factor,
+        device=device,
+        ranks_per_host=cluster.per_host,
+        **more,
     )
 
 
@@ -148,7 +155,7 @@ def test_the_last_rank_owns_the_largest_share_of_a_bucket(chunks: int, ranks: in
 
 def test_units_in_common_memory_are_not_gathered_also_if_states_are_on_disk() -> None:
     cluster = presets().cluster("cpu:2x1")
-    for offload in ("", "disk"):
+    for offload in (None, Offload(".")):
         assert not any(unit.gather.seconds for unit in program(cluster, 3, offload=offload).units)
 
 
@@ -169,8 +176,15 @@ def test_a_step_sends_the_bytes_of_the_formula(stage: int, dtypes: Dtypes) -> No
             layout = layout_of(near, 4096, dtypes, with_units=stage == 3)
             in_common = Wires(cluster).algorithm(RankGroup.neighbours(cluster, near)) == "shared"
             for reshard in reshards:
-                precision = "fp32" if dtypes is PLAIN else "bf16"
-                setting = setting_of(cluster, stage, factor, reshard=reshard, offload="disk", precision=precision)
+                precision = None if dtypes is PLAIN else PRECISIONS["bf16"]
+                setting = setting_of(
+                    cluster,
+                    stage,
+                    factor,
+                    reshard_after_forward=reshard,
+                    offload=Offload("."),
+                    mixed_precision=precision,
+                )
                 found = simulate(program(cluster, setting, count))
                 group = check_reshard(reshard, near, stage_of(stage))
                 sent = formula_traffic(
@@ -225,7 +239,7 @@ def test_one_rank_sends_nothing_and_waits_for_nothing(name: str) -> None:
 
 def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
     for cluster in clusters():
-        kept = program(cluster, 3, reshard=False)
+        kept = program(cluster, 3, reshard_after_forward=False)
         assert kept.kept
         assert all(unit.again is None for unit in kept.units)
         again = program(cluster, 3).units
@@ -233,7 +247,7 @@ def test_kept_parameters_are_never_gathered_in_the_backward() -> None:
 
 
 def test_a_backward_that_gathers_among_the_ranks_of_a_host_does_not_use_the_network() -> None:
-    units = program(presets().cluster("h100:4x2"), 3, reshard=4).units
+    units = program(presets().cluster("h100:4x2"), 3, reshard_after_forward=4).units
     crossed = [(unit.gather.crossed > 0, unit.again.crossed) for unit in units if unit.again is not None]
     assert crossed == [(True, 0)] * 2
 

@@ -1,7 +1,7 @@
 """The commands of `zero` as typer has them.
 
-Knows: their names, and how typer makes flags of the fields of settings: a field is a flag, the text in its type is its
-help. Does not know: what the commands do. Training and planning are imported when they run.
+Knows: their names, and how typer takes the flags of settings (`flags`). Does not know: what the commands do. Training
+and planning are imported when they run.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
 from .checkpoint import command as checkpoint
+from .flags import flags_of, from_flags
 from .plan.settings import PlanConfig
 from .runner import checking_input, reports_errors
 from .train.settings import TrainConfig
@@ -44,18 +44,19 @@ def _with_flags(name: str, config: type[Any], text: str) -> Callable[..., int]:
     @reports_errors
     def command(**values: Any) -> int:
         with checking_input(ValueError):
-            settings = config(**values)
+            settings = from_flags(config, values)
         code: int = importlib.import_module(f"{__package__}.{name}.command").run(settings)
         return code
 
-    hints, kind = get_type_hints(config, include_extras=True), inspect.Parameter.KEYWORD_ONLY
-    parameters = []
-    for each in fields(config):
-        of, words = get_args(hints[each.name])
-        flag = inspect.Parameter(
-            each.name, kind, default=each.default, annotation=Annotated[of, typer.Option(help=words)]
+    parameters = [
+        inspect.Parameter(
+            flag.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=flag.default,
+            annotation=Annotated[flag.type, typer.Option(help=flag.help)],
         )
-        parameters.append(flag)
+        for flag in flags_of(config)
+    ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__doc__ = text
     return command

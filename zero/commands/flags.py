@@ -1,14 +1,117 @@
-"""The names of flags, each of which is a field of a command's settings, and their errors."""
+"""Flags of a command, made of the fields of a frozen dataclass: a field is a flag, the text in its type is its help.
+
+Knows: names, types, defaults and help of fields, and how the value of a field is written in a flag and in JSON. Does
+not know: the parser, or what a flag does.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+from collectives import Algorithm
+
+from ..config import PRECISIONS, MixedPrecision, Offload, PrecisionName
+
+__all__ = ["Flag", "flags_of", "from_flags", "option_of", "require", "to_flags"]
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class TextForm:
+    """How a value is written in a flag and in JSON.
+
+    ``type``: of what is written; ``parse`` and ``write``: from it and to it; ``expected``: what it must be, in words.
+    """
+
+    type: Any
+    parse: Callable[[Any], Any]
+    write: Callable[[Any], Any]
+    expected: str = ""
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)
+
+
+def _reshard(text: str) -> bool | int:
+    return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
+
+
+FORMS: Mapping[Any, TextForm] = {
+    Path: TextForm(Path, Path, _text),
+    Path | None: TextForm(Path | None, Path, _text),
+    bool | int: TextForm(str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"),
+    float | Literal["auto"] | None: TextForm(
+        str | None, lambda text: text if text == "auto" else float(text), lambda value: value, "a number of MiB or auto"
+    ),
+    str | Algorithm: TextForm(str, str, str),
+    Offload | None: TextForm(
+        Path | None, lambda path: Offload(Path(path)), lambda value: None if value is None else str(value.states)
+    ),
+    MixedPrecision | None: TextForm(
+        PrecisionName, PRECISIONS.__getitem__, {value: name for name, value in PRECISIONS.items()}.__getitem__
+    ),
+}
+"""The forms of types that are written in another one."""
+NAMES = {"mixed_precision": "precision"}
+"""The flags that are named otherwise than their field."""
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of a configuration, as a command line and JSON have it: ``type`` and ``default`` are written ones."""
+
+    field: str
+    name: str
+    type: Any
+    default: Any
+    help: str
+    form: TextForm
+
+
+def flags_of(config: type[Any]) -> list[Flag]:
+    """Return the flags of a command, in the order of the fields of its configuration.
+
+    ``config.NO_FLAGS``, if there is one, has the names of fields that are no flags.
+    """
+    hints = get_type_hints(config, include_extras=True)
+    found = []
+    for item in fields(config):
+        if item.name not in getattr(config, "NO_FLAGS", ()):
+            kind, text = get_args(hints[item.name])
+            form = FORMS.get(kind, TextForm(kind, lambda value: value, lambda value: value))
+            name, default = NAMES.get(item.name, item.name), form.write(item.default)
+            found.append(Flag(item.name, name, form.type, default, text, form))
+    return found
+
+
+def from_flags(config: type[Settings], written: Mapping[str, Any]) -> Settings:
+    """Return the configuration that flags, or the content of JSON, describe. Raises `ValueError`, naming the flag."""
+    values = {}
+    for flag in flags_of(config):
+        value = written[flag.name]
+        try:
+            values[flag.field] = None if value is None else flag.form.parse(value)
+        except (KeyError, ValueError):
+            require(False, flag.name, value, flag.form.expected)
+    return config(**values)
+
+
+def to_flags(settings: Any) -> dict[str, Any]:
+    """Return what JSON has of a configuration: the values of its flags, as they are written, by name."""
+    return {flag.name: flag.form.write(getattr(settings, flag.field)) for flag in flags_of(type(settings))}
+
 
 def option_of(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the option of a flag, with its dashes."""
     return "--" + name.replace("_", "-")
 
 
 def require(holds: bool, name: str, value: object, expected: str) -> None:
-    """Raise ValueError for the value of a field, unless ``holds``."""
+    """Raise ValueError for the value of a flag, unless ``holds``."""
     if not holds:
         raise ValueError(f"{option_of(name)} is {value}: it must be {expected}")

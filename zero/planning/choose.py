@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..config import Offload
 from ..core.layout import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
@@ -34,9 +35,9 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
                 shared = replace(whole, sharding_factor=None if factor == cluster.ranks else factor)
                 sharded = stage.parameters is Placement.SHARD
                 for reshard in reshards(cluster, factor) if sharded else (True,):
-                    kept = replace(shared, reshard=reshard)
+                    kept = replace(shared, reshard_after_forward=reshard)
                     yield kept
-                    yield replace(kept, offload="host" if on_gpus else "disk")
+                    yield replace(kept, offload=Offload("cpu" if on_gpus else "."))
 
 
 def sharding_factors(cluster: Cluster) -> list[int]:
@@ -88,10 +89,11 @@ def name_of(setting: PlanSetting) -> str:
     parts = [f"zero {setting.stage}"]
     if setting.row.states is Placement.SHARD and setting.sharding_factor is not None:
         parts.append(f"F={setting.factor}")
-    if setting.reshard is not True:
-        parts.append("kept" if setting.reshard is False else f"kept by {setting.reshard}")
+    kept = setting.reshard_after_forward
+    if kept is not True:
+        parts.append("kept" if kept is False else f"kept by {kept}")
     if setting.offload:
-        parts.append(f"states on {setting.offload}")
+        parts.append(f"states on {setting.states_on}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         parts.append(f"{setting.bucket_bytes // MIB} MiB buckets")
     return ", ".join(parts)
@@ -122,7 +124,7 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | Non
 def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
     tried = [planner.setting(cluster, stage) for stage in STAGES]
-    tried.append(replace(tried[-1], offload="disk" if cluster.gpu.family == "cpu" else "host"))
+    tried.append(replace(tried[-1], offload=Offload("." if cluster.gpu.family == "cpu" else "cpu")))
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None
@@ -180,8 +182,8 @@ def scale_curves(
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
             setting = replace(setting, offload=chosen.offload)
-            if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard, bool):
-                setting = replace(setting, reshard=chosen.reshard)
+            if chosen.row.parameters is Placement.SHARD and isinstance(chosen.reshard_after_forward, bool):
+                setting = replace(setting, reshard_after_forward=chosen.reshard_after_forward)
             steps = planner.over_fabrics(setting, more, fabrics, micro_batches=micro_batches)
             rates = [step.tokens_per_second / more.ranks for step in steps]
             fits = planner.peak(setting).total <= usable_bytes(more)
@@ -252,7 +254,7 @@ def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list
     return [
         (each.setting.bucket_bytes // MIB, each.seconds / best.seconds - 1)
         for each in others
-        if replace(each.setting, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first) == best.setting
+        if replace(each.setting, bucket_cap_mb=sizes.most / MIB, first_bucket_bytes=sizes.first) == best.setting
     ]
 
 

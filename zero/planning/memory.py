@@ -178,7 +178,7 @@ class MemoryPlan:
         )
         if not setting.gathers_units:
             total["gathered_peak"] = 0
-        total["staged_peak"] = _STAGED[setting.offload] * largest
+        total["staged_peak"] = _STAGED[setting.states_on] * largest
         return RankBytes(**total)
 
     def _of_bucket(self, setting: PlanSetting, bucket: BucketSpec, place: int) -> RankBytes:
@@ -190,7 +190,7 @@ class MemoryPlan:
         )
         stepped = [member.used and trainable for member in members]
         low, high = stage.update_interval(bucket, place)
-        pieces, on_disk = bucket.pieces(low, high), setting.offload == "disk"
+        pieces, on_disk = bucket.pieces(low, high), setting.states_on == "disk"
         exist = any(stepped[piece.slot] for piece in pieces) or (states.at_construction and bool(pieces))
         found = bucket_bytes(
             bucket,

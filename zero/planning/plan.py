@@ -22,8 +22,9 @@ from typing import Literal
 
 import torch
 
+from ..config import PRECISIONS, PrecisionName, dtypes_of
 from ..core.formulas import spread_of_owners
-from ..core.layout import BucketSizes, bucket_sizes, unit_cap_mb
+from ..core.layout import MIB, BucketSizes, Dtypes, bucket_sizes, unit_cap_mb
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, ParameterShape, UnitWork
@@ -33,7 +34,7 @@ from .seconds.program import TraceEvent
 from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .seconds.wires import Wires
-from .setting import PRECISIONS, PlanSetting
+from .setting import PlanSetting
 
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
 RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
@@ -50,7 +51,8 @@ class Training:
         sequence: tokens of a sequence.
         global_batch: sequences of a step over all ranks; None: one micro-batch of each rank.
         checkpoint: which blocks are recomputed, as `works.recomputed` has it.
-        precision, optimizer: as `PlanSetting` has them.
+        precision: one of `PRECISIONS`.
+        optimizer: as `PlanSetting` has it.
         counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
     """
 
@@ -60,7 +62,7 @@ class Training:
     sequence: int = 2048
     global_batch: int | None = None
     checkpoint: str = "none"
-    precision: str = "bf16"
+    precision: PrecisionName = "bf16"
     optimizer: str = "adamw"
     counts_activations: bool = True
 
@@ -82,8 +84,13 @@ class Training:
         return 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)
 
     @property
+    def dtypes(self) -> Dtypes:
+        """The dtypes of every parameter."""
+        return dtypes_of(torch.float32, PRECISIONS[self.precision])
+
+    @property
     def param_dtype(self) -> torch.dtype:
-        return PRECISIONS[self.precision].param_dtype
+        return self.dtypes.param_dtype
 
     def micro_batches(self, ranks: int) -> int:
         """Return the micro-batches of a rank in a step. Raises `ValueError` if ranks do not divide the global batch."""
@@ -129,7 +136,7 @@ class Training:
         return self.model.by_unit(lambda parameter: self._padded(parameter, device))[1:]
 
     def _padded(self, parameter: ParameterShape, device: str) -> int:
-        return PRECISIONS[self.precision].padded(parameter.numel, device) * self.param_dtype.itemsize
+        return self.dtypes.padded(parameter.numel, device) * self.param_dtype.itemsize
 
     def activation_bytes(self) -> int:
         """Return the most that activations take at one moment, beside the parameters."""
@@ -233,14 +240,14 @@ class Planner:
         found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
-            precision=self.training.precision,
+            mixed_precision=PRECISIONS[self.training.precision],
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
         sizes = self.training.bucket_sizes(found, cap_mb)
-        return replace(found, bucket_bytes=sizes.most, first_bucket_bytes=sizes.first)
+        return replace(found, bucket_cap_mb=sizes.most / MIB, first_bucket_bytes=sizes.first)
 
     def peak(self, setting: PlanSetting) -> PeakBytes:
         """Return the bytes of the rank that holds most."""

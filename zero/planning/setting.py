@@ -1,7 +1,7 @@
-"""The setting of a training, as a plan needs it: the optimizer's arguments, and the places of its ranks.
+"""The setting of a training, as a plan needs it: the optimizer's options, and the places of its ranks.
 
-Knows: the arguments of `zero.ZeroOptimizer`, classes of optimizers by the tensors that they keep, which ranks share a
-host. Does not know: models, bytes, seconds.
+Knows: classes of optimizers by the tensors that they keep, which ranks share a host. Does not know: models, bytes,
+seconds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,9 @@ from typing import Literal
 
 import torch
 
-from ..core.layout import BucketSizes, Dtypes
-from ..core.stage import (
-    Placement,
-    Stage,
-    check_reshard,
-    check_sharding_factor,
-    stage_of,
-    units_share_buckets,
-)
+from ..config import ShardingOptions, dtypes_of
+from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, Dtypes
+from ..core.stage import Placement, units_share_buckets
 
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
 
@@ -54,32 +48,16 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
 """The classes by number, under a name. "momentum" is SGD with momentum. "muon" is AdamW, and as number 1 Muon for the
 matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each, as in `zero train --optimizer muon`."""
 
-_F32, _BF16, _F16 = torch.float32, torch.bfloat16, torch.float16
-PRECISIONS: Mapping[str, Dtypes] = MappingProxyType(
-    {
-        "fp32": Dtypes.all(_F32),
-        "bf16": Dtypes(_BF16, _BF16, _F32, _F32),
-        "bf16, added up in bf16": Dtypes(_BF16, _BF16, _BF16, _F32),
-        "fp16": Dtypes(_F16, _F16, _F32, _F32),
-        "pure bf16": Dtypes.all(_BF16),
-    }
-)
-"""The precisions by name: `zero.MixedPrecision` of a model that was made in fp32. "fp32" is without it, and so is "pure
-bf16", a model that was made in bf16 and has no master weights."""
 
+@dataclass(frozen=True, kw_only=True)
+class PlanSetting(ShardingOptions):
+    """The options of a `zero.ZeroOptimizer` over a module that was made in fp32, and the places of its ranks.
 
-@dataclass(frozen=True)
-class PlanSetting:
-    """The arguments of a `zero.ZeroOptimizer` over a module, and the places of its ranks.
+    Collectives, units and the partition are those of the plan's model. As ``bucket_cap_mb``, None is 25 on every
+    device, and "auto" is refused: `Training.bucket_sizes` finds the sizes that depend on a model.
 
     Attributes:
-        stage: 0 to 3.
         world_size: the number of ranks.
-        sharding_factor: ranks that share one copy; None: all.
-        reshard: ``reshard_after_forward``.
-        offload: the place of states (and, on the CPU, of master weights) between steps; "" is beside the parameters.
-        bucket_bytes: of a bucket, in the dtype of the parameters.
-        precision: one of `PRECISIONS`.
         optimizer: one of `OPTIMIZERS`.
         fused: whether the class is fused, so that runs on the CPU are not cut.
         device: the type of the parameters' device.
@@ -91,13 +69,7 @@ class PlanSetting:
         ValueError: an argument is invalid; the message names it and the remedy.
     """
 
-    stage: int = 0
     world_size: int = 1
-    sharding_factor: int | None = None
-    reshard: bool | int = True
-    offload: Literal["", "disk", "host"] = ""
-    bucket_bytes: int = 25 << 20
-    precision: str = "fp32"
     optimizer: str = "adamw"
     fused: bool = False
     device: str = "cpu"
@@ -106,27 +78,20 @@ class PlanSetting:
     first_bucket_bytes: int = 0
 
     def __post_init__(self) -> None:
-        row = stage_of(self.stage)
-        for name in ("world_size", "bucket_bytes"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a whole number, at least 1, not {value!r}")
-        _check_known("precision", self.precision, PRECISIONS)
-        _check_known("optimizer", self.optimizer, OPTIMIZERS)
-        _check_known("offload", self.offload, ("", "disk", "host"))
-        check_sharding_factor(self.sharding_factor, self.world_size, row)
-        check_reshard(self.reshard, self.factor, row)
-        if self.offload == "host" and self.device == "cpu":
-            raise ValueError('offload="host" with parameters on the CPU, where states are there already: leave it away')
+        super().__post_init__()
+        if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"world_size must be a whole number, at least 1, not {self.world_size!r}")
+        if self.bucket_cap_mb == "auto":
+            raise ValueError('bucket_cap_mb="auto" depends on the model: Training.bucket_sizes finds the number')
+        if self.optimizer not in OPTIMIZERS:
+            raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
+        self.reshard_group_size(self.world_size)
+        if self.states_on == "host" and self.device == "cpu":
+            raise ValueError('Offload("cpu") with parameters on the CPU, where states are there already: leave it away')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
             raise ValueError(
                 f"ranks_per_host must divide the number of ranks, {self.world_size}, not {self.ranks_per_host}"
             )
-
-    @property
-    def row(self) -> Stage:
-        """The row of the stage table."""
-        return stage_of(self.stage)
 
     @property
     def factor(self) -> int:
@@ -141,7 +106,7 @@ class PlanSetting:
     @property
     def near(self) -> int:
         """How many ranks share the copy of a unit that is kept for its backward."""
-        return check_reshard(self.reshard, self.factor, self.row)
+        return self.reshard_group_size(self.world_size)
 
     @property
     def per_host(self) -> int:
@@ -156,7 +121,14 @@ class PlanSetting:
     @property
     def dtypes(self) -> Dtypes:
         """The dtypes of every parameter."""
-        return PRECISIONS[self.precision]
+        return dtypes_of(torch.float32, self.mixed_precision)
+
+    @property
+    def states_on(self) -> Literal["", "disk", "host"]:
+        """The place of states (and, on the CPU, of master weights) between steps; "" is beside the parameters."""
+        if self.offload is None:
+            return ""
+        return "host" if self.offload.on_host else "disk"
 
     @property
     def classes(self) -> tuple[OptimizerStates, ...]:
@@ -172,6 +144,11 @@ class PlanSetting:
     def bucket_sizes(self) -> BucketSizes:
         """The sizes of buckets."""
         return BucketSizes(self.bucket_bytes, self.first_bucket_bytes or self.bucket_bytes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The bytes of a bucket, in the dtype of the parameters."""
+        return int(float(self.bucket_cap_mb or DEFAULT_CAP_MB) * MIB)
 
     @property
     def shares_buckets(self) -> bool:
@@ -194,9 +171,3 @@ class PlanSetting:
     def shows_means(self) -> bool:
         """Whether p.grad is the mean after each backward at stage 0: its dtype must be that of the parameters."""
         return self.dtypes.accumulate_dtype is self.dtypes.param_dtype
-
-
-def _check_known(name: str, value: str, known: object) -> None:
-    names = list(known)  # type: ignore[call-overload]
-    if value not in names:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, names))}, not {value!r}")

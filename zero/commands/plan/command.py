@@ -153,13 +153,13 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
 
 def _beside(choice: PlannedSetting) -> str:
     """Return what a rank needs beside its own memory."""
-    place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[choice.setting.offload]
+    place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[choice.setting.states_on]
     return f", with {_gb(choice.offloaded)} GB {place} for each rank" if place else ""
 
 
 def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
     """Return what tells settings apart beside buckets and where states are."""
-    return choice.setting.stage, choice.setting.factor, choice.setting.reshard
+    return choice.setting.stage, choice.setting.factor, choice.setting.reshard_after_forward
 
 
 def _buckets(found: Findings, best: PlannedSetting) -> str:

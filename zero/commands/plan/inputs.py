@@ -17,13 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...config import PRECISIONS, dtypes_of
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
 from ...planning.models.parameter_lists import of_parameter_list
 from ...planning.models.shapes import model_of, of_config
 from ...planning.models.works import count_module, count_transformer
 from ...planning.plan import Training
-from ...planning.setting import OPTIMIZERS, PRECISIONS
+from ...planning.setting import OPTIMIZERS
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
 
@@ -49,7 +50,7 @@ def asked_of(config: PlanConfig) -> Asked:
             raise ValueError(f"--{name} is {value}: it must be a number above 0")
     if config.optimizer not in OPTIMIZERS:
         raise ValueError(f"--optimizer is {config.optimizer!r}: choose one of {', '.join(OPTIMIZERS)}")
-    cluster.gpu.peak(str(PRECISIONS[config.precision].param_dtype).removeprefix("torch."))
+    cluster.gpu.peak(str(_param_dtype(config)).removeprefix("torch."))
     training = training_of(config)
     training.micro_batches(cluster.ranks)
     return Asked(training, cluster, hardware)
@@ -82,9 +83,13 @@ def training_of(config: PlanConfig) -> Training:
     )
 
 
+def _param_dtype(config: PlanConfig) -> torch.dtype:
+    return dtypes_of(torch.float32, PRECISIONS[config.precision]).param_dtype
+
+
 def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
     """Return a model and the work of its units; None if nothing says what it computes."""
-    dtype = PRECISIONS[config.precision].param_dtype
+    dtype = _param_dtype(config)
     if config.config is not None:
         model = of_config(config.config)
         return model, count_transformer(model, config.micro, config.sequence, dtype)

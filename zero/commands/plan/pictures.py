@@ -81,7 +81,7 @@ def _place(choice: PlannedSetting) -> _Place:
 
 def _without(setting: PlanSetting, cap: int) -> PlanSetting:
     """Return a setting whose name does not say that its buckets have ``cap`` bytes."""
-    return replace(setting, bucket_bytes=DEFAULT_CAP_MB * MIB) if setting.bucket_bytes == cap else setting
+    return replace(setting, bucket_cap_mb=DEFAULT_CAP_MB) if setting.bucket_bytes == cap else setting
 
 
 def _taken(axes: Axes, dots: Sequence[_Place], corners: Sequence[_Place]) -> list[Bbox]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from ...config import PrecisionName
+
 __all__ = ["PlanConfig"]
 
 
@@ -39,9 +41,7 @@ class PlanConfig:
     checkpoint: Annotated[
         Literal["none", "selective", "full"], "blocks that the backward recomputes: none, every second one, all"
     ] = "none"
-    precision: Annotated[Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters"] = (
-        "bf16"
-    )
+    precision: Annotated[PrecisionName, "what the model computes in; 16 bits have fp32 masters"] = "bf16"
     optimizer: Annotated[
         str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for matrices of units, AdamW for the rest"
     ] = "adamw"

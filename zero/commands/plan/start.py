@@ -41,7 +41,7 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
     if cap:
         flags.append(f"--bucket-cap-mb {cap}")
     if setting.offload:
-        flags.append("--offload .")
+        flags.append(f"--offload {setting.offload.states}")
     flags.append(f"--batch {config.micro} --sequence {config.sequence}")
     flags.append(f"--micro-batches {micro_batches * cluster.ranks}")
     flags.append(f"--precision {config.precision} --optimizer {config.optimizer}")
@@ -52,10 +52,10 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
 def _sharding(setting: PlanSetting) -> dict[str, int]:
     """Return the arguments that say who owns what, without defaults."""
     found = {"stage": setting.stage}
-    if setting.stage and setting.sharding_factor is not None:
+    if setting.sharding_factor is not None:
         found["sharding_factor"] = setting.factor
-    if setting.reshard is not True:
-        found["reshard_after_forward"] = setting.reshard
+    if setting.reshard_after_forward is not True:
+        found["reshard_after_forward"] = setting.reshard_after_forward
     return found
 
 
@@ -68,13 +68,11 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
         arguments.append("module=model")
     arguments += [f"{name}={value}" for name, value in _sharding(setting).items()]
     if setting.offload:
-        folder = '"cpu"' if setting.offload == "host" else '"."'
-        arguments.append(f"offload=Offload({folder})")
+        arguments.append(f'offload=Offload("{setting.offload.states}")')
     if cap:
         arguments.append(f"bucket_cap_mb={cap}")
-    if config.precision != "fp32":
-        dtype = "bfloat16" if config.precision == "bf16" else "float16"
-        arguments.append(f"mixed_precision=MixedPrecision(torch.{dtype})")
+    if setting.mixed_precision is not None:
+        arguments.append(f"mixed_precision=MixedPrecision({setting.mixed_precision.param_dtype})")
     if config.optimizer in _FUSED or (config.optimizer == "adagrad" and cluster.gpu.family == "cpu"):
         arguments.append("fused=True")
     if config.optimizer == "momentum":

@@ -81,7 +81,21 @@ def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
     band = found.bands.get(setting)
     return {
         "name": name_of(setting),
-        "setting": asdict(setting),
+        "setting": {
+            "stage": setting.stage,
+            "world_size": setting.world_size,
+            "sharding_factor": setting.sharding_factor,
+            "reshard": setting.reshard_after_forward,
+            "offload": setting.states_on,
+            "bucket_bytes": setting.bucket_bytes,
+            "precision": found.training.precision,
+            "optimizer": setting.optimizer,
+            "fused": setting.fused,
+            "device": setting.device,
+            "ranks_per_host": setting.ranks_per_host,
+            "threads": setting.threads,
+            "first_bucket_bytes": setting.first_bucket_bytes,
+        },
         "bytes": asdict(choice.peak),
         "total_bytes": choice.peak.total,
         "offloaded_bytes": choice.offloaded,

@@ -9,8 +9,8 @@ import os
 import traceback
 from pathlib import Path
 
-from ...core.stage import check_reshard, check_sharding_factor, stage_of
 from ...runtime.process_group import under_launcher
+from ..flags import to_flags
 from ..runner import (
     StoppedError,
     check_output,
@@ -44,7 +44,7 @@ def run(config: TrainConfig) -> int:
             work(config)
         else:
             patience = 5 if config.checkpoint is None else 30
-            launch_ranks("zero.commands.train.rank", vars(config), world, patience)
+            launch_ranks("zero.commands.train.rank", to_flags(config), world, patience)
     except StoppedError as stopped:
         return stopped.report()
     except Exception as error:
@@ -67,9 +67,7 @@ def _world_size(config: TrainConfig) -> int:
 
 def _check(config: TrainConfig, world: int) -> None:
     """Raise an error for bad settings before any process is started or any step is taken."""
-    stage = stage_of(config.stage)
-    check_sharding_factor(config.sharding_factor, world, stage)
-    check_reshard(config.reshard, config.sharding_factor or world, stage)
+    config.reshard_group_size(world)
     check_resume(config, load_corpus(config.data, config.sequence).sha256)
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)

@@ -5,34 +5,29 @@ Knows: which class and which param groups a name of ``--optimizer`` means. Does 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ... import MixedPrecision, Offload, ZeroOptimizer
+from ... import ZeroOptimizer
 from .settings import TrainConfig
 
 __all__ = ["make_optimizer"]
 
 MUON = "muon"  # the one optimizer of two classes
-_PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 
 
 def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
     """Build the optimizer of a configuration. ``alone``: for one rank without a group."""
+    options = replace(config, sharding_factor=None, reshard_after_forward=True) if alone else config
     return ZeroOptimizer(
         _param_groups(config, model),
         torch.optim.AdamW if _is_muon(config) else _class(config.optimizer),
         module=model,
-        stage=config.stage,
-        bucket_cap_mb=config.bucket_cap_mb,
-        collective=config.collective,
-        sharding_factor=None if alone else config.sharding_factor,
-        reshard_after_forward=True if alone else config.reshard,
-        offload=None if config.offload is None else Offload(config.offload),
-        mixed_precision=_PRECISIONS[config.precision],
+        **options.arguments(),
         **_arguments(config),
     )
 

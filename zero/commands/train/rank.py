@@ -26,10 +26,13 @@ import torch
 
 from collectives.messages import Traffic
 
+from ...config import PRECISIONS
+from ...core.stage import Placement
 from ...optimizer import ZeroOptimizer
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ...state.describe import Description
 from ..console import Console
+from ..flags import from_flags, to_flags
 from ..runner import barrier, process_group, run_rank
 from .data import load_corpus
 from .model import build_model, loss_fn, parameters_sha256
@@ -76,7 +79,7 @@ class RankTraining:
         self._model = build_model(config.preset, config.sequence, config.seed)
         self._optimizer = make_optimizer(config, self._model)
         self._optimizer.divisor = config.micro_batches
-        self._scaler = torch.amp.GradScaler("cpu", enabled=config.precision == "fp16")
+        self._scaler = torch.amp.GradScaler("cpu", enabled=config.mixed_precision == PRECISIONS["fp16"])
         self._scaler.scale(torch.zeros(1))  # a rank without a micro-batch scales nothing, and a scaler begins with that
 
     def run(self, console: Console | None) -> dict[str, Any]:
@@ -107,7 +110,7 @@ class RankTraining:
             "collective": description.collective,
             "ranks": ranks,
             "corpus": {"source": self._corpus.source, "sha256": self._corpus.sha256},
-            "config": vars(config),
+            "config": to_flags(config),
         }
 
     def _take_steps(self, saves: Saves | None, console: Console | None) -> dict[str, Any]:
@@ -155,7 +158,7 @@ class RankTraining:
         scaler, which comes before, fails on a rank without a gradient.
         """
         uneven = self._config.micro_batches % self._optimizer.world_size != 0
-        needed = self._config.stage == 3 or self._config.precision == "fp16"
+        needed = self._config.row.parameters is Placement.SHARD or self._scaler.is_enabled()
         return self._optimizer.join() if uneven and needed else nullcontext()
 
     def _update(self) -> None:
@@ -213,4 +216,4 @@ def check_same_text(optimizer: ZeroOptimizer, sha256: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda settings: work(TrainConfig.from_json(settings))))
+    sys.exit(run_rank(lambda settings: work(from_flags(TrainConfig, settings))))

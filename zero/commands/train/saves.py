@@ -21,7 +21,7 @@ from torch.amp import GradScaler
 
 from ... import CheckpointError, CheckpointManager, StopOnSignal, ZeroOptimizer, open_checkpoint
 from ...checkpoint.folder.directory import steps_in
-from ..flags import option_of
+from ..flags import option_of, to_flags
 from ..runner import StoppedError
 from .settings import TrainConfig
 
@@ -64,7 +64,8 @@ def check_resume(config: TrainConfig, text_sha256: str) -> None:
 
 def _deciding(config: TrainConfig, text_sha256: str) -> dict[str, Any]:
     """Return what decides the bits of a run, by the name of the flag."""
-    return {**{name: getattr(config, name) for name in DECIDING}, "data": f"text of SHA-256 {text_sha256}"}
+    flags = to_flags(config)
+    return {**{name: flags[name] for name in DECIDING}, "data": f"text of SHA-256 {text_sha256}"}
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The flags of `zero train`.
 
 Knows: the name, type, default and help text of every flag, as fields of a frozen dataclass; which values are valid by
-themselves. Does not know: the parser, or what a flag does. Ranks get the fields as JSON.
+themselves. Does not know: the parser, or what a flag does.
 """
 
 from __future__ import annotations
@@ -9,34 +9,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, ClassVar, Literal
 
+from ...config import ShardingOptions
+from ...core.layout import DEFAULT_CAP_MB
 from ..flags import require
 
 __all__ = ["TrainConfig"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """The settings of `zero train`. A field is a flag; the text in its type is the flag's help."""
+class TrainConfig(ShardingOptions):
+    """The settings of `zero train`: the options of the optimizer, and its own. A field is a flag; the text in its type
+    is the flag's help."""
 
-    stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
-    sharding_factor: Annotated[
-        int | None, "ranks that share one copy of what is sharded, a divisor of their number; all when omitted"
-    ] = None
-    reshard_after_forward: Annotated[
-        str, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
-    ] = "true"
-    offload: Annotated[Path | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
+    NO_FLAGS: ClassVar = ("units", "partition")  # which follow from the model and the optimizer
+
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128
     preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
-    precision: Annotated[
-        Literal["fp32", "bf16", "fp16"], "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
-    ] = "fp32"
     optimizer: Annotated[
         str, "a class of torch.optim in lower case: adamw, sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
     ] = "adamw"
@@ -46,8 +40,6 @@ class TrainConfig:
     weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
     seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
     threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
-    bucket_cap_mb: Annotated[float, "size of a bucket in MiB"] = 25.0
-    collective: Annotated[str, "algorithm that moves the buckets"] = "auto"
     data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
     checkpoint: Annotated[Path | None, "folder of checkpoints; one is saved after the last step"] = None
     checkpoint_every: Annotated[
@@ -59,27 +51,15 @@ class TrainConfig:
     out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bucket_cap_mb is None:  # on the CPU; run.json has the number
+            object.__setattr__(self, "bucket_cap_mb", float(DEFAULT_CAP_MB))
         for name in ("ranks", "steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every"):
             value = getattr(self, name)
             require(value is None or value >= 1, name, value, "at least 1")
         for flag, given in (("--checkpoint-every", self.checkpoint_every), ("--resume auto", self.resume == "auto")):
             if given and self.checkpoint is None:
                 raise ValueError(f"{flag} needs --checkpoint DIR")
-        known = self.reshard_after_forward in ("true", "false") or self.reshard_after_forward.isdecimal()
-        require(known, "reshard_after_forward", self.reshard_after_forward, "true, false or a number of ranks")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
         require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
-        require(0 < self.bucket_cap_mb < math.inf, "bucket_cap_mb", self.bucket_cap_mb, "above 0 and finite")
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
-
-    @property
-    def reshard(self) -> bool | int:
-        """The argument ``reshard_after_forward`` of `ZeroOptimizer`."""
-        text = self.reshard_after_forward
-        return text == "true" if text in ("true", "false") else int(text)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        """Build the configuration from its fields, of which paths may be text, as JSON has them."""
-        paths = [name for name in ("offload", "data", "checkpoint", "out") if values[name] is not None]
-        return cls(**{**values, **{name: Path(values[name]) for name in paths}})

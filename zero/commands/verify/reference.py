@@ -6,6 +6,7 @@ Does not know: micro-batches, ranks, or the comparison.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,55 +21,32 @@ from ...step.clip import clip_grad_norm_
 Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may name its own ``optimizer_class``
 
 
-def plain_optimizers(
-    groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> list[torch.optim.Optimizer]:
-    """Return an optimizer of torch for each class: ``optimizer_class``, and those that groups name."""
-    by_class: dict[Any, Groups] = {}
-    for group in groups:
-        options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
-        by_class.setdefault(group.get("optimizer_class"), []).append(options)
-    return [
-        optimizer_class(own, **defaults) if cls is None else cls(own, **_arguments(cls, own[0]))
-        for cls, own in by_class.items()
-    ]
-
-
-def _arguments(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a class has from a param group that names it."""
-    return arguments_of(cls, {key: value for key, value in group.items() if key != "params"})
-
-
 class ReferenceLoop:
-    """Parameters, and an optimizer of torch for them, or one of each class."""
-
-    superseded = False
-
-    def cast_problem(self) -> str | None:
-        return None
+    """Parameters, and an optimizer of torch for them, or one of each class that groups name."""
 
     def __init__(self, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
-        self._optimizers = plain_optimizers(groups, optimizer_class, defaults)
-        self._parameters: list[Tensor] = [
-            parameter for each in self._optimizers for group in each.param_groups for parameter in group["params"]
+        by_class: dict[Any, Groups] = {}
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
+            by_class.setdefault(group.get("optimizer_class"), []).append(options)
+        self._optimizers: list[torch.optim.Optimizer] = [
+            optimizer_class(own, **defaults) if cls is None else cls(own, **_arguments(cls, own[0]))
+            for cls, own in by_class.items()
         ]
-
-    def _step(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
 
     def end_micro_batch(self) -> None:
         """Finish a micro-batch, after its backward has added to the gradients."""
 
     def update(self, divisor: float, max_norm: float | None) -> None:
         """Divide, clip, step, and clear the gradients."""
-        for parameter in self._parameters:
-            if parameter.grad is not None:
-                parameter.grad.div_(divisor)
-        if max_norm is not None:
-            clip_grad_norm_(self._parameters, max_norm)
+        _average(self._parameters, divisor, max_norm)
         self._step()
+
+    def _step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 class MixedReferenceLoop(ReferenceLoop):
@@ -84,52 +62,58 @@ class MixedReferenceLoop(ReferenceLoop):
         precision: MixedPrecision,
     ) -> None:
         self._model, self._precision = list(model.parameters()), precision
-        masters: list[Tensor] = []
-        for parameter in self._model:
-            if not is_laid_out(parameter):
-                masters.append(parameter.detach())
-                continue
-            wide = parameter.detach().clone()
-            cast([parameter], precision.param_dtype)
-            known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
-            masters.append(known.to(precision.of(wide.dtype).master_dtype).requires_grad_())
+        self._masters = [self._master(parameter) for parameter in self._model]
+        self._sums = dict[int, nn.Parameter]()  # by number of a parameter; each is the ``grad`` of an empty tensor
         if precision.buffer_dtype is not None:
             cast(model.buffers(), precision.buffer_dtype)
         if precision.cast_forward_inputs:
-            InputCast.put(model, precision.param_dtype, self)
-        self._sums = dict[int, Tensor]()
-        self._masters = masters
-        place = {id(parameter): number for number, parameter in enumerate(self._model)}
+            model.register_forward_pre_hook(InputCast(precision.param_dtype), prepend=True, with_kwargs=True)
+        masters = {id(parameter): master for parameter, master in zip(self._model, self._masters, strict=True)}
         of_masters = [
-            {**group, "params": [masters[place[id(_parameter(entry))]] for entry in group["params"]]}
+            {**group, "params": [masters[id(e[1] if isinstance(e, tuple) else e)] for e in group["params"]]}
             for group in groups
         ]
         super().__init__(of_masters, optimizer_class, defaults)
+
+    def _master(self, parameter: Tensor) -> Tensor:
+        """Cast a parameter of the model, and return its master weights."""
+        if not is_laid_out(parameter):
+            return parameter.detach()
+        wide = parameter.detach().clone()
+        cast([parameter], self._precision.param_dtype)
+        known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
+        return known.to(self._precision.of(wide.dtype).master_dtype).requires_grad_()
 
     def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
             if parameter.grad is not None:
                 arrived = parameter.grad.to(self._precision.travel).to(self._precision.accumulate_dtype)
-                self._sums[number] = self._sums[number].add_(arrived) if number in self._sums else arrived
+                total = self._sums.setdefault(number, nn.Parameter(torch.empty_like(arrived)))
+                total.grad = arrived if total.grad is None else total.grad.add_(arrived)
                 parameter.grad = None
 
     @torch.no_grad()
     def update(self, divisor: float, max_norm: float | None) -> None:
-        held = [nn.Parameter(torch.empty_like(total)) for total in self._sums.values()]
-        for holder, total in zip(held, self._sums.values(), strict=True):
-            holder.grad = total.div_(divisor)
-        if max_norm is not None:
-            clip_grad_norm_(held, max_norm)
-        for number, holder in zip(self._sums, held, strict=True):
-            assert holder.grad is not None
-            self._masters[number].grad = holder.grad.to(self._masters[number].dtype)
+        _average(self._sums.values(), divisor, max_norm)
+        for number, total in self._sums.items():
+            assert total.grad is not None
+            self._masters[number].grad = total.grad.to(self._masters[number].dtype)
         self._step()
         for number in self._sums:
             self._model[number].copy_(self._masters[number])
-        self._sums = {}
+        self._sums.clear()
 
 
-def _parameter(entry: Any) -> Tensor:
-    """Return the parameter of an entry of a group, which may be a (name, parameter) pair."""
-    found: Tensor = entry[1] if isinstance(entry, tuple) else entry
-    return found
+def _arguments(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a class has from a param group that names it."""
+    return arguments_of(cls, {key: value for key, value in group.items() if key != "params"})
+
+
+def _average(parameters: Iterable[Tensor], divisor: float, max_norm: float | None) -> None:
+    """Divide and clip the gradients of parameters."""
+    held = list(parameters)
+    for parameter in held:
+        if parameter.grad is not None:
+            parameter.grad.div_(divisor)
+    if max_norm is not None:
+        clip_grad_norm_(held, max_norm)

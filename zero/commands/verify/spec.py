@@ -45,7 +45,7 @@ class VerifySpec:
     world_sizes: tuple[int, ...]
     micro_batches: int
     max_norm: float | None
-    bucket_cap_mb: float
+    bucket_cap_mb: float | None
     mixed_precision: dict[str, Any] | None
     threads: int
     timeout: float

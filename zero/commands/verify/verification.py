@@ -89,7 +89,7 @@ def verify(
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
-    bucket_cap_mb: float = 25.0,
+    bucket_cap_mb: float | None = None,
     mixed_precision: MixedPrecision | None = None,
     threads: int = 1,
     timeout: float = 300.0,
