@@ -138,3 +138,10 @@ def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from .support.trials import forget
 
     forget(monkeypatch)
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the library believe that the host cannot read values at once, as on an accelerator."""
+    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_slots", "runtime.master_weights"):
+        monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
