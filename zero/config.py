@@ -29,7 +29,7 @@ from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, 
 from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from .step.classes import UserOptimizers
 from .step.clip import check_norm_arguments
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
 
 
 @untraced_methods

@@ -42,7 +42,7 @@ WRONG = {
     "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
     "zero plan": ["plan", "--preset=tiny", "--cluster=h10:8", "--out={}"],
     "zero verify": ["verify", "no_such_module:arguments"],
-    "zero verify, arguments": ["verify", "tests.support.verified:unknown_arguments"],
+    "zero verify, arguments": ["verify", "tests.commands.verified:unknown_arguments"],
     "zero checkpoint list": ["checkpoint", "list", "{}/no"],
     "zero checkpoint verify": ["checkpoint", "verify", "{}/file"],
     "zero checkpoint verify, no checkpoint": ["checkpoint", "verify", "{}"],

@@ -29,8 +29,8 @@ from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
 from zero.commands.verify.spec import reference, resolve
 
-from ..support import verified
 from ..support.narrowed import PRECISIONS
+from . import verified
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +163,7 @@ def test_a_script_is_found_by_its_path_and_runs_once(monkeypatch: pytest.MonkeyP
 def test_a_module_that_was_started_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verified.__spec__ is not None
     build = as_main(monkeypatch, None, verified.__spec__)
-    assert reference(build, "build_model") == "tests.support.verified:build"
+    assert reference(build, "build_model") == "tests.commands.verified:build"
 
 
 class Callable_:  # noqa: N801
@@ -432,10 +432,10 @@ def test_a_rank_that_waits_for_another_is_not_the_one_that_hangs(told: Callable[
 def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["tests.support.verified:right_arguments"], "verify") == 0
+    assert cli.main(["tests.commands.verified:right_arguments"], "verify") == 0
     assert capsys.readouterr().out.endswith("no bit differs from the plain loop in 4 runs\n")
     for function, code in (("right_arguments", 0), ("not_deterministic", 1)):
-        monkeypatch.setattr(sys, "argv", ["zero", "verify", f"tests.support.verified:{function}"])
+        monkeypatch.setattr(sys, "argv", ["zero", "verify", f"tests.commands.verified:{function}"])
         assert cli.main() == code
     assert "The model is not deterministic by itself" in capsys.readouterr().out
 
@@ -445,26 +445,26 @@ def test_the_command_ends_with_0_where_no_bit_differs_and_with_1_where_one_does(
     ("function", "said"),
     [
         (
-            "tests.support.verified",
-            "'tests.support.verified' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
+            "tests.commands.verified",
+            "'tests.commands.verified' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
         ),
         ("no_such_module:f", f"no_such_module:f() failed in {os.getcwd()}: ModuleNotFoundError: No module named"),
         (
-            "tests.support.verified:no_such",
-            "AttributeError: module 'tests.support.verified' has no attribute 'no_such'",
+            "tests.commands.verified:no_such",
+            "AttributeError: module 'tests.commands.verified' has no attribute 'no_such'",
         ),
-        ("tests.support.verified:STEPS", "TypeError: 'int' object is not callable"),
+        ("tests.commands.verified:STEPS", "TypeError: 'int' object is not callable"),
         ("sys:no_such", "AttributeError: module 'sys' has no attribute 'no_such'"),
-        ("tests.support.verified:raises", ": KeyError: 'lr'"),
-        ("tests.support.verified:leaves", ": SystemExit: 0"),
-        ("tests.support.verified:nothing_to_verify", "must return a dict of zero.verify's arguments, not NoneType"),
-        ("tests.support.verified:arguments_with_a_gap", "verify() missing 1 required positional argument: 'batches'"),
+        ("tests.commands.verified:raises", ": KeyError: 'lr'"),
+        ("tests.commands.verified:leaves", ": SystemExit: 0"),
+        ("tests.commands.verified:nothing_to_verify", "must return a dict of zero.verify's arguments, not NoneType"),
+        ("tests.commands.verified:arguments_with_a_gap", "verify() missing 1 required positional argument: 'batches'"),
         (
-            "tests.support.verified:unknown_arguments",
+            "tests.commands.verified:unknown_arguments",
             "(what is no argument of verify() goes to AdamW: lr, stage, learning_rate)",
         ),
         (
-            "tests.support.verified:a_lambda",
+            "tests.commands.verified:a_lambda",
             "loss_fn is a_lambda.<locals>.<lambda>, which other processes cannot import by name",
         ),
     ],

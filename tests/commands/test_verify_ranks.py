@@ -20,9 +20,9 @@ from zero import MixedPrecision, verify
 from zero.commands import cli
 from zero.commands.verify.bit_diff import Difference, Run, ulps_between
 
-from ..support import verified
 from ..support.models import odd_loss
 from ..support.plain import bits, plain_step
+from . import verified
 from .test_verify import plain_environment  # noqa: F401  a fixture
 
 pytestmark = pytest.mark.full
@@ -122,7 +122,7 @@ def test_what_differs_between_processes_is_not_blamed_on_a_stage() -> None:
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.usefixtures("temporary")
 def test_the_error_of_a_rank_is_one_line_and_nothing_hangs(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["tests.support.verified:failing_arguments"], "verify") == 1
+    assert cli.main(["tests.commands.verified:failing_arguments"], "verify") == 1
     captured = capfd.readouterr()
     line = (
         r"error: rank 1: stage 1 on 2 ranks, step 1, batches\[1\]: ArithmeticError: a rank's own trouble "

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from .sites import Site, changed_lines, describe, sites
 
-LIMIT = 1200  # seconds for all tests of one mutant
+LIMIT = 1200  # seconds for all tests of one mutant, by default
 OUTCOMES = ("killed", "survived", "stale")
 
 
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, metavar="FILE", help="write what was drawn, and judge nothing")
     parser.add_argument("--judge", type=Path, metavar="FILE", help="judge the mutants of a file")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write each mutant with its outcome and test")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for one mutant (default: {LIMIT})")
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="PART", help="fail if fewer are killed")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
     options = parser.parse_args(arguments)
     if [options.map is not None, options.draw is not None, options.judge is not None].count(True) != 1:
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.to is not None:
         options.to.write_text("".join(f"{site}\n" for site in chosen))
         return 0
-    return judged(chosen, reaching, options.jobs, options.results)
+    return judged(chosen, reaching, options)
 
 
 def drawn(
@@ -81,7 +83,7 @@ def drawn(
     return random.Random(seed).sample(reached, min(count, len(reached)))
 
 
-def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], jobs: int, results: Path | None) -> int:
+def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], options: argparse.Namespace) -> int:
     """Judge mutants, and print the outcome: the survivors, and the numbers by room."""
     from ..support.processor import spare_matrix_unit
     from ..zoo import forked
@@ -107,7 +109,7 @@ def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], jo
         else:
             note(str(site), "survived", "no test reaches its line", 0.0)
     files = sorted({f"tests/{test.partition('::')[0]}" for trial in trials for test in trial.tests})
-    status = forked.run(trials, files, show, jobs=jobs, limit=LIMIT) if trials else 0
+    status = forked.run(trials, files, show, jobs=options.jobs, limit=options.limit) if trials else 0
     rooms: Counter[tuple[str, str]] = Counter()
     for name, (outcome, _) in outcomes.items():
         rooms[_room(Site.of(name).file), outcome] += 1
@@ -118,8 +120,12 @@ def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], jo
     for name, (outcome, remark) in sorted(outcomes.items()):
         if outcome == "survived":
             print(f"\n{name} {remark}\n    {describe(Site.of(name))}")
-    if results is not None:
-        results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
+    if options.results is not None:
+        options.results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
+    killed = sum(outcome == "killed" for outcome, _ in outcomes.values())
+    if killed < options.at_least * len(outcomes):
+        print(f"\n{killed} of {len(outcomes)} are killed: at least {options.at_least:.0%} must be")
+        return 1
     return int(status not in (0, 5) or len(outcomes) < len({*map(str, chosen)}))
 
 

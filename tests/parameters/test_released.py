@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 
 from ..support.plain import bits
-from ..support.wrong_moments import (
+from .wrong_moments import (
     NAME,
     OF_A_UNIT,
     OUTSIDE,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ..support.sockets import on_sockets
-from ..support.wrong_moments import OUTSIDE, Forks
 from .test_released import ACTIONS, EDITS, KEPT, MOMENTS, OF_KEPT, SCENES, UNCHANGED, WHOLE, expected, program_of
+from .wrong_moments import OUTSIDE, Forks
 
 
 def play(name: str) -> Any:

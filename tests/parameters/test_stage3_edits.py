@@ -18,9 +18,9 @@ from ..support.cases import Net as CasesNet
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.small import blocks, with_sgd
 from ..support.sockets import on_sockets
-from ..support.wrong_moments import Net, loss_of
 from ..test_errors import on_ranks
 from .test_stage3_errors import INPUTS, error_of, plain, train, zero
+from .wrong_moments import Net, loss_of
 
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"
 

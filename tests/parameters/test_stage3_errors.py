@@ -14,8 +14,8 @@ from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 
 from ..support.plain import assert_same_bits, assert_same_model
-from ..support.wrong_moments import Net, loss_of
 from ..test_errors import on_ranks
+from .wrong_moments import Net, loss_of
 
 INPUTS = torch.linspace(-1, 1, 6).view(2, 3)
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

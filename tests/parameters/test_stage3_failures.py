@@ -20,8 +20,8 @@ from zero import ZeroOptimizer
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.pool import GROUP_TIMEOUT, GlooPool
 from ..support.warned import own
-from ..support.wrong_moments import Net, loss_of
 from .test_stage3_errors import INPUTS, error_of, is_plain, plain, train, zero
+from .wrong_moments import Net, loss_of
 
 Call = Callable[[Net, ZeroOptimizer], Any]
 

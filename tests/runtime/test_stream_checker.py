@@ -12,8 +12,8 @@ from collectives import ALGORITHMS, Kind, Tag, Transport, pool
 from collectives.pool import Pool
 from zero.core.bits import same_bits
 
-from ..support.stream_backend import on_streams
-from ..support.stream_checker import Stream, StreamChecker, pretend
+from .stream_backend import on_streams
+from .stream_checker import Stream, StreamChecker, pretend
 
 CPU = torch.device("cpu")
 HERE = r"\(tests/runtime/test_stream_checker\.py:\d+\)"

@@ -23,8 +23,8 @@ from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.step import partition
 
 from ..support.narrowed import PRECISIONS
-from ..support.stream_backend import on_streams
-from ..support.stream_checker import Stream, StreamChecker, off, pretend
+from .stream_backend import on_streams
+from .stream_checker import Stream, StreamChecker, off, pretend
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 RANKS = pytest.mark.parametrize("world_size", [1, 2])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .models import Odd, build, odd_batches, odd_loss
+from ..support.models import Odd, build, odd_batches, odd_loss
 
 MICRO_BATCHES, STEPS = 6, 2
 _builds = itertools.count()

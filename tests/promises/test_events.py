@@ -1,4 +1,4 @@
-"""The ranges of a training step in a profiler, and its log lines."""
+"""A profiler shows a step as ranges in their order, and the loggers say what was chosen and what a rank does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zero import Offload, ZeroOptimizer
 from zero.core.stage import STAGES
 from zero.runtime import profiler_ranges
 
-from .support.sockets import on_sockets
+from ..support.sockets import on_sockets
 
 ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
 WIDTH = 16

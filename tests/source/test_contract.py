@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("zero", "collectives")
 INSIDES = ("benchmarks",)  # they measure internals
 MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.contract\b", re.MULTILINE)

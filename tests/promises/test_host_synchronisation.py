@@ -24,12 +24,11 @@ from zero import MixedPrecision, ZeroOptimizer
 from zero.core.bits import all_zero, first_unequal, read_scalars
 from zero.runtime.backward_tracker import reentrant
 
-from .gradients import test_gradients as gradients
-from .parameters import test_stage3_edits as edits
-from .support.models import odd_batches, odd_loss
-from .support.narrowed import PRECISIONS
-from .support.plain import assert_same_model, plain_step
-from .support.programs import locked_build
+from ..support.limits import BOUND
+from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_model, plain_step
+from ..support.programs import locked_build
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them
@@ -82,13 +81,6 @@ def methods_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in METHODS:
         monkeypatch.setattr(torch.Tensor, name, noting(getattr(torch.Tensor, name)))
-
-
-@pytest.fixture
-def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the library believe that the host cannot read values at once."""
-    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_publisher", "runtime.master_weights"):
-        monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 
 Act = Callable[[nn.Module, ZeroOptimizer, Any], None]
@@ -161,7 +153,6 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, st
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.by_default("3")
 def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
     """Masters are updated without a read. Ranks compare the scale, and agree whether all gradients are finite."""
 
@@ -179,7 +170,6 @@ def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the
 
 @pytest.mark.usefixtures("unseen")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.by_default("3")
 def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
     expected = [1 if stage == 3 else 0] * 2
     found = on_threads(2, lambda transport: looks_of_a_step(transport, stage, (backward, backward)[stage == 0 :], 2))
@@ -193,39 +183,6 @@ def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
     """The control: on the CPU the library searches for edits when it releases a unit, which is recorded as a read."""
     for steps in on_threads(2, lambda transport: looks_of_a_step(transport, 3, (backward,), 2)):
         assert all(sum("def same_bits" in look for look in step) > 4 for step in steps)
-
-
-# -- late checks still find every edit ---------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("call", edits.AGREEMENTS)
-def test_an_edit_that_no_version_shows_is_told_at_the_next_agreement(call: str) -> None:
-    def act(model: edits.Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
-        with optimizer.gathered():
-            model.block(1).weight.data.mul_(2)
-        torch.autograd.backward(edits.loss_of(model, edits.INPUTS))  # the units are uninstalled again, without an edit
-        agreement = edits.AGREEMENTS[call]
-        return edits.error_of(agreement, optimizer), edits.error_of(agreement, optimizer)
-
-    for (message, again), model in edits.on_two(act):
-        assert edits.TOLD in message
-        assert again == "nothing"
-        assert_same_model(model, edits.plain(2 if call == "step" else 1))
-
-
-@pytest.mark.usefixtures("unseen")
-def test_every_promise_about_edits_holds_where_they_are_seen_later() -> None:
-    edits.test_rank_0s_edits_are_everybodys()
-    edits.test_an_exception_inside_a_block_that_reads_undoes_what_was_edited()
-    edits.test_an_edit_of_what_a_block_does_not_write_is_told_on_every_rank_and_undone(edits.on_two)
-    for call in ("step", "clip_grad_norm_"):
-        edits.test_an_embedding_that_renormalises_on_one_rank_is_told_on_every_rank_and_undone(call)
-    for world_size in (1, 2):
-        for clipped in (False, True):
-            gradients.test_stage_0_honours_edits_of_the_mean(world_size, clipped)
-        for then in ("backward", "divisor"):
-            gradients.test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size, then)
 
 
 @pytest.mark.usefixtures("unseen")
@@ -250,7 +207,7 @@ def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: i
     for step in range(2):
         plain_step(plain, optimizer, odd_loss, batches[step * world_size : (step + 1) * world_size], world_size)
         plain.zero_grad(set_to_none=False)
-    for model in on_threads(world_size, program, timeout=5):
+    for model in on_threads(world_size, program, timeout=BOUND):
         assert_same_model(model, plain)
 
 

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,50 +16,9 @@ from collectives import pool as memory
 from collectives import torch_internals
 from collectives.pool import Pool
 
-from .support.hidden import COMPARED, NEEDED_BY
-from .test_structure import TREES
+from .trees import ROOT, TREES
 
-ROOT = Path(__file__).resolve().parent.parent
 MODULE = "collectives.torch_internals"
-NAMES = [
-    node.args[0].value
-    for node in ast.walk(TREES[MODULE])
-    if isinstance(node, ast.Call) and ast.unparse(node.func) == "_find" and isinstance(node.args[0], ast.Constant)
-]
-
-
-def errors(mode: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.support.hidden", mode, *map(str, NAMES)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
-
-
-def complaint(path: object) -> str:
-    return f"RuntimeError: torch {torch.__version__} has no {str(path).replace(':', '.')}, which "
-
-
-# -- a name that is missing --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_without_every_name_the_library_is_imported_and_each_is_named_where_it_is_used() -> None:
-    found = errors("all")
-    assert found.keys() == set(NAMES)
-    for path, told in found.items():
-        assert len(told) == 3, "a call, an attribute and isinstance"
-        for error in told:
-            assert error.startswith(complaint(path)), error
-            assert f"use torch {torch_internals.TESTED_VERSION}" in error
-
-
-@pytest.mark.slow
-def test_without_one_name_training_that_needs_it_names_it() -> None:
-    found = errors("each")
-    assert found.keys() == set(NAMES) == NEEDED_BY.keys() | COMPARED.keys()
-    for path, error in found.items():
-        assert error.startswith(complaint(path)) if path in NEEDED_BY else not error, (path, error)
 
 
 def test_this_torch_has_every_name() -> None:

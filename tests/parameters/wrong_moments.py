@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from collectives import Transport
 from zero import ZeroOptimizer
 
-from .plain import bits, plain_step
+from ..support.plain import bits, plain_step
 
 NAME, INDEX = "blocks.1.weight", 3
 OF_A_UNIT = (

@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from .mutants import sites
-from .zoo import live, wrong_checkpoints, wrong_training
-from .zoo.bug import bugs, entries, pattern_of
-from .zoo.judge import How, judge
+from ..mutants import sites
+from . import live, wrong_checkpoints, wrong_training
+from .bug import bugs, entries, pattern_of
+from .judge import How, judge
 
 SOURCE = """
 import functools, torch

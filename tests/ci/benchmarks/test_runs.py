@@ -1,4 +1,4 @@
-"""Each benchmark runs once in its smallest form, and the pages show the stored results."""
+"""Each benchmark runs in its smallest form, checks what it times, and shows the same again from its file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -19,20 +18,16 @@ from typer.testing import CliRunner, Result  # noqa: E402
 from benchmarks import checkpoint, network, steps, two_hosts  # noqa: E402
 from benchmarks import collectives as one_host  # noqa: E402
 from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample  # noqa: E402
-from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE, Case, Operation, Shape, check  # noqa: E402
+from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE  # noqa: E402
 from benchmarks.gpu_short import __main__ as gpu_short  # noqa: E402
-from benchmarks.gpu_short import clock  # noqa: E402
 from benchmarks.gpu_short.job import SECTIONS, WHOLE, Row, ShortJob, file_of, outcome_of  # noqa: E402
-from benchmarks.gpu_short.page import Found, text_of  # noqa: E402
+from benchmarks.gpu_short.page import Found  # noqa: E402
 from benchmarks.processes import RankError, run_ranks  # noqa: E402
-from benchmarks.rank import live_storages, proportional_set_size  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
-from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
+from benchmarks.step_tables import Summary, Turn  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402
 
-from .support.pictures import FOLDER  # noqa: E402
-
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = {"steps": (), "steps-bf16": ("--precision", "bf16")}
 
@@ -43,80 +38,6 @@ def run(main: Any, *arguments: object) -> Result:
     return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
-# -- stored results ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", STORED)
-def test_the_page_shows_the_stored_results(name: str, tmp_path: Path) -> None:
-    done = run(steps.main, *STORED[name], "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.strip() in (RESULTS.parent / "README.md").read_text()
-
-
-def test_the_ratios_of_readme_are_those_of_the_stored_results() -> None:
-    found = {(s.system, s.model): s for s in (Summary(**part) for part in Report.read(RESULTS / "steps.json").parts)}
-    lines = (ROOT / "README.md").read_text().partition("| a step, ÷ DDP's |")[2].splitlines()[2:]
-    rows = [line.replace("*", "").strip("| ").split(" | ") for line in lines[: lines.index("")]]
-    assert len(rows) == 12
-    for name, *ratios, megabytes in rows:
-        system = name.replace("`reshard_after_forward=False`", "kept")
-        models = ("compute", "wide", "deep", "embedding")
-        assert ratios == [f"{found[system, model].of_ddp:.2f}" for model in models], name
-        assert megabytes == f"{found[system, 'wide'].proportional / 1e6:,.0f}", name
-
-
-def test_the_stored_page_of_a_gpu_is_that_of_its_stored_results() -> None:
-    assert (RESULTS / "gpu-short.md").read_text() == text_of(Found(RESULTS))
-
-
-def test_stored_results_are_small_and_name_no_folder() -> None:
-    assert sum(path.stat().st_size for path in RESULTS.iterdir()) <= 200_000
-    texts = {path.name: path.read_text() for path in RESULTS.iterdir() if path.suffix != ".png"}
-    assert texts.keys() == {
-        "gpu-short.md",
-        *(f"gpu-short-{section}.json" for section in SECTIONS),
-        *(f"{name}.json" for name in STORED),
-    }
-    assert not [name for name, text in texts.items() if FOLDER.search(text)]
-
-
-def test_a_report_is_read_as_it_was_written_and_names_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["--out", "/a folder/b", "--folder=../c", "--model", "deep", "--in-turn", "zero 2@/a/b"]
-    monkeypatch.setattr(sys, "argv", ["steps.py", *words])
-    parts = [{"a": 1, "b": None}, {"a": 0.1, "b": [1.5]}, {"c": "x"}, {"a": 2, "b": 1e-300}]
-    report = Report.of_this_machine("benchmarks.steps", parts)
-    assert report.command == "python -m benchmarks.steps --out DIR --folder=DIR --model deep --in-turn 'zero 2@DIR'"
-    report.write(tmp_path / "new" / "steps.json")
-    assert Report.read(tmp_path / "new" / "steps.json") == report
-
-
-# -- sums and checks ---------------------------------------------------------------------------------------------------
-
-
-def test_ratios_are_taken_within_a_round_or_of_steps_that_followed_each_other() -> None:
-    times = {DDP: (1.0, 10.0, 3.0), "zero 2": (2.0, 5.0, 3.0), FLOOR: (1.0, 5.0)}
-    runs = [
-        Run(system, "deep", number, 2, seconds, 0.5, 1, 2, 3, 10 * number, 5)
-        for system, rounds in times.items()
-        for number, seconds in enumerate(rounds)
-    ]
-    ours = next(summary for summary in summaries(runs) if summary.system == "zero 2")
-    assert (ours.seconds, ours.of_ddp, ours.of_floor, ours.peak, ours.rounds) == (3.0, 1.0, 1.5, 10, 3)
-    turns = [Turn(0, "m", "a", [1.0, 2.0, 9.0], 0.5), Turn(0, "m", "b", [2.0, 4.0, 9.0], 0.5)]
-    turns += [Turn(1, "m", "a", [5.0, 5.0, 5.0], 0.5), Turn(1, "m", "b", [5.0, 5.0, 5.0], 0.5)]
-    assert [row[2:4] for row in in_turn(turns).rows] == [["1.000", "1.000–1.000"], ["1.500", "1.250–1.750"]]
-
-
-def test_a_wrong_result_is_found() -> None:
-    shape = Shape(rank=1, world_size=3, numel=3_000)
-    case = Case("broken", lambda: None, torch.empty(shape.width), torch.empty(shape.numel))
-    with pytest.raises(AssertionError, match="broken gave a wrong all-gather of 3000 elements"):
-        check(Operation.ALL_GATHER, shape, case)
-
-
-@pytest.mark.full
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
     with pytest.raises(RankError, match=r"rank 0 ended with code 1:(.|\n)*TypeError"):
         run_ranks("step_rank", '{"no_such_field": 1}', 1)
@@ -125,7 +46,6 @@ def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_every_algorithm_is_timed_checked_and_shown_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     least = replace(one_host.QUICK, sizes=[4096], seconds=0.01, least=1, most=2)
@@ -144,7 +64,6 @@ def test_every_algorithm_is_timed_checked_and_shown_again(tmp_path: Path, monkey
     assert again.stdout == done.stdout
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_between_hosts_bytes_are_counted_or_what_is_missing_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -163,7 +82,6 @@ def test_between_hosts_bytes_are_counted_or_what_is_missing_is_named(
     assert not [name for name in network._names() if name.startswith(f"{network.PREFIX}-{os.getpid()}-")]
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)  # a fresh process for each rank imports torch, and a busy machine takes its time
 def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK", (1, 1, 1))
@@ -184,7 +102,6 @@ def test_systems_train_side_by_side_are_drawn_and_agree(tmp_path: Path, monkeypa
     assert "'no such thing' is no" in wrong.output
 
 
-@pytest.mark.full
 @pytest.mark.timeout(400)
 def test_a_system_steps_in_turn_with_that_of_another_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "QUICK_IN_TURN", (1, 0, 2))
@@ -200,8 +117,6 @@ def test_a_system_steps_in_turn_with_that_of_another_tree(tmp_path: Path, monkey
     assert one.loss == other.loss
 
 
-@pytest.mark.full
-@pytest.mark.long
 @pytest.mark.timeout(400)  # DCP's processes import torch, and a busy machine takes its time
 def test_saves_and_loads_are_timed_beside_peers_and_shown_again(tmp_path: Path) -> None:
     done = run(checkpoint.main, "--quick", "--folder", tmp_path, "--markdown", "--out", tmp_path / "out")
@@ -240,7 +155,6 @@ run(ShortJob.from_json(sys.argv[1]), {name: section(ends) for name, ends in what
 """
 
 
-@pytest.mark.full
 def test_a_section_that_fails_ends_or_hangs_keeps_its_rows_and_ends_no_other(tmp_path: Path) -> None:
     job = ShortJob(str(tmp_path), "abcde", "cpu", True, command="python -m benchmarks.gpu_short")
     begin = time.monotonic()
@@ -259,15 +173,6 @@ def test_a_section_that_fails_ends_or_hangs_keeps_its_rows_and_ends_no_other(tmp
     assert "| its process ended with 3 |" in (tmp_path / "gpu-short.md").read_text()
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clock.torch.cuda, "is_available", lambda: False)
-    done = run(gpu_short.main, "--out", tmp_path)
-    assert done.exit_code == 2
-    assert done.stderr.startswith("error: there is no CUDA here")
-
-
-@pytest.mark.full
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     done = run(gpu_short.main, "--device", "cpu", "--quick", "--world", "8,64", "--out", tmp_path)
@@ -282,26 +187,3 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     assert [row["ranks"] for row in found.rows("c", "us_a_parameter")] == [8] * 3 + [64] * 3
     assert all(row["passed"] for row in found.rows("d", "test"))
     assert len(found.rows("e", "allocator")) == 5
-
-
-def test_a_gradient_that_nobody_looked_at_is_found() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(1000))
-    before = live_storages().items()
-    (parameter * 2).sum().backward()
-    found = live_storages().items()  # fewer of earlier tests, if a garbage collection found them
-    assert parameter.grad is not None
-    assert found - before == {(parameter.grad.data_ptr(), 4000)}
-    view_of_it = parameter.detach()[10:]
-    assert not live_storages().items() - found
-    del view_of_it
-    parameter.grad = None
-    assert not live_storages().items() - before
-
-
-def test_what_is_allocated_is_in_the_proportional_set_size() -> None:
-    """Its growth is not compared: another process that starts beside this one takes over a part of common pages."""
-    held = torch.ones(2**26)
-    found = proportional_set_size()
-    if found is None:
-        pytest.skip("this system does not tell the proportional set size")
-    assert found > held.numel() * 4

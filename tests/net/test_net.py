@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from .net.__main__ import main
-from .net.compare import difference, differences
-from .net.trained import RUNS
+from .__main__ import main
+from .compare import difference, differences
+from .trained import RUNS
 
 HASH = "0123456789abcdef" * 4
 PROGRAM: dict[str, Any] = {

@@ -18,7 +18,7 @@ from collectives import Transport
 from collectives.backend import Pending, PendingBytes
 from collectives.backends.threads import _World
 
-from .late import LateBackend, LateLoopback
+from ..support.late import LateBackend, LateLoopback
 from .stream_checker import Clock, Stream, here, is_on, off
 
 T = TypeVar("T")

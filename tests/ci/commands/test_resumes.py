@@ -1,0 +1,132 @@
+"""A run under torchrun that loses, gets and changes ranks ends with the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero
+from tests.support.plain import bits, plain_step
+from tests.support.torchrun import (
+    BEGUN,
+    LIMIT,
+    ROOT,
+    STOPPED,
+    Cadence,
+    TrainedRun,
+    check_outcome,
+    command_line,
+    outcome,
+    processes,
+    send,
+    torchrun_job,
+    training,
+    undisturbed,
+    verified,
+)
+
+CADENCE = Cadence()
+pytestmark = pytest.mark.timeout(LIMIT)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> TrainedRun:
+    return undisturbed(CADENCE, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
+    tmp_path: Path, expected: TrainedRun
+) -> None:
+    """An agent gets SIGTERM, which loses no step; an agent is killed, and another one with its worker; four come."""
+    with torchrun_job(tmp_path, training(tmp_path, 3, CADENCE)) as job:
+        job.add(4)
+        assert job.until(lambda: job.saved() >= 10), job.log()
+        job.staying[0].leave()
+        assert job.until(lambda: BEGUN.search(job.log())), job.log()
+        stopped, begun = STOPPED.search(job.log()), BEGUN.search(job.log())
+        assert stopped is not None, job.log()
+        assert begun is not None
+        assert (stopped[2], "3") == (begun[1], begun[2])
+        first, second, _ = job.staying
+        send([first.pid, second.pid, *second.workers()], signal.SIGKILL)
+        assert job.until(lambda: re.search(r"goes on from step \d+ on 1 rank", job.log())), job.log()
+        (last,) = job.staying
+        send(last.workers(), signal.SIGSTOP)  # it would finish while four interpreters start
+        there = len(job.folders())
+        job.add(4)
+        assert job.until(lambda: len(job.folders()) >= there + 4), job.log()
+        send(last.workers(), signal.SIGCONT)
+        assert job.until(lambda: "on 5 ranks" in job.log()), job.log()
+        job.wait()
+        assert not job.processes()
+        assert [agent.process.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
+    check_outcome(tmp_path, expected, "4 -> 3 -> 1 -> 5 ranks")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "asked to end"])
+def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: signal.Signals, tmp_path: Path) -> None:
+    """It runs with more steps, so that there is time for it."""
+    code = (ROOT / "zero" / "ELASTIC.md").read_text().partition("```python\n")[2].partition("```")[0]
+    code = code.replace("EVERY = 60, 6, 10", f"EVERY = 200, 6, {10 if number == signal.SIGKILL else 1000}")
+    (tmp_path / "script.py").write_text(code)
+    names: dict[str, Any] = {}
+    exec(code.partition("with zero.process_group")[0], names)
+    steps, micro_batches, every = names["STEPS"], names["MICRO_BATCHES"], names["EVERY"]
+    assert steps == 200
+    with torchrun_job(tmp_path, [str(tmp_path / "script.py")], tmp_path) as job:
+        job.add(3)
+        begun = "step-*" if number == signal.SIGKILL else ".lock"
+        assert job.until(lambda: list((tmp_path / "saved").glob(begun))), job.log()
+        time.sleep(1.0)  # any moment of the run will do
+        send(job.staying[1].workers(), number)
+        job.wait()
+        assert [agent.process.returncode for agent in job.agents] == [0] * 3, job.log()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        batches = [names["micro_batch"](step, index) for index in range(micro_batches)]
+        plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, micro_batches)
+        optimizer.zero_grad()
+    saved = sorted(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
+    assert saved[-1] == steps
+    if number == signal.SIGTERM:
+        assert len(saved) == 2, "the step after which all ranks have ended, and the last one"
+    else:
+        assert saved == list(range(every, steps + 1, every))
+    trained = zero.open_checkpoint(tmp_path / "saved" / f"step-{steps:08d}").model_state_dict()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(bits(parameter), bits(trained[name]))
+
+
+def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_same_bits(
+    tmp_path: Path, expected: TrainedRun
+) -> None:
+    command = [sys.executable, "-m", "zero.commands.cli", "train"]
+    with subprocess.Popen(
+        [*command, "--ranks=2", *CADENCE.flags(tmp_path, stage=3)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as run:
+        end = time.monotonic() + LIMIT
+        while not verified(tmp_path) and time.monotonic() < end:
+            time.sleep(0.01)
+        ranks = [pid for pid in processes(run.pid) if "zero.commands.train.rank" in command_line(pid)]
+        send(ranks[1:], signal.SIGKILL)
+        _, said = run.communicate(timeout=LIMIT)
+    assert run.returncode == 1, said
+    assert "rank 1: the process was ended by SIGKILL" in said
+    assert verified(tmp_path).items() <= expected.contents.items()
+    alone = subprocess.run(
+        [*command, "--ranks=1", *CADENCE.flags(tmp_path, stage=1)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert alone.returncode == 0, alone.stderr
+    assert re.search(r"goes on from step \d+ on 1 rank\n", alone.stdout)
+    assert outcome(tmp_path) == expected

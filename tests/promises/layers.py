@@ -1,0 +1,45 @@
+"""Three equal layers with known values, and a step of them in which two ranks do what one does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero import ZeroOptimizer
+
+BATCH = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+def build() -> nn.Sequential:
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    for number, layer in enumerate(layers):
+        nn.init.constant_(layer.weight, 0.25 + number)
+        nn.init.constant_(layer.bias, -0.5 * number)
+    return nn.Sequential(*layers)
+
+
+def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=group, lr=0.5, **arguments)
+
+
+def backward(model: nn.Module) -> None:
+    dtype = next(model.parameters()).dtype
+    model(BATCH.to(dtype)).square().mean().backward()
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Run a step. With equal batches, two ranks take the step of one."""
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def plain(steps: int = 1) -> nn.Sequential:
+    """Return the model after steps of the plain loop."""
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        train(model, optimizer)
+    return model

@@ -1,0 +1,245 @@
+"""What cannot be is refused where it is given, by an error that names what, where and the remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from collectives import solo
+from collectives.backends.gloo import connect
+from zero import ZeroOptimizer
+
+from ..support.errors import error_of
+from ..support.shampoo import Shampoo
+from .layers import build, train, zero
+
+MODEL = nn.Linear(3, 3)
+WEIGHT, BIAS = MODEL.weight, MODEL.bias
+
+
+def linear(more: torch.Tensor | None = None) -> nn.Linear:
+    """Return a layer, with a further parameter ``more`` if there is a value for it."""
+    model = nn.Linear(3, 3)
+    if more is not None:
+        model.more = nn.Parameter(more)
+    return model
+
+
+def sharing() -> nn.Linear:
+    model = linear()
+    model.twin = nn.Parameter(model.weight.detach())
+    return model
+
+
+def result() -> torch.Tensor:
+    found = nn.Parameter(torch.ones(3)) * 2
+    found.retain_grad()  # torch itself would then accept it
+    return found
+
+
+class WholeTensor(torch.optim.SGD):
+    """A class whose update depends on the whole tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (p.grad.norm() + 1e-8) * group["lr"])
+
+
+class OddState(torch.optim.SGD):
+    """A class that keeps a state of another shape than the parameter's."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = torch.zeros(2, 2)
+
+
+PARAMS: list[tuple[Any, str]] = [
+    ([WEIGHT, BIAS, 42], "params[2] is 42 (int), neither a parameter nor a (name, parameter) pair"),
+    ([42, WEIGHT], "params[0] is 42 (int)"),
+    ([("weight", WEIGHT), ("bias", 3)], "params[1] is ('bias', 3) (tuple)"),
+    ([("weight", WEIGHT, 1)], "params[0] is ('weight', "),
+    ([WEIGHT, None], "params[1] is None (NoneType)"),
+    ([MODEL], "params[0] is Linear("),
+    ({"weight": WEIGHT}, "params[0] is 'weight' (str)"),
+    ([WEIGHT, torch.ones(3).numpy()], "params[1] is a ndarray, neither"),
+    ([{"params": [WEIGHT]}, {"params": [BIAS, "x"]}], "params[1]['params'][1] is 'x' (str)"),
+    ([{"params": [WEIGHT]}, {"params": 7}], "params[1]['params'] is 7 (int), and must be parameters"),
+    ([{"params": [WEIGHT]}, BIAS], "params[1] is a Parameter, not a param group with 'params'"),
+    ([WEIGHT, {"params": [BIAS]}], "params[0] is a Parameter, not a param group with 'params'"),
+    ([{"lr": 0.5}], "params[0] is {'lr': 0.5} (dict), not a param group with 'params'"),
+    ([{"params": {WEIGHT}}], "params[0]['params'] must be in an order that all ranks share; a set has none"),
+    (None, "params is None (NoneType), and must be parameters, param groups or a module"),
+]
+
+
+@pytest.mark.parametrize(("params", "text"), PARAMS)
+def test_what_is_no_parameter_is_named_with_its_place(params: Any, text: str) -> None:
+    for stage in (0, 3):
+        assert error_of(zero, params, solo(), stage, module=MODEL).startswith(f"TypeError: {text}")
+
+
+USE = 'leave out partition=, or use "par'
+ADAMW = "give the class torch.optim.AdamW, and its arguments here"
+SHAMPOO = f"{Shampoo.__module__}.Shampoo"
+CLASSES: list[tuple[Any, str]] = [
+    (torch.optim.AdamW([WEIGHT]), f"not an instance of AdamW: {ADAMW}"),
+    ("adamw", f"not 'adamw': {ADAMW}"),
+    (partial(torch.optim.AdamW, lr=0.1), f"not a partial of AdamW: {ADAMW}"),
+    (Shampoo([WEIGHT]), f"not an instance of Shampoo: give the class {SHAMPOO}, and its arguments here"),
+    ("adan", "not 'adan': give a class, such as torch.optim.AdamW, and its arguments here"),
+    (nn.Linear, "not <class 'torch"),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), CLASSES)
+def test_what_is_no_class_of_optimizers_is_told_what_to_give(given: Any, text: str) -> None:
+    message = error_of(ZeroOptimizer, build(), given, process_group=solo())
+    assert message.startswith(f"TypeError: optimizer_class must be a class of optimizers, {text}")
+    group = {"params": build().parameters(), "optimizer_class": given}
+    message = error_of(ZeroOptimizer, [group], process_group=solo())
+    assert message.startswith(f"TypeError: param group 0: optimizer_class must be a class of optimizers, {text}")
+
+
+def element(cls: type[torch.optim.Optimizer]) -> Callable[[], object]:
+    return lambda: ZeroOptimizer(nn.Linear(8, 8, bias=False), cls, partition="element")
+
+
+def stage_is(value: Any) -> Callable[[], object]:
+    return lambda: ZeroOptimizer(MODEL, stage=value)
+
+
+def divisor_is(value: Any) -> Callable[[], object]:
+    return lambda: setattr(zero(build(), solo()), "divisor", value)
+
+
+CALLS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    *(
+        (f"stage {v!r}", stage_is(v), ValueError, r"stage must be one of \[0, 1, 2, 3\]")
+        for v in (4, -1, "2", True, None)
+    ),
+    *(
+        (f"divisor {v!r}", divisor_is(v), ValueError, "a finite number other than 0")
+        for v in (0, math.nan, "3", None, True)
+    ),
+    *(
+        (f"element-wise {cls.__name__}", element(cls), ValueError, f"{cls.__name__} is not element-wise: .*{USE}")
+        for cls in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, WholeTensor)
+    ),
+    ("odd state", element(OddState), ValueError, r"OddState is not .*its state 'history' has shape \(2, 2\)"),
+    (
+        "all parameters at once",
+        lambda: ZeroOptimizer(MODEL, torch.optim.LBFGS),
+        ValueError,
+        r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns",
+    ),
+    ("lr", lambda: ZeroOptimizer(MODEL, torch.optim.AdamW, lr=-1), ValueError, "Invalid learning rate: -1"),
+    ("momentum", lambda: ZeroOptimizer(MODEL, torch.optim.AdamW, momentum=0.9), TypeError, "momentum"),
+    (
+        "twice in groups",
+        lambda: ZeroOptimizer([{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}], module=MODEL),
+        ValueError,
+        "'weight' is listed twice",
+    ),
+    ("twice", lambda: ZeroOptimizer([WEIGHT, WEIGHT]), ValueError, "'parameter 1' is listed twice"),
+    *(
+        (
+            str(dtype),
+            partial(ZeroOptimizer, linear(torch.zeros(3).to(dtype))),
+            TypeError,
+            f"'more' is {dtype}.*or freeze",
+        )
+        for dtype in (torch.complex128, torch.float8_e4m3fn)
+    ),
+    (
+        "overlapping memory",
+        lambda: ZeroOptimizer(linear(torch.zeros(1, 4).expand(5, 4))),
+        ValueError,
+        "'more' overlaps itself in memory .*clone",
+    ),
+    ("shared memory", lambda: ZeroOptimizer(sharing()), ValueError, "share memory but are different parameters"),
+    ("no leaf", lambda: ZeroOptimizer([WEIGHT * 2]), ValueError, "can't optimize a non-leaf Tensor"),
+    ("a result", lambda: ZeroOptimizer([("p", result())]), ValueError, "'p' is the result of a computation"),
+    ("bucket_cap_mb 0", lambda: ZeroOptimizer(MODEL, bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
+    ("bucket_cap_mb NaN", lambda: ZeroOptimizer(MODEL, bucket_cap_mb=math.nan), ValueError, "bucket_cap_mb"),
+    ("collective", lambda: ZeroOptimizer(MODEL, collective="tree"), ValueError, "collective"),
+    ("a tensor", lambda: ZeroOptimizer(torch.zeros(3, requires_grad=True)), TypeError, "not one tensor"),
+    ("two modules", lambda: ZeroOptimizer(MODEL, module=linear()), ValueError, "two different modules"),
+    ("empty", lambda: ZeroOptimizer([]), ValueError, "empty"),
+    (
+        "units",
+        lambda: ZeroOptimizer(build(), stage=3, units="blocks"),  # type: ignore[arg-type]
+        TypeError,
+        "units must be a function of a module that returns a bool, not 'blocks'",
+    ),
+    (
+        "another rank's dict",
+        lambda: zero(build(), solo()).consolidate_state_dict(9),
+        ValueError,
+        "consolidate_state_dict: rank 9 is not one of the 1 ranks",
+    ),
+    ("norm_type", lambda: zero(build(), solo()).clip_grad_norm_(1.0, norm_type=0), ValueError, "norm_type"),
+    ("max_norm", lambda: zero(build(), solo()).clip_grad_norm_(math.nan), ValueError, "max_norm"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [pytest.param(*row, id=name) for name, *row in CALLS])
+def test_what_cannot_be_is_an_error_that_names_it(
+    call: Callable[[], object], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_a_script_module_is_refused() -> None:
+    scripted: Any = torch.jit.script(linear())
+    assert error_of(ZeroOptimizer, scripted).startswith("ValueError: 'the module' is a ScriptModule")
+
+
+def test_several_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "WORLD_SIZE is 2, but no process group is initialised: call" in error_of(connect, None)
+    assert "init_process_group" in error_of(ZeroOptimizer, linear())
+
+
+def test_what_is_added_is_checked_as_what_is_given_and_changes_nothing() -> None:
+    model = build()
+    optimizer = zero(model, solo(), 1)
+    for params, text in (
+        ([nn.Parameter(torch.ones(2)), 42], "TypeError: param_group['params'][1] is 42 (int)"),
+        (7, "TypeError: param_group['params'] is 7 (int)"),
+        (model[0].weight, "ValueError: add_param_group: '0.weight' is in a param group already"),
+    ):
+        assert error_of(optimizer.add_param_group, {"params": params}).startswith(text)
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_lazy_modules_run_a_forward_first(stage: int) -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    text = "'0.weight' is not initialised yet: run a forward of its lazy module first"
+    assert text in error_of(zero, model, solo(), stage)
+    model(torch.ones(2, 4))
+    train(model, zero(model, solo(), stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_in_a_dtype_of_their_own_are_refused(stage: int) -> None:
+    model = build().bfloat16()
+    for parameter in model.parameters():
+        if not hasattr(parameter, "grad_dtype"):
+            pytest.skip("torch before 2.10")
+        parameter.grad_dtype = torch.float32
+    message = error_of(train, model, zero(model, solo(), stage))
+    assert message.startswith("RuntimeError: rank 0: the gradient of '2.bias': ")
+    assert "grad_dtype" in message

@@ -1,0 +1,323 @@
+"""A model that was changed, cast, wrapped or copied under an optimizer is an error that says what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from collectives import Transport, on_threads, solo
+from zero import MixedPrecision, ZeroOptimizer
+
+from ..support.errors import error_of, errors_on
+from ..support.limits import BOUND
+from ..support.plain import assert_same_bits, assert_same_model
+from ..support.pool import GlooPool
+from .layers import BATCH, backward, build, plain, train, zero
+
+# -- parameters that are no longer those of the optimizer --------------------------------------------------------------
+
+
+def replace(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.zeros(4, 4))
+
+
+def assign(model: nn.Sequential) -> None:
+    model[1].weight.data = torch.zeros(4, 4)
+
+
+def delete(model: nn.Sequential) -> None:
+    model[1].bias = None
+
+
+def cast(model: nn.Module) -> None:
+    model.double()
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "ranks"),
+    [
+        (0, replace, (1,)),
+        (0, assign, (0, 1)),
+        (1, delete, (1,)),
+        (1, cast, (0, 1)),
+        (2, assign, (1,)),
+        (2, cast, (1,)),
+        (2, replace, (0, 1)),
+        (3, replace, (1,)),
+    ],
+)
+def test_a_parameter_that_was_replaced_moved_or_cast_is_named_on_every_rank(
+    stage: int, change: Callable[[nn.Module], None], ranks: tuple[int, ...]
+) -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        if transport.rank in ranks:
+            change(model)
+        optimizer.step()
+
+    for message in errors_on(2, program):
+        assert "RuntimeError: rank" in message
+        assert "'1.weight'" in message or "'1.bias'" in message or "'2.bias'" in message
+        assert "was replaced" in message or "is now torch.float64" in message
+        assert 0 in ranks or "rank 1: " in message
+
+
+def test_what_was_replaced_is_named_also_after_further_parameters_came() -> None:
+    model, further = build(), nn.Parameter(torch.ones(3))
+    optimizer = zero(model.parameters(), solo(), 2)
+    assign(model)
+    optimizer.add_param_group({"params": [further]})
+    assert "the memory of 'parameter 2' was replaced" in error_of(optimizer.step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_memory_that_moves_with_all_its_parameters_is_no_replacement(stage: int) -> None:
+    model = build()
+    optimizer = zero(model, solo(), stage)
+    model.share_memory()
+    for _ in range(2):
+        train(model, optimizer)
+    assert_same_model(model, plain(2))
+
+
+CASTS: dict[str, Callable[[nn.Module], object]] = {
+    "torch.float64": lambda model: model.double(),
+    "torch.bfloat16": lambda model: model.bfloat16(),
+}
+PENDING = "a backward without synchronisation"
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "after", "then"),
+    [
+        (0, "torch.float64", "construction", "backward"),
+        (0, "torch.bfloat16", "a backward", "step"),
+        (1, "torch.bfloat16", "construction", "clip"),
+        (1, "torch.float64", "a step", "step"),
+        (2, "torch.float64", "a step", "clip"),
+        (2, "torch.bfloat16", "a step", "backward"),
+        (2, "torch.float64", "construction", "step"),
+        (2, "torch.bfloat16", "a backward", "cast"),
+        (1, "torch.float64", PENDING, "cast"),
+    ],
+)
+def test_a_cast_model_is_named_with_both_dtypes(stage: int, dtype: str, after: str, then: str) -> None:
+    def program(transport: Transport) -> list[str]:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        if after == "a step":
+            train(model, optimizer)
+        elif after == "a backward":
+            backward(model)
+        elif after == PENDING:
+            with optimizer.no_sync():
+                backward(model)
+        if then == "cast":
+            return [error_of(CASTS[dtype], model)]
+        CASTS[dtype](model)
+        calls: dict[str, Callable[[], object]] = {
+            "backward": lambda: backward(model),
+            "step": optimizer.step,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        }
+        return [error_of(calls[then]), error_of(optimizer.step)]
+
+    for messages in on_threads(2, program, timeout=BOUND):
+        for message in messages:
+            if then == "cast":  # a placeholder of a gradient raised after the cast of the first parameter
+                assert "does not hold the gradient of '0.weight'" in message
+                assert message.endswith("cast or move the model before the optimizer is built")
+                continue
+            assert message.startswith("RuntimeError: rank ")
+            assert f"'2.bias' is now {dtype} on cpu, but was torch.float32 on cpu when the optimizer was" in message
+            assert message.endswith("move and cast the model before that")
+
+
+@pytest.mark.parametrize(("stage", "casts_inputs"), [(0, True), (1, False), (2, True), (2, False)])
+def test_a_cast_model_in_mixed_precision_is_named_in_the_next_forward_or_backward(
+    stage: int, casts_inputs: bool
+) -> None:
+    model = build()
+    precision = MixedPrecision(torch.bfloat16, cast_forward_inputs=casts_inputs)
+    optimizer = zero(model, solo(), stage, mixed_precision=precision)
+    model.float()
+    for call in (lambda: model(BATCH).sum().backward(), optimizer.step):
+        assert "is now torch.float32 on cpu, but was torch.bfloat16 on cpu when the optimizer was" in error_of(call)
+
+
+@pytest.mark.parametrize(("dtype", "world_size"), [("torch.float64", 1), ("torch.bfloat16", 2)])
+def test_at_stage_3_a_cast_is_refused_or_undone(dtype: str, world_size: int) -> None:
+    def program(transport: Transport) -> tuple[str, str, nn.Module]:
+        model = build()
+        optimizer = zero(model, transport)
+        refused = error_of(CASTS[dtype], model)
+        with optimizer.gathered():
+            CASTS[dtype](model)
+        undone = error_of(optimizer.step)
+        optimizer.zero_grad()
+        train(model, optimizer)
+        optimizer.close()
+        return refused, undone, model
+
+    for refused, undone, model in on_threads(world_size, program, timeout=BOUND):
+        assert "'0.weight' is released" in refused
+        assert refused.endswith("move and cast the model before the optimizer is built, or after its close()")
+        assert f"was cast to {dtype} while its unit was gathered, which was undone: cast the model before" in undone
+        assert_same_model(model, plain())
+
+
+# -- DistributedDataParallel -------------------------------------------------------------------------------------------
+
+
+def given(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
+    return error_of(zero, DistributedDataParallel(model, process_group=group), group, stage)
+
+
+def given_beside(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
+    wrapped = nn.ModuleDict({"inner": DistributedDataParallel(model, process_group=group)})
+    return error_of(zero, list(model.parameters()), group, stage, module=wrapped)
+
+
+def what_it_wraps(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
+    wrapped = DistributedDataParallel(model, process_group=group)
+    optimizer = zero(model, group, stage)
+    return error_of(train, wrapped, optimizer)
+
+
+def later(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
+    optimizer = zero(model, group, stage)
+    return error_of(lambda: train(DistributedDataParallel(model, process_group=group), optimizer))
+
+
+def wrapped_models(group: dist.ProcessGroup, rank: int) -> dict[tuple[str, int], str]:
+    wraps = (given, given_beside, what_it_wraps, later)
+    return {(wrap.__name__, stage): wrap(build(), group, stage) for wrap in wraps for stage in (0, 1, 2, 3)}
+
+
+def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gloo: GlooPool) -> None:
+    for found in gloo.run(wrapped_models, ranks=(0, 1)):
+        for (wrap, stage), message in found.items():
+            if wrap.startswith("given"):
+                name = "the module" if wrap == "given" else "inner"
+                assert message.startswith(f"ValueError: '{name}' is a DistributedDataParallel, which"), message
+            elif (wrap, stage) == ("later", 3):
+                assert "'0.weight' is released" in message
+                assert "do not wrap the model in DistributedDataParallel" in message
+            else:
+                assert "this rank does not hold the gradient of '2.bias'" in message
+                assert "do not wrap the model in DistributedDataParallel" in message
+                assert "full_grad" not in message
+
+
+# -- whole models and states -------------------------------------------------------------------------------------------
+
+SAVE = (
+    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
+    "model.state_dict() is whole and rank 0 saves it"
+)
+LOAD = "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built"
+WHOLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "model.state_dict()": (lambda model: torch.save(model.state_dict(), io.BytesIO()), SAVE),
+    "torch.save()": (lambda model: torch.save(model, io.BytesIO()), SAVE),
+    "pickle": (pickle.dumps, SAVE),
+    "copy.deepcopy()": (copy.deepcopy, "copy inside 'with optimizer.gathered():', which all ranks enter"),
+    "model.load_state_dict()": (lambda model: model.load_state_dict(build().state_dict()), LOAD),
+}
+
+
+@pytest.mark.parametrize("call", WHOLE)
+def test_what_needs_a_whole_model_at_stage_3_names_the_block_that_gathers_it(call: str) -> None:
+    use, remedy = WHOLE[call]
+    model = build()
+    optimizer = zero(model, solo())
+    message = error_of(use, model)
+    assert f"{call}: {remedy}. '0.weight' is released: at stage 3 a parameter has values only inside" in message
+    assert message.startswith(f"RuntimeError: {call}: ") or call == "model.load_state_dict()"
+    with optimizer.gathered(write=True):
+        use(model)
+
+
+@pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1), (3, 2)])
+def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
+    """Flat, in the order of memory; the pieces of all ranks together are the whole state."""
+
+    def program(transport: Transport) -> tuple[dict[str, Any], list[str]]:
+        model = build()
+        optimizer = ZeroOptimizer(
+            model, torch.optim.AdamW, stage=stage, process_group=transport, sharding_factor=sharding_factor, lr=0.5
+        )
+        train(model, optimizer)
+        found: dict[str, Any] = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        errors = [error_of(lambda state=state: state["exp_avg"]) for state in found.values() if not state]
+        assert all(error_of(lambda state=state: state["momentum"]).startswith("KeyError") for state in found.values())
+        return found, errors
+
+    expected = build()
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.5)
+    train(expected, optimizer)
+    ranks = on_threads(4, program, timeout=BOUND)
+    replica = 4 if sharding_factor is None else sharding_factor
+    whole = stage == 0 or replica == 1
+    assert any(errors for _, errors in ranks) is not whole
+    for name, parameter in expected.named_parameters():
+        average = optimizer.state[parameter]["exp_avg"]
+        if whole:
+            assert all(torch.equal(found[name]["exp_avg"], average) for found, _ in ranks)
+            continue
+        for first in range(0, 4, replica):
+            held = [found[name] for found, _ in ranks[first : first + replica] if found[name]]
+            parts: list[Tensor] = [state["exp_avg"].reshape(-1) for state in held]
+            assert_same_bits(torch.cat(parts), average.reshape(-1))
+    for number, (found, errors) in enumerate(ranks):
+        replicas = range(number - number % replica, number - number % replica + replica)
+        for name, message in zip((name for name, state in found.items() if not state), errors, strict=True):
+            owners = ", ".join(str(rank) for rank in replicas if ranks[rank][0][name])
+            assert f"'exp_avg': this rank holds no part of the states of '{name}', which are on rank " in message
+            assert f"on rank {owners}: optimizer.consolidate_state_dict" in message
+
+
+def test_a_state_dict_of_another_model_changes_nothing() -> None:
+    def trained(model: nn.Module, cls: type[torch.optim.Optimizer] = torch.optim.Adam) -> dict[str, Any]:
+        optimizer = cls(model.named_parameters(), lr=0.5)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return optimizer.state_dict()
+
+    renamed = nn.Module()
+    renamed.weight, renamed.offset = nn.Parameter(torch.zeros(3, 3)), nn.Parameter(torch.zeros(3))
+    lacking = trained(nn.Linear(3, 3))
+    del lacking["param_groups"][0]["betas"]
+    wrong = {
+        "has shape (4, 3) in the state dict, but the parameter has (3, 3)": trained(nn.Linear(3, 4)),
+        "the state dict has 1 parameters, this optimizer 2": trained(nn.Linear(3, 3, bias=False)),
+        "the state dict has 'offset', this optimizer 'bias'": trained(renamed),
+        "the state dict has no 'amsgrad'": trained(nn.Linear(3, 3), torch.optim.SGD),
+        "the state dict has no 'betas': it belongs to another class": lacking,
+        "has 0 param groups": {"state": {}, "param_groups": []},
+        "a torch.optim state dict is needed": {},
+    }
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(model, torch.optim.Adam)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    for words, state_dict in wrong.items():
+        message = error_of(optimizer.load_state_dict, state_dict)
+        assert message.startswith("ValueError: ")
+        assert words in message
+        after = optimizer.state_dict()
+        assert after["param_groups"] == before["param_groups"]
+        for index, key in itertools.product(before["state"], before["state"][0]):
+            assert torch.equal(before["state"][index][key], after["state"][index][key])

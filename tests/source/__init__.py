@@ -1,0 +1,1 @@
+"""Laws about the text of the library that neither the linter nor `lint-imports` checks."""
