@@ -50,10 +50,7 @@ def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
 # -- ranks that are late, elsewhere, or silent -------------------------------------------------------------------------
 
 
-LATE = [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}]
-
-
-@pytest.mark.parametrize("late", LATE, ids=str)
+@pytest.mark.parametrize("late", [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}], ids=str)
 def test_ranks_that_come_one_after_another_are_all_waited_for(
     late: dict[int, float],
 ) -> None:

@@ -175,7 +175,9 @@ def test_a_death_is_noticed_though_a_child_keeps_the_socket_open(full: bool) -> 
 
 
 def expose(transport: Transport) -> Any:
-    return transport.expose(transport.scratch(5, torch.float32, CPU), [(1, 0, 5)], TAG)
+    tensor = transport.scratch(5, torch.float32, CPU)
+    assert transport.peers_can_read(tensor)
+    return transport.expose(tensor, [(1, 0, 5)], TAG)
 
 
 def send(transport: Transport) -> Any:

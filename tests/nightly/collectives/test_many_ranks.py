@@ -10,11 +10,12 @@ from collectives import Hierarchical, Transport, on_threads
 
 from ...support.programs import Program, Round, Step, compare, run_rank
 
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+
 RANKS, CLIPS = 64, ((0.5, 2.0),)
 
 
 @pytest.mark.parametrize("case", [(3, 8), (0, 8), (2, 2), (3, 2)], ids=str)
-@pytest.mark.timeout(400)
 def test_64_ranks_on_several_hosts_train_as_the_plain_loop_does(case: tuple[int, int]) -> None:
     """Where no unit travels, every third rank has no micro-batch in the second step, and catches up."""
     stage, hosts = case
