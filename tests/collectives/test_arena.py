@@ -1,12 +1,12 @@
-"""Memory that other processes can read: which pages are free, who frees them, and the errors when none are left."""
+"""Memory that processes of a host share is freed with its last holder, or an error says that there is none left."""
 
 from __future__ import annotations
 
 import errno
 import mmap
 import os
-import warnings
-from pathlib import Path
+import sys
+import threading
 from typing import Any
 
 import pytest
@@ -14,20 +14,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Transport, on_threads
+from collectives import Kind, Region, Tag, Transport
 from collectives.backends import arena
-from collectives.backends.arena import PAGE, Arena, Spans, Window
-from collectives.pool import Pool
+from collectives.backends.arena import PAGE, Arena, Spans
 
-from ..support.descriptors import opened
-from ..support.sockets import mesh
+from ..support.descriptors import listed, opened
+from ..support.sockets import on_sockets
 
-CPU = torch.device("cpu")
+host_module = sys.modules["collectives.backends.shared_memory"]
+NOW = Tag(Kind.EXCHANGE, "now")
 
 
-def pages_of(path: Any) -> int:
+def pages_of(fd: int) -> int:
     """Return the number of allocated pages of a file."""
-    return os.stat(path).st_blocks * 512 // PAGE
+    return os.stat(fd).st_blocks * 512 // PAGE
+
+
+def no_memory(*_: Any, **__: Any) -> None:
+    raise OSError(errno.ENOMEM, "no memory")
 
 
 # -- which pages are free ----------------------------------------------------------------------------------------------
@@ -52,7 +56,7 @@ def test_spans_hand_out_every_page_once_and_first_fit(pages: int, events: list[i
             spans.give(given_back.start, len(given_back))
 
 
-def test_pages_may_be_given_back_while_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_may_be_given_back_while_others_are_taken() -> None:
     """A garbage collection, or another thread, may release regions at any moment."""
     spans = Spans(8)
     for page in range(8):
@@ -76,92 +80,28 @@ def test_pages_may_be_given_back_while_others_are_taken(monkeypatch: pytest.Monk
 
 
 def test_a_region_is_freed_with_its_last_holder() -> None:
-    memory = Arena(64 * PAGE)
-    storage = memory.allocate(3 * PAGE + 1)
-    tensor = torch.empty(0).set_(storage, 0, (100,), (1,))
+    """Then there is room again. Without room there is an error with a remedy."""
+    memory = Arena(4 * PAGE)
+    tensor = torch.empty(0).set_(memory.allocate(2 * PAGE + 1), 0, (100,), (1,))
     assert tensor.data_ptr() % PAGE == 0
     assert memory.offset_of(tensor[7:]) == 28
-    assert pages_of(memory.fd) == 4
-    del storage
-    view = tensor.fill_(1.0)[50:].view(5, 10).t()
-    array = view.numpy()
-    del tensor, view
-    assert pages_of(memory.fd) == 4
-    assert array.sum() == 50
-    del array
-    assert pages_of(memory.fd) == 0
     assert memory.offset_of(torch.empty(5)) is None
-
-
-def test_a_region_outlives_its_arena_and_nothing_is_left_of_both() -> None:
-    before = opened()
-    memory = Arena(64 * PAGE)
-    window = Window(memory.fd)
-    storage = memory.allocate(PAGE)
-    torch.empty(0).set_(storage, 0, (3,), (1,)).fill_(5.0)
-    del memory
-    assert window.view(0, 12, torch.float32).tolist() == [5.0] * 3
-    del storage
-    assert window.view(0, 12, torch.float32).tolist() == [0.0] * 3, "the pages are gone"
-    del window
-    assert opened() <= before
-
-
-def test_a_window_cannot_be_written() -> None:
-    memory = Arena(4 * PAGE)
-    window = Window(memory.fd)
-    address = hex(window.view(0, 1, torch.uint8).data_ptr())[2:]
-    line = next(line for line in Path("/proc/self/maps").read_text().splitlines() if line.startswith(address))
-    assert line.split()[1] == "r--s"
-
-
-def test_a_window_needs_no_silenced_warning() -> None:
-    """To silence one changes the filters of all threads; another's warning would be lost."""
-    memory = Arena(4 * PAGE)
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            seen = Window(memory.fd).view(0, 1, torch.uint8)
-    finally:
-        torch.set_warn_always(always)
-    assert seen.tolist() == [0]
-
-
-def test_a_child_frees_nothing_of_its_parent() -> None:
-    memory = Arena(64 * PAGE)
-    storage = memory.allocate(2 * PAGE)
-    tensor = torch.empty(0).set_(storage, 0, (5,), (1,)).fill_(3.0)
-    child = os.fork()
-    if not child:
-        try:
-            del storage, tensor, memory
-        finally:
-            os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    assert tensor.tolist() == [3.0] * 5
-    assert pages_of(memory.fd) == 2
-
-
-def test_memory_that_is_exhausted_is_an_error_with_a_remedy() -> None:
-    memory = Arena(4 * PAGE)
-    kept = memory.allocate(3 * PAGE)
+    array = tensor.fill_(1.0)[50:].view(5, 10).t().numpy()
+    del tensor
+    assert pages_of(memory.fd) == 3
     with pytest.raises(MemoryError, match=r"8192 bytes of memory .*collective='pairwise'"):
         memory.allocate(2 * PAGE)
     assert memory.allocate(PAGE).nbytes() == PAGE
-    del kept
+    assert array.sum() == 50
+    del array
+    assert pages_of(memory.fd) == 0
     assert memory.allocate(4 * PAGE).nbytes() == 4 * PAGE
 
 
 def test_pages_that_cannot_be_made_are_an_error_and_no_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Arena(4 * PAGE)
-
-    def fails(*_: Any) -> None:
-        raise OSError(errno.ENOMEM, "no memory")
-
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "_make_pages", fails)
+        patch.setattr(arena, "_make_pages", no_memory)
         with pytest.raises(MemoryError, match="give the ranks more memory, or choose collective='pairwise'"):
             memory.allocate(PAGE)
     assert memory.allocate(4 * PAGE).nbytes() == 4 * PAGE, "the pages were given back"
@@ -177,51 +117,71 @@ def test_pages_are_there_before_they_are_used_also_on_an_old_kernel(monkeypatch:
     assert first.nbytes() == second.nbytes() == 5 * PAGE
 
 
-def test_the_arenas_of_all_ranks_of_a_large_host_find_room_in_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": 1 << 29, "SC_PAGE_SIZE": PAGE}.__getitem__)  # 2 TiB
-    for ranks in (1, 2, 7, 64, 300):
-        assert ranks * arena.arena_bytes(ranks) <= 8 << 40
-        assert arena.arena_bytes(ranks) % PAGE == 0
-    assert arena.arena_bytes(2) == 4 << 40, "twice what there is, where that fits"
-
-
-def test_nothing_takes_no_memory() -> None:
-    (backend,) = mesh(1)
-    transport = Transport(backend)
-    for make in (transport.empty, transport.scratch):
-        empty = make(0, torch.bfloat16, CPU)
-        assert (empty.shape, empty.dtype) == ((0,), torch.bfloat16)
-        assert transport.peers_can_read(empty)
-    assert pages_of(backend._arena.fd) == 0
-
-
-def test_a_pool_of_shared_memory_gives_back_what_it_drops() -> None:
-    memory = Arena(1 << 24)
-    pool = Pool(allocate=lambda nbytes, device: memory.allocate(nbytes))
-    for numel in (1000, 3000, 9000, 27000):
-        pool.take(numel, torch.float32, CPU).fill_(1.0)
-        assert pages_of(memory.fd) == sum(-(-block.storage.nbytes() // PAGE) for block in pool._blocks)
-    del pool
-    assert pages_of(memory.fd) == 0
-
-
 def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = opened()
-
-    def fails(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOMEM, "no address space")
-
-    monkeypatch.setattr(mmap, "mmap", fails)
-    with pytest.raises(OSError, match="no address space"):
+    before = listed()
+    monkeypatch.setattr(mmap, "mmap", no_memory)
+    with pytest.raises(OSError, match="no memory"):
         Arena(PAGE)
+    assert listed() <= before
+
+
+# -- memory in common --------------------------------------------------------------------------------------------------
+
+
+def made(transport: Transport, size: int) -> Region:
+    regions = transport.common([3, size])
+    assert regions is not None
+    return regions[1]
+
+
+@given(st.lists(st.integers(0, 5 * PAGE), min_size=1, max_size=4))
+def test_a_stray_write_is_private_found_by_its_page_and_undone(places: list[int]) -> None:
+    """All ranks read what each writes in its own part."""
+    size = 5 * PAGE + 1
+
+    def program(transport: Transport) -> tuple[list[tuple[int, int]], bool, bool, list[tuple[int, int]]]:
+        region, width = made(transport, size), size // 2
+        region.own(transport.rank * width, (transport.rank + 1) * width).fill_(transport.rank + 1)
+        transport.announce(NOW).wait()
+        kept, whole = region.whole().clone(), region.whole()
+        assert kept[[0, width - 1, width, -2, -1]].tolist() == [1, 1, 2, 2, 0]
+        transport.announce(NOW).wait()
+        if transport.rank == 0:
+            whole[places] = 77
+        transport.announce(NOW).wait()
+        written, others = region.written(), bool((region.whole() == kept).all())
+        region.refresh()
+        return written, others, bool((region.whole() == kept).all()), region.written()
+
+    pages = sorted({place // PAGE for place in places})
+    first, second = on_sockets(2, program)
+    assert first == ([(page * PAGE, min((page + 1) * PAGE, size)) for page in pages], False, True, [])
+    assert second == ([], True, True, [])
+
+
+def test_where_the_kernel_hides_its_pages_everything_may_have_been_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pread", no_memory)
+    assert on_sockets(2, lambda transport: made(transport, PAGE + 7).written()) == [[(0, PAGE + 7)]] * 2
+
+
+@pytest.mark.parametrize("step", ["file_of", "regions_of"])
+def test_memory_in_common_is_for_all_or_for_none(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """If one rank gets no memory, no rank has any, nothing is left behind, and the ranks can still communicate."""
+    before, first, call = listed(), threading.Lock(), getattr(host_module, step)
+
+    def failing_once(*arguments: Any) -> Any:
+        if first.acquire(blocking=False):
+            for fd in arguments[:1]:
+                if isinstance(fd, int):
+                    os.close(fd)
+            no_memory()
+        return call(*arguments)
+
+    def program(transport: Transport) -> tuple[bool, list[bytes], bool]:
+        without = transport.common([PAGE]) is None
+        said = transport.exchange(b"%d" % transport.rank, NOW)
+        return without, said, transport.common([PAGE]) is not None
+
+    monkeypatch.setattr(host_module, step, failing_once)
+    assert on_sockets(3, program) == [(True, [b"0", b"1", b"2"], True)] * 3
     assert opened() <= before
-
-
-def test_memory_of_another_arena_is_copied_to_where_peers_can_read_it() -> None:
-    def program(_: Transport) -> tuple[list[float], bool]:
-        first, second = (Transport(backend) for backend in mesh(2))
-        theirs = second.scratch(5, torch.float32, CPU).fill_(2.0)
-        copied = first.peer_readable(theirs)
-        return copied.tolist(), first.peers_can_read(theirs) or not first.peers_can_read(copied)
-
-    assert on_threads(1, program) == [([2.0] * 5, False)]

@@ -1,7 +1,4 @@
-"""Laws of messages: their order, how many are under way, and what they must not depend on.
-
-`Spy` stands between a transport and its backend and records every message that leaves a rank.
-"""
+"""Messages are the same whatever delays them, whoever sends them and wherever objects lie, and are all counted."""
 
 from __future__ import annotations
 
@@ -12,237 +9,114 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from collectives import Kind, Loopback, Pairwise, Tag, Transport, Work, on_threads
 from collectives.backend import Backend, Pending
-from collectives.backends.threads import Interference
 from collectives.messages import HEADER_BYTES
 from collectives.peer_links import ACK, ACK_PORT, PORTS
-from zero import ZeroOptimizer
-from zero.core.stage import STAGES
+from collectives.pool import Pool
 
-from ..contract.test_steps import (
-    ALL_STAGES,
-    ARGUMENTS,
-    STEPS,
-    Result,
-    assert_plain_loop,
-    everything_but_step,
-    fill_memory,
-    finished,
-    nothing,
-    one_step,
-    trained,
-)
-from ..support.models import Odd, build
+from ..support.programs import Program, Round, Step, compare, run_rank
 
 HEADERS = 0
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+STEPS = (Step(clips=((0.5, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
+
+
+def check(program: Any, group: Loopback[Any] | None = None) -> None:
+    """Run a program on threads, and compare it with the plain loop."""
+    group = group or Loopback(program.world_size)
+    compare(program, group.run(lambda transport: run_rank(program, transport)))
 
 
 # -- order and number -------------------------------------------------------------------------------------------------
 
 
-class Recorded:
-    """`Pairwise` that records each rank's launches, and the number of reductions under way."""
-
-    name, exact = "recorded", True
+class Recorded(Pairwise):
+    """Records each rank's launches, and the number of reductions under way."""
 
     def __init__(self, transport: Transport) -> None:
-        self.transport, self._inner, self._flying = transport, Pairwise(transport), 0
-        self.most, self.launched = 0, list[tuple[str, int, int, str]]()
+        super().__init__(transport)
+        self.flying, self.most, self.launched = 0, 0, list[tuple[str, int, int, str]]()
 
-    def reduce_scatter(self, source: Tensor, bounds: Any, out: Tensor, *, start: Tensor | None, tag: Tag) -> Work:
-        self._flying += 1
-        self.most = max(self.most, self._flying)
+    def reduce_scatter(self, *arguments: Any, tag: Tag, **named: Any) -> Work:
+        self.flying += 1
+        self.most = max(self.most, self.flying)
         self.launched.append((tag.kind.name, tag.round, tag.index, tag.label))
-        return _Flight(self, self._inner.reduce_scatter(source, bounds, out, start=start, tag=tag))
+        work, under_way = super().reduce_scatter(*arguments, tag=tag, **named), [1]
 
-    def all_gather(self, buffer: Tensor, bounds: Any, *, tag: Tag) -> Work:
+        def wait() -> None:
+            work.wait()
+            self.flying -= under_way.pop() if under_way else 0
+
+        return SimpleNamespace(wait=wait)
+
+    def all_gather(self, *arguments: Any, tag: Tag, **named: Any) -> Work:
         self.launched.append((tag.kind.name, tag.round, tag.index, tag.label))
-        return self._inner.all_gather(buffer, bounds, tag=tag)
+        return super().all_gather(*arguments, tag=tag, **named)
 
 
-class _Flight:
-    def __init__(self, recorded: Recorded, work: Work) -> None:
-        self._recorded, self._work, self._flying = recorded, work, True
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._recorded._flying -= self._flying
-        self._flying = False
-
-
-class Fan(nn.Module):
-    """Layers side by side, which a backward reaches in an order that the caller chooses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        for parameter in self.parameters():
-            nn.init.constant_(parameter, 0.5)
-
-    def forward(self, order: Sequence[int]) -> Tensor:
-        x = torch.ones(2, 4)
-        for number in order:
-            x = torch.tanh(self.layers[number](x))
-        return x.sum()
-
-
-@ALL_STAGES
-@pytest.mark.parametrize("world_size", [2, 5])
-@pytest.mark.by_default("2-2", "5-3")
-def test_every_rank_launches_every_bucket_in_layout_order(stage: int, world_size: int) -> None:
+@pytest.mark.parametrize("case", [(0, 2), (1, 5), (2, 2), (3, 5)], ids=str)
+def test_every_rank_launches_every_bucket_in_layout_order(case: tuple[int, int]) -> None:
     """Gradients come in another order on each rank, and some never do.
 
     With five ranks most slices are empty. No more buckets are under way than there are buffers.
     """
+    stage, world_size = case
+    made: dict[int, Recorded] = {}
 
-    def program(transport: Transport) -> tuple[Recorded, list[int]]:
-        model, readiness = Fan(), list[int]()
-        made: list[Recorded] = []
-        optimizer = ZeroOptimizer(
-            model,
-            stage=stage,
-            process_group=transport,
-            bucket_cap_mb=1e-6,
-            collective=lambda inner: made.append(Recorded(inner)) or made[0],  # type: ignore[func-returns-value]
-        )
-        for number, layer in enumerate(model.layers):
-            layer.weight.register_post_accumulate_grad_hook(lambda _, n=number: readiness.append(n))
-        for step in range(3):
-            order = list(range(6))
-            random.Random(step if stage == 3 else 10 * step + transport.rank).shuffle(order)
-            model(order if stage == 3 else order[transport.rank :]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return made[0], readiness
+    def recorded(transport: Transport) -> Recorded:
+        return made.setdefault(transport.rank, Recorded(transport))
 
-    results = on_threads(world_size, program, timeout=10)
-    first = results[0][0].launched
-    assert all(recorded.launched == first for recorded, _ in results)
+    check(Program(world_size, stage, collective=recorded, steps=STEPS))  # type: ignore[arg-type]
+    first = made[0].launched
+    assert all(made[rank].launched == first for rank in range(world_size))
     rounds: dict[int, list[int]] = {}
     for kind, round_, index, _ in first:
         if kind == Kind.REDUCE_SCATTER.name:
             rounds.setdefault(round_, []).append(index)
-    assert list(rounds.values()) == [list(range(12))] * 3
-    assert any(readiness != sorted(readiness, reverse=True) for _, readiness in results)
-    if stage < 3:
-        assert len({tuple(readiness) for _, readiness in results}) > 1
-    assert {recorded.most for recorded, _ in results} == {1 if stage > 1 else 2}
+    orders = list(rounds.values())
+    assert len(orders[0]) > 3
+    assert orders == [sorted(set(orders[0]))] * len(orders), "a bucket of frozen parameters is left out"
+    assert {recorded.most for recorded in made.values()} == {1 if stage > 1 else 2}
 
 
 # -- delays -----------------------------------------------------------------------------------------------------------
 
 
-class Eager(Pairwise):
-    """No overlap: each collective is awaited at once."""
-
-    def reduce_scatter(self, *arguments: Any, **named: Any) -> Work:
-        work = super().reduce_scatter(*arguments, **named)
-        work.wait()
-        return work
-
-    def all_gather(self, *arguments: Any, **named: Any) -> Work:
-        work = super().all_gather(*arguments, **named)
-        work.wait()
-        return work
-
-
-class Sleepy(Pairwise):
-    """Random delays before each collective and each wait."""
-
-    def __init__(self, transport: Transport) -> None:
-        super().__init__(transport)
-        self._random = random.Random(transport.rank)
-
-    def nap(self) -> None:
-        time.sleep(self._random.random() * 1e-3)
-
-    def reduce_scatter(self, *arguments: Any, **named: Any) -> Work:
-        self.nap()
-        return _Late(self, super().reduce_scatter(*arguments, **named))
-
-    def all_gather(self, *arguments: Any, **named: Any) -> Work:
-        self.nap()
-        return _Late(self, super().all_gather(*arguments, **named))
-
-
-@dataclass(frozen=True)
-class _Late:
-    sleepy: Sleepy
-    work: Work
-
-    def wait(self) -> None:
-        self.sleepy.nap()
-        self.work.wait()
-
-
-def sleepy_hooks(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
-    """Add random delays to every hook of autograd and of modules."""
-    if moment != "built":
-        return
-    source = random.Random(optimizer.rank)
-
-    def nap(*_: Any) -> None:
-        time.sleep(source.random() * 5e-4)
-
-    for part in model.modules():
-        part.register_forward_pre_hook(nap)
-        part.register_forward_hook(nap)
-        part.register_full_backward_hook(nap)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_hook(nap)
-            parameter.register_post_accumulate_grad_hook(nap)
-
-
-def slow(rank: int, event: str) -> Interference:
-    """Delay one rank in one kind of event."""
-
-    def interfere(which: int, what: str, peer: int) -> None:
-        if (which, what) == (rank, event):
-            time.sleep(2e-4)
-
-    return interfere
-
-
-@ALL_STAGES
-def test_without_overlap_the_bits_are_the_same(stage: int) -> None:
-    assert_plain_loop(trained(stage, collective=Eager))
-
-
-@ALL_STAGES
-@pytest.mark.parametrize("event", ["send", "recv", "wait"])
-@pytest.mark.by_default("recv-2")
-def test_a_rank_that_is_slow_in_every_message_changes_no_bit(stage: int, event: str) -> None:
-    for rank in range(2):
-        assert_plain_loop(trained(stage, group=Loopback(2, timeout=10, interfere=slow(rank, event))))
-
-
 @ALL_STAGES
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@pytest.mark.by_default("2")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
-    assert_plain_loop(trained(stage, sleepy_hooks, collective=Sleepy))
+    """Delays are random, before each message and in every hook of modules."""
+    source = random.Random(stage)
+
+    def nap(*_: Any) -> None:
+        time.sleep(source.random() * 2e-4)
+
+    hooks = nn.modules.module
+    handles = [
+        hooks.register_module_forward_pre_hook(nap),
+        hooks.register_module_forward_hook(nap),
+        hooks.register_module_full_backward_hook(nap),
+    ]
+    try:
+        check(Program(2, stage, steps=STEPS), Loopback(2, interfere=nap))
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 # -- the messages themselves ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Message:
-    to: int
-    port: int
-    size: int
-    content: str
+Message = tuple[int, int, int, str]  # to whom, port, size, digest
 
 
 class Spy(Backend):
@@ -259,36 +133,35 @@ class Spy(Backend):
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if slot >= PORTS:
             digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-            self.messages.append(Message(to, slot % PORTS, tensor.numel(), digest))
+            self.messages.append((to, slot % PORTS, tensor.numel(), digest))
         return self._backend.send(tensor, to, slot)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         return self._backend.recv(tensor, source, slot)
 
 
-def wire(stage: int) -> tuple[list[list[Message]], list[Any]]:
-    """Train on two ranks with every kind of call in between; return all that each rank sends, and its traffic."""
-    models = [build(rank) for rank in range(2)]
+def wire(stage: int) -> list[tuple[list[Message], Any]]:
+    """Train on two ranks; return all that each rank sends, and the traffic of its transport."""
 
     def program(transport: Transport) -> tuple[list[Message], Any]:
-        spy, model, norms = Spy(transport.backend), models[transport.rank], list[Tensor]()
-        given = {**ARGUMENTS, "collective": "pairwise"}
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=Transport(spy), **given)
-        for step in range(2):
-            one_step(model, optimizer, step, norms, nothing)
-        optimizer.check_replicas()
-        finished(model, optimizer, norms)
-        return spy.messages, optimizer.traffic
+        spy, made = Spy(transport.backend), list[Pairwise]()
+        collective = lambda inner: made.append(Pairwise(inner)) or made[0]  # noqa: E731 - counts this one's messages
+        run_rank(Program(2, stage, collective=collective, steps=STEPS[:1] * 2), Transport(spy))  # type: ignore
+        return spy.messages, made[0].transport.traffic
 
-    results = on_threads(2, program, timeout=10)
-    return [messages for messages, _ in results], [traffic for _, traffic in results]
+    return on_threads(2, program)
+
+
+def zeroed(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *given: allocate(*given).zero_()
 
 
 def digest_of_the_wire() -> list[list[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        fill_memory(patch, 0)  # padding is sent, too
+        for owner, name in ((Pool, "take"), (Transport, "empty")):  # padding is sent, too
+            patch.setattr(owner, name, zeroed(getattr(owner, name)))
         return [
-            [hashlib.sha256(repr(messages).encode()).hexdigest() for messages in wire(stage)[0]] for stage in STAGES
+            [hashlib.sha256(repr(messages).encode()).hexdigest() for messages, _ in wire(stage)] for stage in range(4)
         ]
 
 
@@ -319,37 +192,13 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
 def test_traffic_is_what_the_backend_sent(stage: int) -> None:
     """Headers and control bytes are included, acks are not. The bytes that one rank sends are those that another
     receives."""
-    sent, traffic = wire(stage)
-    for messages, counted in zip(sent, traffic, strict=True):
-        headers = [message for message in messages if message.port == HEADERS]
-        assert len(headers) == counted.messages
-        assert all(message.size == HEADER_BYTES for message in headers)
-        assert all(message.size == ACK.size for message in messages if message.port == ACK_PORT)
-        size = sum(message.size for message in messages if message.port != ACK_PORT)
-        assert size == counted.payload_sent + counted.control_sent
+    found = wire(stage)
+    for messages, counted in found:
+        assert [port for _, port, _, _ in messages].count(HEADERS) == counted.messages
+        assert {size for _, port, size, _ in messages if port == HEADERS} == {HEADER_BYTES}
+        assert {size for _, port, size, _ in messages if port == ACK_PORT} <= {ACK.size}
+        sent = sum(size for _, port, size, _ in messages if port != ACK_PORT)
+        assert sent == counted.payload_sent + counted.control_sent
+    traffic = [counted for _, counted in found]
     assert sum(t.payload_sent for t in traffic) == sum(t.payload_received for t in traffic) > 0
     assert sum(t.control_sent for t in traffic) == sum(t.control_received for t in traffic) > 0
-
-
-# -- ranks of a group -------------------------------------------------------------------------------------------------
-
-
-@ALL_STAGES
-@pytest.mark.parametrize("ranks", [[1, 3], [3, 1]])
-@pytest.mark.by_default("ranks0-2")
-def test_two_halves_of_four_ranks_train_side_by_side(stage: int, ranks: list[int]) -> None:
-    """All ranks are those of the group: its rank 0's values win, states go to its rank 1, and its order is its own."""
-    models = [build(7) for _ in range(4)]
-    for first in (ranks[0], 0):
-        models[first].load_state_dict(build(0).state_dict())
-
-    def program(transport: Transport) -> Result:
-        group = transport.split(ranks if transport.rank in ranks else [0, 2])
-        model, norms = models[transport.rank], list[Tensor]()
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=group, **ARGUMENTS)
-        assert (optimizer.rank, optimizer.world_size) == (group.rank, 2)
-        for step in range(STEPS):
-            one_step(model, optimizer, step, norms, everything_but_step if (step, ranks) == (1, [3, 1]) else nothing)
-        return finished(model, optimizer, norms)
-
-    assert_plain_loop(on_threads(4, program, timeout=10))

@@ -9,8 +9,9 @@ Knows: streams, a model of two towers. Does not know: with what it is compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +82,11 @@ def towers(device: str) -> tuple[Towers, list[Tensor]]:
     return model.to(device), [batch.to(device) for batch in batches]
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """The streams of the parts of a step, by name."""
-
-    forwards: tuple[str, str]
-    backwards: tuple[str, str]
-    clip: str
-    step: str
-
-
-PATTERNS = {
-    "each part": Pattern(("forward", "forward 2"), ("backward", "backward 2"), "clip", "step"),
-    "forwards apart": Pattern(("forward", "forward"), ("", ""), "", ""),
-    "step apart": Pattern(("", ""), ("", ""), "", "step"),
+FORWARDS, BACKWARDS = ("forward", "forward 2"), ("backward", "backward 2")
+PATTERNS = {  # the streams of the parts of a step, by name: two forwards, two backwards, the clip and the step
+    "each part": (*FORWARDS, *BACKWARDS, "clip", "step"),
+    "forwards apart": ("forward", "forward", "", "", "", ""),
+    "step apart": ("", "", "", "", "", "step"),
 }
 
 
@@ -102,33 +94,40 @@ def train(device: str, pattern: str, **options: Any) -> tuple[nn.Module, list[Te
     """Train on one rank alone, two micro-batches a step. Return the model, and the norms before clipping."""
     model, batches = towers(device)
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, **options, **ADAMW)
-    streams, names, norms = Streams(device), PATTERNS[pattern], []
-    for number, first in enumerate(range(0, len(batches), 2)):
-        for turn in range(2):
-            with streams.on(names.forwards[turn], behind=names.step if number else ""):
-                loss = model(batches[first + turn], streams)
-            with streams.on(names.backwards[turn]):
-                loss.backward()
-        with streams.on(names.clip):
-            norms.append(optimizer.clip_grad_norm_(MAX_NORM))
-        with streams.on(names.step):
-            optimizer.step()
-            optimizer.zero_grad()
+    norms = _steps(model, batches, optimizer, optimizer.clip_grad_norm_, Streams(device), PATTERNS[pattern])
     optimizer.close()
     if device != "cpu":
         torch.cuda.synchronize()
-    return model.cpu(), [norm.cpu() for norm in norms]
+    return model.cpu(), norms
 
 
 def train_plainly(device: str) -> tuple[nn.Module, list[Tensor]]:
     """Train by the plain loop, on one stream."""
     model, batches = towers(device)
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
-    streams, norms = Streams("cpu"), []
-    for first in range(0, len(batches), 2):
-        for batch in batches[first : first + 2]:
-            model(batch, streams).backward()
-        norms.append(clip_grad_norm_(model.parameters(), MAX_NORM))
-        optimizer.step()
-        optimizer.zero_grad()
-    return model.cpu(), [norm.cpu() for norm in norms]
+    clip = partial(clip_grad_norm_, list(model.parameters()))
+    norms = _steps(model, batches, optimizer, clip, Streams("cpu"), ("",) * 6)
+    return model.cpu(), norms
+
+
+def _steps(
+    model: Towers,
+    batches: list[Tensor],
+    optimizer: torch.optim.Optimizer,
+    clip: Callable[[float], Tensor],
+    streams: Streams,
+    names: tuple[str, ...],
+) -> list[Tensor]:
+    norms = []
+    for number, first in enumerate(range(0, len(batches), 2)):
+        for turn in range(2):
+            with streams.on(names[turn], behind=names[5] if number else ""):
+                loss = model(batches[first + turn], streams)
+            with streams.on(names[2 + turn]):
+                loss.backward()
+        with streams.on(names[4]):
+            norms.append(clip(MAX_NORM))
+        with streams.on(names[5]):
+            optimizer.step()
+            optimizer.zero_grad()
+    return [norm.cpu() for norm in norms]

@@ -7,6 +7,8 @@ the bound of a wait that fails a test: `BOUND`.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _IDLE = 0.009  # seconds of `_work` on an idle processor of the machine on which the bounds were chosen
 
@@ -25,3 +27,11 @@ BOUND = 10.0 * min(max(_work() / _IDLE, 1.0), 4.0)
 
 PATIENT = 6 * BOUND
 """Seconds of a time limit that must not be what ends a test."""
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """Fail if the block takes longer than what must end at once: a time limit ended it then, and not a message."""
+    begin = time.monotonic()
+    yield
+    assert time.monotonic() - begin < BOUND, "a time limit ended it"
