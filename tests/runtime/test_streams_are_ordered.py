@@ -74,7 +74,7 @@ class Apart(HostOffload):
             super().reserve(listed)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1)])
 def test_copies_of_offloaded_states_are_ordered(
     world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -169,8 +169,9 @@ def test_weights_come_back_in_order_when_an_averages_block_ends(world_size: int,
     check(world_size, stage, program)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_without_batches_follows_in_order(stage: int) -> None:
+def test_a_rank_without_batches_follows_in_order() -> None:
+    """On the stream on which `join` ends."""
+
     def program(training: Training) -> None:
         block = training.optimizer.join()
         with training.on("enters"):
@@ -183,4 +184,4 @@ def test_a_rank_without_batches_follows_in_order(stage: int) -> None:
         training.written_on = "leaves"
         training.steps(TOWERS)
 
-    check(2, stage, program)
+    check(2, 1, program)

@@ -78,7 +78,7 @@ def test_with_mixed_precision_it_is_that_of_the_master_weights(stage: int) -> No
     on_threads(2, run, timeout=10)
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 0)), ((3, 1), (2, 3)), ((1, 0), (1, 2))])
+@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 0)), ((3, 1), (2, 3))])
 def test_checkpoints_have_it_and_training_goes_on_elsewhere(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:

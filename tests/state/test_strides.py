@@ -79,9 +79,7 @@ def assert_same_dict(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert strides_of(ours["state"][index]) == strides_of(state), index
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "way"), [(2, 2, "checkpoint"), (3, 1, "dict"), (3, 3, "checkpoint"), (1, 0, "dict")]
-)
+@pytest.mark.parametrize(("ranks", "stage", "way"), [(3, 3, "checkpoint"), (3, 1, "dict")])
 def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, tmp_path: Path) -> None:
     """The class itself takes its dicts, too. Files are row-major, and those of before strides were noted are read."""
 
@@ -171,12 +169,12 @@ def test_strides_that_no_tensor_has_are_an_error(tmp_path: Path) -> None:
     tied = nn.Module()
     tied.weight = tied.strides = nn.Parameter(torch.ones(2, 3))
     optimizer = ZeroOptimizer(tied, torch.optim.SGD, process_group=solo())
-    for number, note in enumerate(FORGED):
-        path = tmp_path / str(number)
-        zero.save(path, optimizer, {"a": torch.zeros(2, 3)})
-        assert open_checkpoint(path).model_state_dict().keys() == {"weight", "strides"}
+    path = tmp_path / "saved"
+    zero.save(path, optimizer, {"a": torch.zeros(2, 3)})
+    assert open_checkpoint(path).model_state_dict().keys() == {"weight", "strides"}
+    for note in FORGED:
         rewrite_header(path / "state.safetensors", **{STRIDES: note})
         forge(path)
-        for read in (lambda path=path: open_checkpoint(path).state, lambda path=path: zero.load(path, optimizer)):
+        for read in (lambda: open_checkpoint(path).state, lambda: zero.load(path, optimizer)):
             with pytest.raises(zero.CheckpointError, match=r"state\.safetensors: its strides"):
                 read()

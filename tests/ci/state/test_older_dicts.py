@@ -12,8 +12,8 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..support.loops import seeded
-from ..support.plain import assert_same_model, assert_same_states
+from ...support.loops import seeded
+from ...support.plain import assert_same_model, assert_same_states
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")]
 

@@ -17,10 +17,10 @@ import zero
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 
-from ..support.loops import seeded
-from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
-from ..support.programs import Program, Round, Step, check
+from ...support.loops import seeded
+from ...support.narrowed import PRECISIONS
+from ...support.plain import assert_same_bits, assert_same_model, plain_step
+from ...support.programs import Program, Round, Step, check
 
 pytestmark = pytest.mark.contract
 
