@@ -18,6 +18,8 @@ from ..support.narrowed import BF16, FP16, FP32
 from ..support.plain import assert_same_bits, assert_same_states
 from .narrow import WIDTH, build, step, zero
 
+pytestmark = pytest.mark.contract
+
 
 class Averaging(nn.Module):
     """A module that keeps a mean of its inputs in fp32, as a batch norm does."""

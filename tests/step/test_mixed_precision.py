@@ -33,8 +33,8 @@ ROWS = {
     "2-sent in bf16-W1": Program(1, 2, "adamw", 25.0, precision=P["fp32, sent in bf16"], steps=NO_SYNC),
     "3-fp16-W2": Program(2, 3, "adamw fused", 1e-6, precision=P["fp16"], steps=STEPS),
     "no_sync": Program(3, 2, "adamw", precision=P["bf16"], steps=NO_SYNC),
-    "cleared": Program(3, 2, "adamw fused", 0.0005, precision=P["bf16, added up in bf16"], steps=CLEARED),
-    "frozen": Program(3, 1, "adamw", 1e-6, precision=P["bf16, sent in fp32"], steps=FROZEN),
+    "cleared": Program(2, 2, "adamw fused", 0.0005, precision=P["bf16, added up in bf16"], steps=CLEARED),
+    "frozen": Program(2, 1, "adamw", 0.0005, precision=P["bf16, sent in fp32"], steps=FROZEN),
     "made in bf16": Program(3, 2, "adamw", dtype=BF16, precision=P["bf16"]),
 }
 

@@ -40,7 +40,7 @@ def test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop(row:
     check(ROWS[row])
 
 
-@pytest.mark.parametrize(("world_size", "stage", "dtype"), [(3, 3, FP32), (2, 1, BF16), (4, 2, FP32)])
+@pytest.mark.parametrize(("world_size", "stage", "dtype"), [(3, 3, FP32), (2, 1, BF16)])
 def test_no_rank_has_more_than_its_share_and_one_parameter(world_size: int, stage: int, dtype: torch.dtype) -> None:
     """The bits and the states are those of torch's own class, which takes these."""
     plain = made(Mixed, dtype)

@@ -1,6 +1,8 @@
-"""Mixed precision is that of the plain loop, with each stage, precision, model's dtype and class."""
+"""Mixed precision and loss scaling are those of the plain loop, at each stage, with each precision and class."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -35,7 +37,21 @@ ROWS = [  # ranks, stage, class, cap, the dtype in which the model was made, pre
 ]
 
 
+SCALED = [
+    Program(3, 0, "adamw fused", 25.0),
+    Program(2, 1, "adamw fused"),
+    Program(3, 3, "sgd momentum"),
+    Program(1, 1, "adamw", 25.0, precision=PRECISIONS["fp16"]),
+]
+OVERFLOWS = (Step(), Step(overflow=(1, 0), clips=((0.1, 2.0),)), Step(unscale=False, overflow=(0, 0)), Step())
+
+
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_training_is_that_of_the_plain_loop(row: tuple[int, int, str, float, torch.dtype, str]) -> None:
     world_size, stage, optimizer, cap, dtype, precision = row
     check(Program(world_size, stage, optimizer, cap, dtype=dtype, precision=PRECISIONS[precision], steps=STEPS))
+
+
+@pytest.mark.parametrize("program", SCALED, ids=lambda program: f"{program.stage}-{program.optimizer}")
+def test_an_overflow_skips_the_step_everywhere(program: Program) -> None:
+    check(replace(program, scaled=True, steps=OVERFLOWS))
