@@ -13,22 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.core.buckets import build
-from zero.core.cuts import Cuts, EvenCuts
+from zero.core.cuts import EvenCuts, OwnerCuts
 from zero.core.layout import BucketSpec, Dtypes, ParameterSpec, Piece, Slot
 
 from .drawn import BF16, BOUNDARIES, MIXED, PLAIN, bucket_sizes, lists_with_units, padded, spec, world_sizes
 
 many = settings(max_examples=3 * settings.default.max_examples)
-
-
-class ByHand(Cuts):
-    """Cuts at given bounds: a rule that the library does not have."""
-
-    def __init__(self, bounds: tuple[int, ...]) -> None:
-        self.bounds, self.world_size = bounds, len(bounds) - 1
-
-    def bound(self, rank: int) -> int:
-        return self.bounds[rank]
 
 
 @given(lists_with_units, world_sizes, bucket_sizes, st.booleans())
@@ -149,24 +139,22 @@ def test_the_line_changes_with_every_property_that_ranks_share_and_no_other(para
 
 # -- errors ------------------------------------------------------------------------------------------------------------
 
-BAD_BUCKETS: list[dict[str, Any]] = [
-    {"cuts": ByHand((0, 16, 48))},
-    {"cuts": ByHand((16, 16, 32))},
-    {"cuts": EvenCuts(48, 2, 16)},
-    {"cuts": EvenCuts(16, 2, 16), "numel": 16},
-    {"cuts": ByHand((0, 40)), "numel": 40},
-    {"slots": (Slot(0, 0, 5), Slot(1, 0, 7))},
-    {"slots": (Slot(0, 0, 5), Slot(1, 8, 7))},
-    {"slots": (Slot(0, 16, 5),)},
-    {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
-    {"slots": (Slot(0, 0, 5), Slot(1, 16, 17))},
-    {"device": "cuda:0"},
-]
-
 
 def test_an_invalid_bucket_or_layout_cannot_be_built() -> None:
     good = BucketSpec(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, EvenCuts(32, 2, 16))
-    for change in BAD_BUCKETS:
+    bad_buckets: list[dict[str, Any]] = [
+        {"cuts": EvenCuts(48, 2, 16)},
+        {"cuts": OwnerCuts(32, 2, (0, 1), (16, 16))},
+        {"cuts": EvenCuts(16, 2, 16), "numel": 16},
+        {"cuts": EvenCuts(40, 1, 8), "numel": 40},
+        {"slots": (Slot(0, 0, 5), Slot(1, 0, 7))},
+        {"slots": (Slot(0, 0, 5), Slot(1, 8, 7))},
+        {"slots": (Slot(0, 16, 5),)},
+        {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
+        {"slots": (Slot(0, 0, 5), Slot(1, 16, 17))},
+        {"device": "cuda:0"},
+    ]
+    for change in bad_buckets:
         with pytest.raises(ValueError, match="bucket 0"):
             dataclasses.replace(good, **change)
     layout = build([spec("a", (20,)), spec("b", (5,))], 2, 1)
