@@ -36,7 +36,7 @@ def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     try:
         parent.kill()
         parent.wait()
-        ended, _, _ = select.select([parent.stdout], [], [], 10)  # the rank holds the other end until it ends
+        ended, _, _ = select.select([parent.stdout], [], [], LIMIT / 2)  # the rank holds the other end until it ends
         assert ended, "the rank lives on"
         assert parent.stdout.read() == b""
     finally:
