@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from zero.runtime import process_group
+pytestmark = pytest.mark.contract
 
 LIMIT = 60  # seconds
 
@@ -24,17 +24,6 @@ with zero.process_group("gloo", store=dist.FileStore(sys.argv[1], 1), rank=0, wo
     time.sleep(600)
 """
 PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
-FAILS = """
-import sys
-import torch.distributed as dist
-import zero
-try:
-    with zero.process_group(store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1):
-        assert dist.get_world_size() == 1
-        raise KeyError("mine")
-except KeyError as error:
-    print(error, dist.is_initialized())
-"""
 
 
 @pytest.mark.timeout(LIMIT)
@@ -47,46 +36,10 @@ def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     try:
         parent.kill()
         parent.wait()
-        ended, _, _ = select.select([parent.stdout], [], [], 10)  # the rank holds the other end until it ends
+        ended, _, _ = select.select([parent.stdout], [], [], LIMIT / 2)  # the rank holds the other end until it ends
         assert ended, "the rank lives on"
         assert parent.stdout.read() == b""
     finally:
         parent.stdout.close()
         if not ended:
             os.kill(rank, signal.SIGKILL)
-
-
-@pytest.mark.timeout(LIMIT)
-def test_without_a_launcher_a_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
-    """As a process that was started with nohup should."""
-    environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_RUN_ID"}
-    command = [sys.executable, "-c", PARENT, RANK, str(tmp_path / "store")]
-    parent = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0, env=environment)
-    assert parent.stdout is not None
-    rank = int(parent.stdout.readline())
-    parent.kill()
-    parent.wait()
-    ended, _, _ = select.select([parent.stdout], [], [], 1)
-    parent.stdout.close()
-    assert not ended
-    os.kill(rank, signal.SIGKILL)
-
-
-@pytest.mark.timeout(LIMIT)
-def test_ranks_that_do_not_meet_end_so_that_their_agents_start_them_again(tmp_path: Path) -> None:
-    code = (
-        f"import sys, torch.distributed as dist, {process_group.__name__} as module\n"
-        "module.MEETING = 1.0\n"
-        "with module.process_group('gloo', store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2): pass"
-    )
-    environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "RANK": "0"}
-    command = [sys.executable, "-c", code, str(tmp_path / "store")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
-    assert (found.returncode, found.stderr) == (1, "error: rank 0: the ranks have not met after 1 s\n")
-
-
-@pytest.mark.timeout(LIMIT)
-def test_the_group_is_destroyed_after_an_error_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", FAILS, str(tmp_path / "store")]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
-    assert (found.stdout, found.stderr) == ("'mine' False\n", "")

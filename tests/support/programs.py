@@ -15,12 +15,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, ZeroOptimizer, clip_grad_norm_
 
 from .models import Odd, build, odd_batches, odd_loss
 from .narrowed import Narrowed
-from .plain import assert_same_bits, assert_same_model
+from .plain import assert_same_bits, assert_same_model, assert_same_states
 from .shampoo import Shampoo
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -298,3 +298,13 @@ def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[
             assert_same_bits(a, b, f"rank {rank}, norm {number}")
         assert_same_model(model, plain.model)
     return plain
+
+
+def check(program: Program, timeout: float = 10.0) -> None:
+    """Run a program on ranks that are threads; assert the plain loop's bits also in states and master weights."""
+    results = on_threads(program.world_size, lambda transport: run_rank(program, transport), timeout=timeout)
+    plain, states = compare(program, results), results[0][3]
+    assert states is not None
+    assert_same_states(states, plain.optimizer.state_dict())
+    for index, master in states.get("masters", {}).items():
+        assert_same_bits(master, plain.numbers.updated[index], f"master weights of parameter {index}")

@@ -1,0 +1,1 @@
+"""Tests of `zero.state` for CI."""

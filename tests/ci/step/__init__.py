@@ -1,0 +1,1 @@
+"""Tests of `zero.step` for CI."""

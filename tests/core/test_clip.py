@@ -1,0 +1,201 @@
+"""`clip_grad_norm_` scales as torch does, by a norm over memory order, and every rank takes part in it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer, clip_grad_norm_
+from zero.core.norm import PowerSum
+from zero.step.clip import clip_factor, in_memory_order
+
+from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.small import TwoVectors, with_sgd
+from .spread import DTYPES, NORM_TYPES, bits, cut, widely_spread, with_gradient
+
+quick = settings(max_examples=50)
+
+
+@given(norm=st.floats(min_value=0.0, width=32), max_norm=st.floats(min_value=0.0), dtype=st.sampled_from(DTYPES[:2]))
+@example(norm=math.nan, max_norm=1.0, dtype=torch.float32)
+@example(norm=math.inf, max_norm=1.0, dtype=torch.float32)
+@example(norm=math.inf, max_norm=math.inf, dtype=torch.float32)
+@example(norm=0.0, max_norm=0.0, dtype=torch.float64)
+@example(norm=1.0, max_norm=math.inf, dtype=torch.float32)
+@quick
+def test_the_clip_factor_is_torchs(norm: float, max_norm: float, dtype: torch.dtype) -> None:
+    total_norm = torch.tensor(norm, dtype=dtype)
+    one = with_gradient(torch.ones(1, dtype=dtype))
+    torch.nn.utils.clip_grads_with_norm_(one, max_norm, total_norm)
+    factor = clip_factor(total_norm, max_norm)
+    assert (factor.dtype, factor.shape) == (dtype, ())
+    assert bits(factor) == bits(one.grad)
+
+
+@given(seed=st.integers(0, 2**32 - 1))
+@quick
+def test_gradients_are_scaled_as_torch_scales_them_by_the_same_norm(seed: int) -> None:
+    rng = random.Random(seed)
+    dtypes = rng.choice([[torch.float32], [torch.bfloat16, torch.float32], [torch.float16], list(DTYPES)])
+    gradients = [widely_spread(rng.randrange(100), rng.choice(dtypes), rng) for _ in range(rng.randrange(1, 6))]
+    ours = [with_gradient(gradient.clone()) for gradient in gradients]
+    torchs = [with_gradient(gradient.clone()) for gradient in gradients]
+    norm_type, max_norm = rng.choice(NORM_TYPES), rng.choice([0.0, 0.1, 1.0, 7.3, 1e30, math.inf])
+    pieces = [piece for gradient in gradients for piece in cut(gradient, rng)]
+    rng.shuffle(pieces)
+    dtype = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+    expected = PowerSum.of(pieces, norm_type).norm(dtype)
+    for turn in range(2):
+        norm = clip_grad_norm_(ours, max_norm, norm_type)
+        assert turn or bits(norm) == bits(expected), "the norm of the pieces that ranks would hold"
+        torch.nn.utils.clip_grads_with_norm_(torchs, max_norm, norm)
+        assert [bits(p.grad) for p in ours] == [bits(p.grad) for p in torchs]
+
+
+LAYOUTS: dict[str, Callable[[], Tensor]] = {
+    "channels last": lambda: torch.empty(6, 5, 3, 3).to(memory_format=torch.channels_last),
+    "channels last, 3-D": lambda: torch.empty(2, 5, 3, 3, 3).to(memory_format=torch.channels_last_3d),
+    "transposed": lambda: torch.empty(40, 30).t(),
+    "permuted, with a dimension of one": lambda: torch.empty(7, 1, 11, 5).permute(2, 1, 3, 0),
+    "every other column": lambda: torch.empty(30, 40)[:, ::2],
+    "one channel": lambda: torch.empty(8, 1, 4, 4).to(memory_format=torch.channels_last),
+    "expanded": lambda: torch.empty(6, 1, 8).expand(6, 5, 8).permute(2, 1, 0),
+    "contiguous": lambda: torch.empty(30, 40),
+    "scalar": lambda: torch.empty(()),
+    "no elements": lambda: torch.empty(0, 3, 2).permute(2, 0, 1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_follow_the_parameters_memory_whatever_the_gradients_strides(layout: str) -> None:
+    parameter = Parameter(LAYOUTS[layout]())
+    memory = torch.empty_like(parameter).detach()  # dense, in the parameter's order
+    flat = memory.as_strided((memory.numel(),), (1,))
+    flat.copy_(widely_spread(memory.numel(), torch.float32, random.Random(1)))
+    expected = PowerSum.of([flat.clone()], 2.0)
+    backwards = list(range(parameter.dim()))[::-1]
+    assert in_memory_order(parameter, memory).data_ptr() == memory.data_ptr(), "not copied"
+    for gradient in (
+        memory.clone(),
+        memory.clone(memory_format=torch.contiguous_format),
+        memory.permute(backwards).clone(memory_format=torch.contiguous_format).permute(backwards),
+    ):
+        strides, address = gradient.stride(), gradient.data_ptr()
+        parameter.grad = gradient
+        ordered = in_memory_order(parameter, gradient)
+        assert bits(ordered) == bits(flat)
+        assert PowerSum.of([ordered], 2.0) == expected
+        norm = clip_grad_norm_([parameter], 0.5)
+        assert bits(norm) == bits(expected.norm(torch.float32))
+        assert parameter.grad is gradient
+        assert (gradient.stride(), gradient.data_ptr()) == (strides, address)
+        assert bits(gradient) == bits(memory * clip_factor(norm, 0.5))
+    if layout == "transposed":  # without this, the above would hold for any order
+        assert PowerSum.of([memory.reshape(-1)], 2.0) != expected
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_scales_or_raises_as_asked(poison: float) -> None:
+    ours, torchs = (with_gradient(torch.tensor([1.0, poison, -0.0])) for _ in range(2))
+    before = bits(ours.grad)
+    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite.*`error_if_nonfinite=False`"):
+        clip_grad_norm_(ours, 1.0, error_if_nonfinite=True)
+    assert bits(ours.grad) == before
+    torch.nn.utils.clip_grad_norm_(torchs, 1.0)
+    clip_grad_norm_(ours, 1.0)
+    torch.testing.assert_close(ours.grad, torchs.grad, rtol=0, atol=0, equal_nan=True)
+    model = nn.Linear(3, 3)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    (model(torch.ones(1, 3)).sum() * poison).backward()
+    with pytest.raises(RuntimeError, match="non-finite"):
+        optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.clip_grad_norm_(0.5, error_if_nonfinite=True)
+    found = [optimizer.full_grad(p) for p in model.parameters()]
+    assert abs(torch.cat([g.view(-1) for g in found if g is not None]).norm().item() - 0.5) < 1e-5  # rounding
+
+
+def sparse() -> Tensor:
+    embedding = nn.Embedding(10, 4, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    return embedding.weight
+
+
+REFUSED: list[tuple[list[Any], tuple[float, float], type[Exception], str]] = [
+    ([], (math.nan, 2.0), ValueError, "max_norm"),
+    ([], (-1.0, 2.0), ValueError, "max_norm"),
+    *[([], (1.0, norm_type), ValueError, "norm_type") for norm_type in (0.0, -2.0, math.nan, -math.inf)],
+    ([sparse()], (1.0, 2.0), RuntimeError, r"parameter 1, of shape \(10, 4\), is sparse.*sparse=False"),
+]
+
+
+def test_what_cannot_be_clipped_is_an_error_before_anything_is_scaled() -> None:
+    for further, arguments, error, words in REFUSED:
+        dense = with_gradient(torch.tensor([3.0, 4.0]))
+        with pytest.raises(error, match=words):
+            clip_grad_norm_([dense, *further], *arguments)
+        assert bits(dense.grad) == bits(torch.tensor([3.0, 4.0]))
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_rank_that_owns_nothing_takes_part(stage: int) -> None:
+    """Four ranks and a single element: the other three clip, step and check, too."""
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = TwoVectors()
+        model.b = nn.Parameter(torch.tensor([2.0]))
+        model.a.requires_grad_(False)
+        optimizer = with_sgd(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.check_replicas()
+        return model, norm
+
+    for model, norm in on_threads(4, program, timeout=5):
+        gradient = torch.tensor([sum(2 * 2.0 * (1.0 + rank) ** 2 for rank in range(4)) / 4])
+        assert_same_bits(norm, gradient[0])
+        assert_same_bits(model.b, 2.0 - 0.1 * (gradient * clip_factor(norm, 0.5)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_no_rank_used_has_no_part_in_it(stage: int) -> None:
+    def built() -> TwoVectors:
+        model = TwoVectors()
+        model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
+        return model
+
+    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
+        model = built()
+        optimizer = with_sgd(model, transport, stage=stage)
+        model(1.0 + transport.rank, use_a=False).backward()
+        norm = optimizer.clip_grad_norm_(0.3)
+        optimizer.step()
+        optimizer.close()
+        return model, norm
+
+    plain = built()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = plain_step(plain, optimizer, lambda m, scale: m(scale, use_a=False), [1.0, 2.0], 2, max_norm=0.3)
+    assert expected is not None
+    assert expected.dtype is torch.float32
+    for model, norm in on_threads(2, program, timeout=5):
+        assert_same_bits(norm, expected)
+        assert_same_model(model, plain)

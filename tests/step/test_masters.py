@@ -1,0 +1,255 @@
+"""Master weights are rank 0's wide values, follow what is written into the model, and are saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads, solo
+from zero import MixedPrecision, ZeroOptimizer
+
+from ..support.narrowed import BF16
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
+from .narrow import WIDTH, Plain, build, loss_of, step, zero
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
+    """Those of a group that is added later, too."""
+
+    def program(transport: Transport) -> list[Tensor]:
+        model = build(transport.rank)
+        listed = list(model[:2].parameters())
+        optimizer = zero(model if stage == 3 else listed, transport, stage)
+        if stage < 3:
+            optimizer.add_param_group({"params": list(model[2].parameters())})
+        masters = [optimizer.full_master(p) for p in model.parameters()]
+        with optimizer.gathered():
+            for p, master in zip(model.parameters(), masters, strict=True):
+                assert_same_bits(p, master.to(BF16))
+        return masters
+
+    for masters in on_threads(3, program):
+        for master, value in zip(masters, build(0).parameters(), strict=True):
+            assert_same_bits(master, value)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int) -> None:
+    """An element that keeps its rounded value keeps the full precision of its master weight."""
+
+    def write(p: Tensor) -> None:
+        with torch.no_grad():
+            p.view(-1)[7:600] *= 1.5
+
+    def program(transport: Transport) -> tuple[nn.Module, list[Tensor]]:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        step(model, optimizer, transport.rank)
+        before = optimizer.full_master(model[0].weight)
+        with optimizer.gathered(write=True):
+            kept = model[0].weight.detach().clone()
+            model[0].weight.data.mul_(1.5)
+        assert_same_bits(optimizer.full_master(model[0].weight), (kept * 1.5).float())
+        optimizer.consolidate_state_dict()
+        with optimizer.gathered(write=True):
+            model[0].weight.data.copy_(kept)
+        assert_same_bits(optimizer.full_master(model[0].weight), before, "reading changed something")
+        with optimizer.gathered(write=True):
+            write(model[0].weight)
+        state = {key: value.float() for key, value in build(5)[2].state_dict().items()}
+        with optimizer.gathered(write=True):
+            model[2].load_state_dict(state)
+        read = [optimizer.full_master(p) for p in model.parameters()]
+        optimizer.consolidate_state_dict(None)
+        for index, master in optimizer.state_dict()["masters"].items():
+            assert_same_bits(master, read[index], "what is saved is that with which the next step begins")
+        step(model, optimizer, transport.rank)
+        optimizer.close()
+        return model, read
+
+    plain = Plain()
+    plain.step(0, 1)
+    write(plain.model[0].weight)
+    plain.model[2].load_state_dict(build(5)[2].state_dict())
+    followed = plain.numbers.followed()
+    plain.step(0, 1)
+    for model, read in on_threads(2, program):
+        for ours, theirs in zip(read, followed, strict=True):
+            assert_same_bits(ours, theirs)
+        assert_same_model(model, plain.model)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_is_written_far_behind_and_a_zeros_sign_count(stage: int) -> None:
+    """Weights are compared with their masters in blocks, of 65,536 elements on the CPU."""
+
+    def program(transport: Transport) -> tuple[Tensor, Tensor]:
+        model = nn.Linear(512, 512)
+        nn.init.zeros_(model.bias)
+        optimizer = zero(model, transport, stage, bucket_cap_mb=25.0)
+        with optimizer.gathered(write=True):
+            model.weight.data.view(-1)[:: 1 << 15] = 3.0
+            model.weight.data.view(-1)[-1] = 5.0
+            model.bias.data[3:40] = -0.0
+        master, bias = optimizer.full_master(model.weight), optimizer.full_master(model.bias)
+        model(torch.ones(1, 512)).float().sum().backward()
+        for group in optimizer.param_groups:
+            group.update(lr=0.0, weight_decay=0.0)
+        optimizer.step()
+        optimizer.close()
+        assert_same_bits(model.weight, master.to(BF16))
+        return master, bias
+
+    expected = torch.zeros(512)
+    expected[3:40] = -0.0
+    for master, bias in on_threads(2, program):
+        assert master.view(-1)[:: 1 << 15].tolist() == [3.0] * 8
+        assert master.view(-1)[-1] == 5.0
+        assert_same_bits(bias, expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_is_never_trained_has_no_master_weights(stage: int) -> None:
+    """Nor does it need any for a class that begins with state; it has them from its first step on."""
+
+    def program(transport: Transport) -> None:
+        model = build()
+        model[0].requires_grad_(False)
+        precision = MixedPrecision(BF16)
+        optimizer = ZeroOptimizer(
+            model, torch.optim.Adagrad, lr=0.1, stage=stage, process_group=transport, mixed_precision=precision
+        )
+        for seed in range(2):
+            step(model, optimizer, seed)
+        found = optimizer.describe()
+        assert found.formula_bytes["optimizer"] == found.bytes["optimizer"]
+        trained, begun = (sum(p.numel() for p in part.parameters()) for part in (model[1:], model[0]))
+        assert abs(found.bytes["optimizer"] - (8 * trained + 4 * begun) // 2) <= 64 * 12
+        masters = [bucket.states.master for bucket in parts_of(optimizer).storage.buckets]
+        frozen = [not bucket.trainable for bucket in found.buckets]
+        assert [master is not None and not master.exists for master in masters] == frozen
+        assert any(frozen)
+        optimizer.consolidate_state_dict(None)
+        assert sorted(optimizer.state_dict()["masters"]) == [2, 3, 4, 5]
+        model[0].requires_grad_(True)
+        step(model, optimizer)
+        assert all(master is not None and master.exists for master in masters)
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize(("stage", "later", "model_first"), [(2, 0, True), (3, 1, False), (1, 3, True)])
+def test_training_goes_on_from_a_saved_dict(stage: int, later: int, model_first: bool) -> None:
+    def begin(transport: Transport) -> tuple[Any, Any]:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        step(model, optimizer)
+        optimizer.consolidate_state_dict(None)
+        with optimizer.gathered():
+            return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
+
+    weights, saved = on_threads(2, begin)[0]
+
+    def go_on(transport: Transport) -> nn.Module:
+        model = build(7)
+        if model_first:
+            model.load_state_dict(weights)
+        optimizer = zero(model, transport, later)
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        if not model_first:
+            with optimizer.gathered(write=True):
+                model.load_state_dict(weights)
+        step(model, optimizer, 1)
+        optimizer.close()
+        return model
+
+    plain = Plain()
+    plain.step(0)
+    assert_same_states(saved, plain.optimizer.state_dict())
+    for index, master in saved["masters"].items():
+        assert_same_bits(master, plain.numbers.updated[index])
+    plain.step(1)
+    for model in on_threads(3, go_on):
+        assert_same_model(model, plain.model)
+
+
+def test_a_dict_without_masters_keeps_them() -> None:
+    model = build()
+    groups = [
+        {"params": list(model[0].named_parameters(prefix="0")), "optimizer_class": torch.optim.SGD},
+        {"params": list(model[1:].named_parameters())},
+    ]
+    optimizer = zero(groups, solo(), 2, module=model)
+    saved = optimizer.state_dict()
+    masters = [optimizer.full_master(parameter) for parameter in model.parameters()]
+    assert not torch.equal(masters[0], masters[0].to(BF16))
+    optimizer.load_state_dict({name: {k: v for k, v in d.items() if k != "masters"} for name, d in saved.items()})
+    for parameter, master in zip(model.parameters(), masters, strict=True):
+        assert_same_bits(optimizer.full_master(parameter), master)
+    model = build()
+    optimizer = zero(model, solo(), 2)
+    step(model, optimizer)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({**saved, "masters": {}})
+    for p in model.parameters():
+        assert_same_bits(optimizer.full_master(p), p.detach().float())
+    optimizer.load_state_dict(saved)
+    for index, p in enumerate(model.parameters()):
+        assert_same_bits(optimizer.full_master(p), saved["masters"][index])
+    wide = torch.optim.AdamW([master.clone().requires_grad_() for master in saved["masters"].values()], lr=0.05)
+    wide.load_state_dict(saved)  # torch's own class ignores the masters
+    assert_same_states(wide.state_dict(), saved)
+    wrong: list[tuple[Any, str]] = [
+        ({**saved["masters"], 2: torch.zeros(3)}, r"master weights of '1.weight' have shape \(3,\)"),
+        *[(masters, "must hold tensors by the parameters' indices") for masters in ({"0": wide}, {0: "x"}, [1])],
+    ]
+    for given, words in wrong:
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict({**saved, "masters": given})
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_full_gradient_is_the_wide_mean(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage)
+        for turn in range(2):
+            loss_of(model, 2 * turn + transport.rank).backward()  # type: ignore[no-untyped-call]
+        assert model[0].weight.grad is not None
+        with pytest.raises(RuntimeError, match="full_grad"):
+            model[0].weight.grad.sum()
+        whole, plain = optimizer.full_grad(model[0].weight), Plain()
+        plain.step(0, 1, 2, 3)
+        expected = plain.numbers.held[0].grad
+        assert whole is not None
+        assert expected is not None
+        assert_same_bits(whole, expected * 2)  # divided by 2 ranks there, by 4 micro-batches here
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_that_all_zeroed_is_zero_in_every_slice(stage: int) -> None:
+    """Not -0.0, as for a parameter that no rank used."""
+
+    def program(transport: Transport) -> None:
+        model, ones = build(), torch.ones(1, WIDTH, dtype=BF16)
+        optimizer = zero(model, transport, stage)
+        loss = model[0](ones).float().square().mean()
+        (loss if transport.rank else loss + model[2](ones).float().mean()).backward()
+        optimizer.zero_grad(set_to_none=False)
+        model[0](ones).float().square().mean().backward()
+        used, zeroed = (optimizer.full_grad(part.weight) for part in (model[0], model[2]))
+        assert used is not None
+        assert used.any()
+        assert zeroed is not None
+        assert_same_bits(zeroed, torch.zeros(WIDTH, WIDTH))
+        assert optimizer.full_grad(model[1].weight) is None
+
+    on_threads(2, program)

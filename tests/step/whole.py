@@ -1,0 +1,73 @@
+"""A model of which classes step some parameters whole, and its training beside the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
+
+from ..support.loops import seeded
+from ..support.plain import plain_step
+
+MICRO_BATCHES = 6
+
+
+class Mixed(nn.Module):
+    """Matrices and vectors, for one class each: some unused, frozen, tied, and in another memory order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 24), nn.Tanh(), nn.Linear(24, 8)) for _ in range(3))
+        self.blocks[2][0].weight = self.blocks[0][0].weight
+        self.blocks[1][2].weight = nn.Parameter(self.blocks[1][2].weight.detach().t().contiguous().t())
+        self.norm, self.unused, self.frozen = nn.LayerNorm(8), nn.Linear(3, 5), nn.Linear(8, 8)
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.frozen(self.norm(x))
+
+
+def batch(step: int, number: int, model: nn.Module) -> Tensor:
+    values = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + number))
+    return values.to(next(model.parameters()).dtype)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    found: Tensor = model(x).square().mean()
+    return found
+
+
+def train_plainly(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        batches = [batch(step, number, model) for number in range(MICRO_BATCHES)]
+        plain_step(model, optimizer, loss_of, batches, MICRO_BATCHES, 0.5)
+        optimizer.zero_grad()
+
+
+def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range = range(3)) -> None:
+    optimizer.divisor = MICRO_BATCHES
+    for step in steps:
+        for number in range(optimizer.rank, MICRO_BATCHES, optimizer.world_size):
+            loss_of(model, batch(step, number, model)).backward()  # type: ignore[no-untyped-call]
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def made(build: Callable[[], nn.Module] = Mixed, dtype: torch.dtype = torch.float32) -> Any:
+    return seeded(0, build).to(dtype)
+
+
+def on_ranks(world_size: int, run: Callable[[Any, Transport], Any], model: nn.Module) -> list[Any]:
+    """Call ``run`` on every rank with a copy of ``model``."""
+    models = [made(type(model), next(model.parameters()).dtype) for _ in range(world_size)]
+    return on_threads(world_size, lambda transport: run(models[transport.rank], transport), timeout=10)
