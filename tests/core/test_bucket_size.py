@@ -13,7 +13,6 @@ from torch import nn
 from zero.config import Config
 from zero.core.buckets import build, extended
 from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, Dtypes
-from zero.core.stage import stage_of
 from zero.planning.models.shapes import model_of
 
 WIDTH = 3000  # a square of it is 34.3 MiB in fp32, 17.2 in bf16
@@ -31,19 +30,7 @@ def blocks() -> nn.Module:
 
 
 def config(module: nn.Module | None, stage: int = 3, **changes: Any) -> Config:
-    given: dict[str, Any] = {
-        "stage": stage_of(stage),
-        "module": module,
-        "process_group": None,
-        "bucket_cap_mb": "auto",
-        "collective": "auto",
-        "sharding_factor": None,
-        "reshard_after_forward": True,
-        "offload": None,
-        "precision": None,
-        "units": None,
-        "partition": None,
-    }
+    given: dict[str, Any] = {"stage": stage, "module": module, "process_group": None, "bucket_cap_mb": "auto"}
     return Config(**{**given, **changes})
 
 
@@ -81,7 +68,7 @@ def test_on_an_accelerator_a_bucket_is_a_unit_or_a_twelfth() -> None:
 
 
 def test_the_first_bucket_is_smaller_and_a_later_group_has_none() -> None:
-    specs = model_of(blocks(), "").specs(lambda _: Dtypes.all(torch.float32), with_units=False, device="cuda")
+    specs = model_of(blocks(), "").specs(Dtypes.all(torch.float32), with_units=False, device="cuda")
     square = specs[0].numel * 4
     assert [len(bucket.slots) for bucket in build(specs, 2, 100 * square).buckets] == [3]
     layout = build(specs, 2, 100 * square, first_bytes=square)

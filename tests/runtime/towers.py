@@ -21,8 +21,8 @@ from collectives import Transport, solo
 from zero import ZeroOptimizer, setup
 from zero.step import partition
 
-from ..support.stream_backend import on_streams
-from ..support.stream_checker import Stream, StreamChecker, off, pretend
+from .stream_backend import on_streams
+from .stream_checker import Stream, StreamChecker, off, pretend
 
 WIDTH = 8
 BATCH = torch.ones(2, WIDTH)
