@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
-from .parameters.test_stage3_errors import error_of, is_plain, zero
+from .parameters.stage3 import error_of, is_plain, zero
 from .support.plain import assert_same_model
+
+pytestmark = pytest.mark.contract
 
 SOME = pytest.mark.parametrize("stage", [0, 1, 2])
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])

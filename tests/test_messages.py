@@ -19,11 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
-from .parameters.test_stage3_errors import error_of, zero
+from .parameters.stage3 import error_of, zero
 from .support.plain import assert_same_bits, assert_same_model
 from .support.pool import GlooPool
 from .support.shampoo import Shampoo
 from .test_close import BATCH, build, train
+
+pytestmark = pytest.mark.contract
 
 ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 BELOW = pytest.mark.parametrize("stage", [0, 1, 2])
