@@ -93,13 +93,15 @@ def is_plain(model: nn.Module) -> bool:
     return not ours and not any(type(parameter).__module__.startswith("zero.") for parameter in model.parameters())
 
 
-def then_train(transport: Transport, act: Callable[[Net, ZeroOptimizer], Any]) -> tuple[Any, nn.Module]:
+def then_train(
+    transport: Transport, act: Callable[[Any, ZeroOptimizer], Any], build: Callable[[], Any] = Net, **arguments: Any
+) -> tuple[Any, Any]:
     """Return the result of an action on a rank, and the model after one further step."""
-    model = Net()
-    optimizer = zero(model, transport)
+    model = build()
+    optimizer = zero(model, transport, **arguments)
     found = act(model, optimizer)
     optimizer.zero_grad()
-    train(model, optimizer)
+    train(model, optimizer, getattr(model, "inputs", INPUTS))
     optimizer.close()
     return found, model
 
@@ -131,16 +133,3 @@ def plain_blocks(width: int, steps: int, *, doubled: int | None = None) -> Block
     for _ in range(steps):
         train(model, optimizer, model.inputs)
     return model
-
-
-def blocks_then_train(
-    width: int, transport: Transport, act: Callable[[Blocks, ZeroOptimizer], Any], **arguments: Any
-) -> tuple[Any, Blocks]:
-    """Return the result of an action on a rank, and the blocks after one further step."""
-    model = Blocks(width)
-    optimizer = zero(model, transport, **{"lr": SLOWLY, **arguments})
-    found = act(model, optimizer)
-    optimizer.zero_grad()
-    train(model, optimizer, model.inputs)
-    optimizer.close()
-    return found, model

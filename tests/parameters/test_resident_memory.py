@@ -15,7 +15,7 @@ from zero import ZeroOptimizer
 from zero.parameters.unit_manager import UnitManager
 
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import SLOWLY, Blocks, blocks_then_train, error_of, plain_blocks, train, zero
+from .stage3 import SLOWLY, Blocks, error_of, plain_blocks, then_train, train, zero
 from .worlds import TOGETHER, on, size_of
 
 TOLD = "'1.weight' was edited while its unit was gathered"
@@ -76,7 +76,7 @@ def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int
             over.set()
             return shown, values_of(model, optimizer)
 
-        return blocks_then_train(width, transport, act, optimizer_class=late_class)
+        return then_train(transport, act, lambda: Blocks(width), lr=SLOWLY, optimizer_class=late_class)
 
     for (shown, seen), model in on("common", program):
         assert_same_bits(shown, plain_blocks(width, 1).weight(held))
@@ -109,7 +109,9 @@ def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(
             over.set()
             return model.weight(1).detach().clone(), shown
 
-    for (seen, shown), model in on("common", lambda transport: blocks_then_train(width, transport, act)):
+    for (seen, shown), model in on(
+        "common", lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)
+    ):
         assert_same_bits(seen, plain_blocks(width, 0, doubled=1).weight(1))
         assert_same_bits(shown, seen)
         assert_same_model(model, plain_blocks(width, 1, doubled=1))
@@ -129,7 +131,7 @@ def test_nobody_writes_while_another_rank_reads() -> None:
         written.set()
         return output
 
-    for output, model in on("common", lambda transport: blocks_then_train(4, transport, act)):
+    for output, model in on("common", lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
         assert_same_bits(output, Blocks(4)(torch.ones(2, 4)))
         assert_same_model(model, plain_blocks(4, 1, doubled=1))
 
@@ -162,7 +164,7 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
                     model[0].register_forward_pre_hook(lambda *_: begun.set())
                 return bool(interrupted), model(model.inputs)
 
-        return blocks_then_train(4, transport, act, optimizer_class=late_class)
+        return then_train(transport, act, lambda: Blocks(4), lr=SLOWLY, optimizer_class=late_class)
 
     results = on("common", program)
     assert [interrupted for (interrupted, _), _ in results] == [True, False]
@@ -192,7 +194,9 @@ def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width:
         again = error_of(optimizer.step)
         return message, again, values_of(model, optimizer), torch.from_numpy(array).clone()
 
-    for (message, again, seen, array), model in on("common", lambda group: blocks_then_train(width, group, act)):
+    for (message, again, seen, array), model in on(
+        "common", lambda group: then_train(group, act, lambda: Blocks(width), lr=SLOWLY)
+    ):
         assert f"rank 0: {TOLD}" in message
         assert again == "nothing"
         assert_values(seen, plain_blocks(width, 1))
@@ -218,7 +222,7 @@ def test_an_edit_in_a_backward_is_told_or_kept(world: str) -> None:
     optimizer.step()
     optimizer.zero_grad()
     train(edited, optimizer, edited.inputs)
-    for said, model in on(world, lambda transport: blocks_then_train(4, transport, act)):
+    for said, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
         assert said == "nothing" if size_of(world) == 1 else TOLD in said
         assert_same_model(model, edited if size_of(world) == 1 else plain_blocks(4, 1))
 

@@ -1,17 +1,32 @@
-"""Graphs that leave their block, units of two optimizers inside each other and like names stay apart."""
+"""Graphs outside of their block, optimizers whose units nest, and names stay apart; what cannot be is refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport
 from zero import ZeroOptimizer
 
-from ..support.cases import Case, assert_nothing_is_here
+from ..support.cases import (
+    Batch,
+    Case,
+    Fails,
+    assert_nothing_is_here,
+    assert_parameters,
+    batches_of,
+    loss_of,
+    net_of,
+    one_backward,
+    plain_loop,
+    sharded,
+    train,
+)
 from ..support.plain import assert_same_model, plain_step
 from .worlds import EVERY_WORLD, on, size_of
 
@@ -107,3 +122,120 @@ def test_units_whose_long_names_begin_alike_are_told_apart() -> None:
 
     for said in on("travel", program):
         assert "gather of unit 'a_module_with" in said
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+EDITED = "modified by an inplace operation"
+
+
+def derivative_inside(model: Any, batch: Batch) -> None:
+    def derive(unit: Any, inputs: Any) -> Any:
+        return torch.func.grad(lambda y: torch.tanh(unit.inner(y)).sum())(inputs[0])
+
+    with model.blocks[0].register_forward_pre_hook(derive):
+        model(batch.x)
+
+
+def after_its_unit(model: Any, batch: Batch) -> None:
+    with model.blocks[1].register_forward_hook(lambda *_: model.blocks[0].norm.weight.sum()):
+        model(batch.x)
+
+
+def checkpointed(model: Any, batch: Batch) -> None:
+    hidden = checkpoint(model.blocks[0], model.embed(batch.x), use_reentrant=True)
+    hidden.sum().backward()
+
+
+def edit_a_saved_result(model: Any, batch: Batch) -> None:
+    hidden = model.blocks[0](model.embed(batch.x))
+    with torch.no_grad():
+        hidden.zero_()
+    out = model.blocks[1](hidden)
+    with torch.no_grad():
+        hidden.exp_()
+    out.sum().backward()
+
+
+REFUSALS: list[tuple[Callable[[Any, Batch], None], str, str]] = [
+    (derivative_inside, "travel", "saved tensor hooks"),
+    (after_its_unit, "common", r"'blocks\.0\.norm\.weight' is released: .*gathered\(\)"),
+    (checkpointed, "travel", "use_reentrant=False"),
+    (edit_a_saved_result, "one", EDITED),
+]
+
+
+@pytest.mark.parametrize(("wrong", "world", "message"), REFUSALS)
+def test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on(wrong: Any, world: str, message: str) -> None:
+    case = Case()
+    if message == EDITED:  # torch raises this, too
+        with pytest.raises(RuntimeError, match=EDITED):
+            wrong(case.make(), batches_of(0, 1)[0])
+    _, expected = plain_loop(case, size_of(world))
+
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(case, transport)
+        for step in range(case.steps):
+            with pytest.raises(RuntimeError, match=message):
+                wrong(model, batches_of(step, 1)[0])
+            optimizer.zero_grad()
+            train(case, model, optimizer, step)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert_nothing_is_here(model, optimizer)
+            with optimizer.gathered():
+                assert_parameters(model, expected[step])
+
+    on(world, program)
+
+
+@EVERY_WORLD
+def test_an_exception_in_a_forward_leaves_nothing_gathered_at_once(world: str) -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(Case(net_of(Fails)), transport)
+        model.blocks[1].armed = "forward"
+        for grad in (True, False, True):
+            with pytest.raises(ZeroDivisionError), torch.set_grad_enabled(grad):
+                model(batches_of(0, 1)[0].x)
+            assert_nothing_is_here(model, optimizer)
+
+    on(world, program)
+
+
+@pytest.mark.parametrize(
+    ("world", "create_graph"), [("travel", False), ("travel", True), ("one", True), ("common", False)]
+)
+def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(world: str, create_graph: bool) -> None:
+    case = Case()
+
+    def late(model: Any) -> Tensor:
+        batch = batches_of(7, 1)[0]
+        if not create_graph:
+            return loss_of(model, batch)
+        x = batch.x.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss_of(model, Batch(x, 0, 0)), x, create_graph=True)
+        return gradient.square().sum()
+
+    plain = case.make()
+    adam = torch.optim.AdamW(plain.parameters())
+    one_backward(plain, batches_of(0, 1)[0])
+    loss = late(plain)
+    adam.step()
+    with pytest.raises(RuntimeError, match=EDITED):
+        loss.backward()
+    _, expected = plain_loop(case, size_of(world))
+
+    def program(transport: Transport) -> None:
+        model, optimizer = sharded(case, transport)
+        for step in range(case.steps):
+            train(case, model, optimizer, step)
+            loss = late(model)
+            optimizer.step()
+            with pytest.raises(RuntimeError, match=f"changed by a step or an edit after the forward|{EDITED}"):
+                loss.backward()
+            optimizer.zero_grad()
+            with optimizer.gathered():
+                assert_parameters(model, expected[step])
+        assert_nothing_is_here(model, optimizer, lends=create_graph)
+
+    on(world, program)
