@@ -129,11 +129,7 @@ def test_whatever_says_what_it_holds_is_compared(kind: str) -> None:
 
 TRAINED: dict[str, tuple[Callable[[], Tensor], int, str]] = {
     "wrapper": (lambda: nn.Parameter(two(1.0)), 2, "'held' is a TwoTensor, a tensor subclass with a __torch_disp"),
-    "complex": (
-        lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)),
-        2,
-        "'held' is torch.complex64, and only real parameters are trained: keep its real view, nn.Parameter(torch.view",
-    ),
+    "complex": (lambda: nn.Parameter(torch.ones(3) * 1j), 2, "'held' is torch.complex64, and only real parameters"),
     "fp8": (lambda: nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), 3, "'held' is torch.float8_e5m2: train one of"),
 }
 
@@ -161,9 +157,6 @@ def test_what_cannot_be_trained_is_named_on_every_rank_with_a_remedy(kind: str) 
         assert "TypeError: 'parameter 3' is a TwoTensor, a tensor subclass" in told[1]
         assert "no listed parameter can be trained: all are frozen" in told[2]
         assert_same_model(model, plain(holder(torch.ones(3))))
-
-
-# -- calls ------------------------------------------------------------------------------------------------------------
 
 
 @STAGES
@@ -268,24 +261,22 @@ def test_writes_are_rank_0s_and_of_subclasses_everybodys_and_copies_that_came_ap
 
 @pytest.mark.parametrize(("stage", "module"), [(0, False), (2, True)])
 def test_a_list_or_a_group_may_hold_what_is_replicated(stage: int, module: bool) -> None:
-    def program(group: Transport) -> tuple[list[int], Tensor, str, nn.Module]:
+    def program(group: Transport) -> tuple[list[int], Tensor, nn.Module]:
         model = holder(torch.full((3,), group.rank + 1, dtype=torch.int8))
         optimizer = zero([model.held, model.layer.weight], group, stage, module=model if module else None)
         more = nn.Parameter(torch.full((2,), group.rank + 7, dtype=torch.uint8), requires_grad=False)
         optimizer.add_param_group({"params": [more, model.layer.bias]})
         assert model.held.tolist() == [1, 1, 1]
-        again = error_of(optimizer.add_param_group, {"params": [more]})
         train(model, optimizer)
         optimizer.consolidate_state_dict(0)
         indices = [] if group.rank else [g["params"] for g in optimizer.state_dict()["param_groups"]]
         optimizer.close()
-        return indices, more, again, model
+        return indices, more, model
 
     results = on_threads(2, program, timeout=20)
     assert results[0][0] == [[0, 1], [2, 3]]
-    for _, more, again, model in results:
+    for _, more, model in results:
         assert more.tolist() == [7, 7]
-        assert "'parameter 2' is in a param group already" in again
         assert_same_model(model, plain(holder(torch.ones(3, dtype=torch.int8))))
 
 

@@ -176,6 +176,25 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
 # -- edits ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("world", "width", "number"), [("common", 40, 2), ("common", 4, 1), ("travel", 40, 1)])
+def test_an_exception_in_a_block_inside_one_that_writes_undoes_nothing(world: str, width: int, number: int) -> None:
+    """Also while somebody holds the neighbour's memory."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> None:
+        with optimizer.gathered(model.weight(2)):
+            kept = model.weight(2).detach()
+        with optimizer.gathered(model.weight(1), write=True):
+            model.weight(1).data.mul_(2 + 5 * optimizer.rank)
+            with suppress(PlannedError), optimizer.gathered(model.weight(number)):
+                raise PlannedError
+            with torch.no_grad():
+                model(model.inputs)
+        del kept
+
+    for _, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)):
+        assert_same_model(model, plain_blocks(width, 1, doubled=1))
+
+
 @pytest.mark.parametrize(("width", "runs"), [(4, False), (40, True)])
 def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width: int, runs: bool) -> None:
     """Also on a rank that ran no forward since; and nothing stays of it when the other ranks have written there."""
