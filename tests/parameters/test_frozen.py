@@ -80,9 +80,6 @@ def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
         assert told == results[0][1]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
-
-
 class Holder(nn.Module):
     """A trained layer beside a frozen tensor."""
 

@@ -213,9 +213,6 @@ def test_hooks_and_attributes_are_not_lost_in_silence() -> None:
     assert model[5].running_mean.note == "kept"
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def replace(module: nn.Module) -> None:
     module.bias = nn.Parameter(torch.ones(2))
 
@@ -224,9 +221,9 @@ def linear() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def forgetful() -> nn.Module:
+def forgetful(dtype: torch.dtype = torch.float32) -> nn.Module:
     made = linear()  # it cannot initialize its mask again
-    made.register_buffer("mask", torch.ones(2), persistent=False)
+    made.register_buffer("mask", torch.ones(2, dtype=dtype), persistent=False)
     return made
 
 
@@ -238,6 +235,7 @@ FILLED = {"param_init_fn": print}
 SCALE = {"1.0": torch.full((3,), 2.0)}
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "a buffer": (forgetful, {}, "'mask' was on the meta device and has no value: .*reset_parameters"),
+    "a buffer of numbers": (lambda: forgetful(torch.int64), {}, "'mask' was on the meta device and has no value"),
     "a function that replaces": (linear, {"param_init_fn": replace}, "param_init_fn replaced parameter or buffer"),
     "another shape": (linear, {**FILLED, "init_state_dict": {"bias": torch.ones(3)}}, r"has shape \(2,\), but \(3,\)"),
     "nothing in the dict": (silent, {"init_state_dict": SCALE}, "has no '0.weight', which the model has: pass param_i"),

@@ -58,14 +58,3 @@ def test_a_graph_that_is_broken_at_units_is_said_once() -> None:
     texts = [str(each.message) for each in said]
     assert len([text for text in texts if "stage 3: the graph of a compiled call is broken at" in text]) == 1
     assert not any("does not know how to trace" in text for text in texts)
-
-
-def test_close_gives_back_the_compiled_call() -> None:
-    model = Net()
-    optimizer = ZeroOptimizer(model, stage=3, process_group=solo(), lr=0.1)
-    blocks_in_place(model)
-    calls = [block._compiled_call_impl for block in model.blocks]
-    model(torch.ones(2, INPUTS)).sum().backward()
-    assert [block._compiled_call_impl for block in model.blocks] != calls
-    optimizer.close()
-    assert [block._compiled_call_impl for block in model.blocks] == calls

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import on_threads
+from collectives import on_threads, solo
+from zero import ZeroOptimizer
 
 from ...parameters.compiled import (
     CASES,
@@ -22,9 +23,11 @@ from ...parameters.compiled import (
     recorded,
 )
 from ...support.cases import (
+    INPUTS,
     WIDTH,
     Block,
     Case,
+    Net,
     check_rank,
     net_of,
     plain_loop,
@@ -89,3 +92,14 @@ def test_a_compiled_unit_has_the_graphs_of_the_plain_model(name: str, ranks: int
     assert set(found.graphs) == set(plain.graphs)
     assert ranks > 1 or len(found.graphs) == len(plain.graphs)
     assert ours_frames == frames if ranks == 1 else ours_frames <= ranks * frames
+
+
+def test_close_gives_back_the_compiled_call() -> None:
+    model = Net()
+    optimizer = ZeroOptimizer(model, stage=3, process_group=solo(), lr=0.1)
+    blocks_in_place(model)
+    calls = [block._compiled_call_impl for block in model.blocks]
+    model(torch.ones(2, INPUTS)).sum().backward()
+    assert [block._compiled_call_impl for block in model.blocks] != calls
+    optimizer.close()
+    assert [block._compiled_call_impl for block in model.blocks] == calls
