@@ -1,14 +1,13 @@
-"""The library's work for an accelerator, tested without one: waits of streams, refusals, and placement.
+"""On an accelerator, streams wait for each other, captures and several devices are refused: tested without one.
 
-CUDA graph captures and several devices are refused, and models without memory are placed on the device of NCCL. Devices
-are device strings here, and streams record their waits.
+Devices are device strings here, and streams record their waits.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,21 +19,15 @@ from torch import nn
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
-from zero.core.parameter_specs import check_one_device, device_of
-from zero.core.stage import stage_of, why_one_device
+from zero.core.parameter_specs import check_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
 
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
-from ..support.sockets import on_sockets, on_wires
-from ..test_close import BATCH, build, train
-from ..test_errors import linear_locked
-from .test_stage3_errors import error_of, zero
+from .stage3 import INPUTS, Net, error_of, loss_of, plain, train, zero
 
-ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-RANKS = pytest.mark.parametrize("world_size", [1, 2])
-GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
+GPU = torch.device("cuda", 1)
 
 
 # -- several devices ---------------------------------------------------------------------------------------------------
@@ -57,32 +50,18 @@ def test_what_is_trained_is_on_one_device() -> None:
         check_one_device(found, "")
 
 
-def test_where_units_are_gathered_and_where_states_are_offloaded_it_must_be() -> None:
-    assert [bool(why_one_device(stage_of(number), False)) for number in range(4)] == [False, False, False, True]
-    assert all(why_one_device(stage_of(number), True) for number in range(4))
-
-
-def test_the_device_that_decides_is_the_first_accelerator() -> None:
-    one, other = torch.empty(1, device="meta"), torch.empty(1)
-    assert device_of([{"params": [other, one]}]) == torch.device("cpu")
-    with mock.patch.object(torch.Tensor, "device", property(lambda tensor: GPU if tensor is one else CPU)):
-        for params in ([other, one], [("a", other), ("b", one)], [one]):
-            assert device_of([{"params": params}]) == GPU
-
-
-@RANKS
-def test_trained_parameters_on_two_devices_are_refused_on_every_rank_before_anything_moves(world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trained_parameters_on_two_devices_are_refused_before_anything_moves(world_size: int) -> None:
     def program(transport: Transport) -> str:
-        model = build()
-        model[2] = nn.Linear(4, 4, device="meta")
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
         message = error_of(zero, model, transport, 3)
-        assert model[2].weight.is_meta
+        assert model[1].weight.is_meta
         return message
 
     with mock.patch("zero.config.Config.default_device", return_value=GPU):
-        for message in on_threads(world_size, program, timeout=5):
+        for message in on_threads(world_size, program, timeout=20):
             assert message.startswith("ValueError: ")
-            assert "'0.weight' is on cpu and '2.weight' on cuda:1" in message
+            assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
             assert message.endswith("would gather units in an order that differs between ranks")
 
 
@@ -112,7 +91,7 @@ class Stream:
 
 
 @contextmanager
-def on(stream: Stream) -> Iterator[None]:
+def current(stream: Stream) -> Iterator[None]:
     before, _HERE.current = getattr(_HERE, "current", None), stream
     try:
         yield
@@ -130,82 +109,35 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("accelerator")
-@ALL
-@RANKS
-@pytest.mark.by_default("1-1", "1-2", "2-3")
+@pytest.mark.parametrize(("stage", "world_size"), [(1, 1), (2, 2), (3, 1), (3, 2)])
 def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(stage: int, world_size: int) -> None:
     """At stages 0 to 2 a forward is the user's own: no code of the library runs in it."""
 
     def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
         waits: list[tuple[str, str]] = []
         forward, backward, update, clear = (Stream(name, waits) for name in ("forward", "backward", "step", "clear"))
-        model = build()
-        with on(forward):
+        model = Net()
+        with current(forward):
             optimizer = zero(model, transport, stage)
         for _ in range(2):
-            with on(forward):
-                loss = model(BATCH).square().mean()
-            with on(backward):
+            with current(forward):
+                loss = loss_of(model, INPUTS)
+            with current(backward):
                 loss.backward()
-            with on(update):
+            with current(update):
                 optimizer.step()
-            with on(clear):
+            with current(clear):
                 optimizer.zero_grad()
-        with on(clear):
+        with current(clear):
             optimizer.close()
         return waits, model
 
-    plain = build()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for _ in range(2):
-        train(plain, optimizer)
     later = [("step", "backward"), ("clear", "step")]
     between = [("forward", "clear"), ("backward", "forward")] if stage == 3 else [("backward", "clear")]
     expected = [("backward", "forward"), *later, *between, *later]  # the first backward waits for the construction
-    for waits, model in on_threads(world_size, program, timeout=5):
+    for waits, model in on_threads(world_size, program, timeout=20):
         assert waits == expected
-        assert_same_model(model, plain)
-
-
-@pytest.mark.usefixtures("accelerator")
-@ALL
-def test_a_gradient_that_comes_on_another_stream_is_waited_for(stage: int) -> None:
-    """This happens if parts of a forward ran on other streams: autograd runs their backwards there."""
-    waits: list[tuple[str, str]] = []
-    one, other = Stream("one", waits), Stream("other", waits)
-    model = build()
-
-    def switch(_: Any) -> None:
-        _HERE.current = other
-
-    with on(one):
-        optimizer = zero(model, solo(), stage)
-        loss = model(BATCH).square().mean()
-        model[1].weight.register_hook(switch)
-        loss.backward()
-        _HERE.current = one
-        optimizer.step()
-    assert waits == [("other", "one"), ("one", "other")]
-
-
-@pytest.mark.usefixtures("accelerator")
-def test_on_one_stream_nothing_waits() -> None:
-    waits: list[tuple[str, str]] = []
-    with on(Stream("one", waits)):
-        model = build()
-        optimizer = zero(model, solo(), 3)
-        for _ in range(2):
-            train(model, optimizer)
-        optimizer.close()
-    assert waits == []
-
-
-@ALL
-def test_on_the_cpu_no_stream_is_asked_for(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_current", lambda device: pytest.fail("there are no streams"))
-    monkeypatch.setattr(streams, "_is_recorded", lambda device: pytest.fail("there are no graphs"))
-    model = build()
-    train(model, zero(model, solo(), stage))
+        assert_same_model(model, plain(2))
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
@@ -213,33 +145,28 @@ def test_on_the_cpu_no_stream_is_asked_for(stage: int, monkeypatch: pytest.Monke
 Act = Callable[[nn.Module, ZeroOptimizer], Any]
 
 
-def backward(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    model(BATCH).square().mean().backward()
-
-
 ACTS: dict[str, Act] = {
-    "backward": backward,
+    "backward": lambda model, _: loss_of(model, INPUTS).backward(),
     "step": lambda _, optimizer: optimizer.step(),
     "clip": lambda _, optimizer: optimizer.clip_grad_norm_(1.0),
     "zero_grad": lambda _, optimizer: optimizer.zero_grad(),
-    "forward": lambda model, _: model(BATCH),
+    "forward": lambda model, _: model(INPUTS),
 }
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize("act", ACTS)
-@ALL
-def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None:
+@pytest.mark.parametrize(("act", "stage"), [*((act, 3) for act in ACTS), *zip(ACTS, (0, 1, 2, 0, 1), strict=True)])
+def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None:
     def program(transport: Transport) -> tuple[str, nn.Module]:
-        with on(Stream("one", [])):
-            model = build()
+        with current(Stream("one", [])):
+            model = Net()
             optimizer = zero(model, transport, stage)
             if act in ("step", "clip", "zero_grad"):
-                backward(model, optimizer)
+                loss_of(model, INPUTS).backward()
             waits: list[tuple[str, str]] = []
             _HERE.captures = True
             try:
-                with on(Stream("captured", waits)):
+                with current(Stream("captured", waits)):
                     message = error_of(ACTS[act], model, optimizer)
             finally:
                 _HERE.captures = False
@@ -249,15 +176,13 @@ def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None
             optimizer.close()
         return message, model
 
-    plain = build()
-    train(plain, torch.optim.SGD(plain.parameters(), lr=0.5))
-    for message, model in on_threads(2, program, timeout=5):
+    for message, model in on_threads(2, program, timeout=20):
         if act == "forward" and stage < 3:
             assert message == "nothing", "which runs nothing of the library"
         else:
             assert message.startswith("RuntimeError: a CUDA graph is being captured: ")
             assert message.endswith("outside torch.cuda.graph()")
-        assert_same_model(model, plain)
+        assert_same_model(model, plain(1))
 
 
 # -- models without memory ---------------------------------------------------------------------------------------------
@@ -265,11 +190,6 @@ def test_a_capture_is_refused_and_training_goes_on(stage: int, act: str) -> None
 
 class ToldError(Exception):
     pass
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.device:
@@ -294,7 +214,7 @@ def everywhere(group: dist.ProcessGroup, rank: int) -> list[str]:
     return [
         str(lands(each, backend, context))
         for each in (group, None)
-        for backend, context in (("nccl", nothing()), ("gloo", nothing()), ("nccl", torch.device("cpu")))
+        for backend, context in (("nccl", nullcontext()), ("gloo", nullcontext()), ("nccl", torch.device("cpu")))
     ]
 
 
@@ -305,33 +225,7 @@ def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: 
 
 
 def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
-    assert str(lands(None, "nccl", nothing())) == "cpu"
+    assert str(lands(None, "nccl", nullcontext())) == "cpu"
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     zero(model, solo(), 3).close()
     assert model[0].weight.device.type == "cpu"
-
-
-@pytest.mark.parametrize("ranks", [on_threads, on_wires, on_sockets])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_default_device_is_for_the_users_tensors_alone(ranks: Callable[..., list[nn.Module]], stage: int) -> None:
-    """For `torch.set_default_device("cuda")`; with "meta", the library's tensors would have no values."""
-
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module:
-        torch.autograd.backward(model(torch.ones(2, 3, device="cpu")).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-        return model
-
-    def program(transport: Transport) -> nn.Module:
-        model = linear_locked()
-        with torch.device("meta"):
-            optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, process_group=transport)
-            step(model, optimizer)
-            optimizer.consolidate_state_dict(1)
-            optimizer.close()
-        return model
-
-    expected = linear_locked()
-    step(expected, torch.optim.Adam(expected.parameters()))
-    for model in ranks(2, program, timeout=10):
-        assert_same_model(model, expected)

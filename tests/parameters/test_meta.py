@@ -1,10 +1,8 @@
-"""Models that were built on the meta device: the values of plain construction, and never more than two whole units."""
+"""Models from the meta device have the values of plain construction, and no rank ever holds more than two units."""
 
 from __future__ import annotations
 
-import resource
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,81 +10,38 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.parameter_specs import is_released
 
 from ..support.plain import assert_same_bits
-from ..support.pool import GlooPool
 
-ALL = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-MIB = 1 << 20
+pytestmark = pytest.mark.contract
 _BUILDING = threading.Lock()
 
 
-class Net(nn.Module):
-    """A net whose leaves initialize themselves once, in order of registration; a batch norm has buffers, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Embedding(50, 8)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)) for _ in range(4)
-        )
-        self.norm = nn.BatchNorm1d(8)
-        self.last = nn.Linear(8, 50)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.first(tokens)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        result: Tensor = self.last(self.norm(hidden))
-        return result
+def net() -> nn.Module:
+    """Build a net whose leaves initialize themselves once, in order of registration; a batch norm has buffers, too."""
+    blocks = (nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)) for _ in range(4))
+    return nn.Sequential(nn.Embedding(50, 8), *blocks, nn.BatchNorm1d(8), nn.Linear(8, 50))
 
 
-def on_meta(make: Callable[[], nn.Module] = Net) -> Any:
-    with torch.device("meta"):
+def on_meta(make: Callable[[], nn.Module] = net) -> Any:
+    with _BUILDING, torch.device("meta"):
         return make()
 
 
-def plain(seed: int = 0) -> Net:
-    with torch.random.fork_rng():
+def plain(seed: int) -> nn.Module:
+    with _BUILDING, torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Net()
+        return net()
 
 
-def trained(group: dist.ProcessGroup, rank: int, stage: int, meta: bool, bf16: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = on_meta() if meta else Net()
-    optimizer = ZeroOptimizer(
-        model,
-        stage=stage,
-        process_group=group,
-        bucket_cap_mb=0.001,
-        lr=1e-2,
-        mixed_precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16) if bf16 else None,
-    )
-    begun = [optimizer.full_master(parameter) for parameter in model.parameters()]
-    tokens = torch.arange(12) + rank
-    nn.functional.cross_entropy(model(tokens), tokens).backward()
-    optimizer.step()
-    optimizer.close()
-    return [*begun, *(p.detach() for p in model.parameters()), *model.buffers()]
-
-
-@ALL
-@pytest.mark.parametrize(("ranks", "bf16"), [(1, False), (2, False), (3, True)])
-@pytest.mark.by_default("1-False-1", "3-True-3")
-def test_one_seed_gives_the_bits_of_plain_construction(gloo: GlooPool, stage: int, ranks: int, bf16: bool) -> None:
-    members = range(ranks)
-    expected = gloo.run(trained, stage, False, bf16, ranks=members)
-    for ours, theirs in zip(gloo.run(trained, stage, True, bf16, ranks=members), expected, strict=True):
-        for a, b in zip(ours, theirs, strict=True):
-            assert_same_bits(a, b)
+def zero(model: nn.Module, stage: int = 3, group: Any = None, **given: Any) -> ZeroOptimizer:
+    group = solo() if group is None else group
+    return ZeroOptimizer(model, **{"stage": stage, "process_group": group, "bucket_cap_mb": 0.001, **given})
 
 
 def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
@@ -95,13 +50,15 @@ def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
 
 
 class Lazy(Mapping[str, Tensor]):
-    """A state dict that records its reads."""
+    """A state dict that records its reads, and on some ranks cannot be read."""
 
-    def __init__(self, values: Mapping[str, Tensor]) -> None:
-        self._values, self.read = values, list[str]()
+    def __init__(self, values: Mapping[str, Tensor], *, torn: bool = False) -> None:
+        self._values, self._torn, self.read = values, torn, list[str]()
 
     def __getitem__(self, name: str) -> Tensor:
         self.read.append(name)
+        if self._torn and name == "6.weight":
+            raise OSError("no such block")
         return self._values[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -111,19 +68,41 @@ class Lazy(Mapping[str, Tensor]):
         return len(self._values)
 
 
-@ALL
-@pytest.mark.by_default("1")
+@pytest.mark.parametrize(("stage", "bf16"), [(0, True), (2, False), (3, True), (3, False)])
+def test_one_seed_gives_the_bits_of_plain_construction(stage: int, bf16: bool) -> None:
+    """Masters before a step, parameters and buffers after it."""
+
+    def trained(model: nn.Module) -> list[Tensor]:
+        precision = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16) if bf16 else None
+        optimizer = zero(model, stage, lr=1e-2, mixed_precision=precision)
+        begun = [optimizer.full_master(parameter) for parameter in model.parameters()]
+        tokens = torch.arange(12)
+        nn.functional.cross_entropy(model(tokens), tokens).backward()
+        optimizer.step()
+        optimizer.close()
+        return [*begun, *(p.detach() for p in model.parameters()), *model.buffers()]
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        ours = trained(on_meta())
+    for mine, theirs in zip(ours, trained(plain(0)), strict=True):
+        assert_same_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: int) -> None:
+    """It counts whatever it says, and is let go."""
     expected = plain(3).state_dict()
+    expected["6.bias"].fill_(float("nan"))
+    expected["5.num_batches_tracked"].fill_(torch.iinfo(torch.int64).max)
 
     def program(transport: Transport) -> None:
-        with _BUILDING:
-            model = on_meta()
-        given = Lazy(expected)
-        optimizer = ZeroOptimizer(
-            model, stage=stage, process_group=transport, bucket_cap_mb=0.001, init_state_dict=given
-        )
+        model, given = on_meta(), Lazy(expected)
+        optimizer = zero(model, stage, transport, init_state_dict=given)
         assert given.read == list(expected)
+        reference = weakref.ref(given)
+        del given
+        assert reference() is None
         for name, value in values_of(model, optimizer).items():
             assert_same_bits(value, expected[name])
 
@@ -137,32 +116,33 @@ def test_a_safetensors_file_is_read_where_it_lies(tmp_path: Path) -> None:
     for file, part in zip(files, (names[:7], names[7:]), strict=True):
         save_file({name: expected[name] for name in part}, file)
     model = on_meta()
-    optimizer = ZeroOptimizer(model, stage=3, process_group=solo(), init_state_dict=files)
-    for name, value in values_of(model, optimizer).items():
+    for name, value in values_of(model, zero(model, init_state_dict=files)).items():
         assert_same_bits(value, expected[name])
     with pytest.raises(ValueError, match="cannot be read"):
-        ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=tmp_path / "missing.safetensors")
+        zero(on_meta(), init_state_dict=tmp_path / "missing.safetensors")
     with pytest.raises(ValueError, match=r"a.safetensors has '.*', which another file has, too"):
-        ZeroOptimizer(on_meta(), process_group=solo(), init_state_dict=[files[0], files[0]])
+        zero(on_meta(), init_state_dict=[files[0], files[0]])
 
 
-@ALL
-def test_a_function_of_the_user_s_sees_each_module_once_with_memory(stage: int) -> None:
-    seen: list[str] = []
+@pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
+def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
+    """Of eight units, each with one bucket, at most two have whole tensors at once, whichever are updated."""
 
-    def init(module: nn.Module) -> None:
-        seen.append(type(module).__name__)
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            assert tensor.device.type == "cpu"
-            tensor.fill_(len(seen))
+    def program(transport: Transport) -> list[int]:
+        model = on_meta(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))))
+        held = []
 
-    model = on_meta()
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), param_init_fn=init)
-    assert seen == ["Embedding", *["Linear", "LayerNorm", "Linear"] * 4, "BatchNorm1d", "Linear"]
-    values = values_of(model, optimizer)
-    assert values["first.weight"].eq(1).all()
-    assert values["last.bias"].eq(15).all()
-    assert values["norm.running_var"].eq(14).all()
+        def init(module: nn.Module) -> None:
+            held.append(sum(p.device.type == "cpu" and not hasattr(type(p), "released") for p in model.parameters()))
+            nn.init.ones_(module.weight)
+
+        chosen: Any = list(model.parameters())[listed]
+        zero(chosen, 3, transport, module=model, param_init_fn=init, bucket_cap_mb=0.0001).close()
+        return held
+
+    for held in on_threads(2, program):
+        assert len(held) == 8
+        assert max(held) <= 2
 
 
 class Tied(nn.Module):
@@ -171,128 +151,34 @@ class Tied(nn.Module):
         self.first, self.middle, self.last = nn.Embedding(20, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 20)
         self.last.weight = self.first.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.last(self.middle(self.first(tokens)))
-        return result
 
-
-@ALL
-def test_ties_frozen_parameters_and_what_is_kept_on_parameters_stay(stage: int) -> None:
-    model = on_meta(Tied)
-    weight = model.first.weight
-    weight.note = "kept"
-    model.middle[0].bias.requires_grad_(False)
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo())
-    assert model.first.weight is model.last.weight is weight is optimizer.param_groups[0]["params"][0]
-    assert weight.note == "kept"
-    assert not model.middle[0].bias.requires_grad
-    model(torch.arange(5)).sum().backward()
-    optimizer.step()
-
-
-@ALL
-@pytest.mark.by_default("3")
-def test_a_rank_may_have_values_where_others_have_none(stage: int) -> None:
-    """All ranks get rank 0's values."""
-    expected = plain(5).state_dict()
-
-    def program(transport: Transport) -> None:
-        with _BUILDING:
-            model = on_meta() if transport.rank else plain(5)
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.001)
-        for name, value in values_of(model, optimizer).items():
-            assert_same_bits(value, expected[name])
-
-    on_threads(3, program)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("listed", [slice(None), slice(1, None, 2), slice(7, None)], ids=["all", "every other", "last"])
-def test_at_stage_3_what_came_before_is_sharded_when_a_module_gets_memory(listed: slice) -> None:
-    """Of eight units, each with one bucket, at most two have whole tensors at once.
-
-    This holds whichever units the optimizer updates.
-    """
-
-    def program(transport: Transport) -> list[int]:
-        with _BUILDING:
-            model = on_meta(lambda: nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))))
-        held = []
-
-        def init(module: nn.Module) -> None:
-            held.append(sum(p.device.type == "cpu" and not is_released(p) for p in model.parameters()))
-            nn.init.ones_(module.weight)
-
-        chosen = list(model.parameters())[listed]
-        given: dict[str, Any] = {"stage": 3, "process_group": transport, "bucket_cap_mb": 0.0001}
-        ZeroOptimizer(chosen, module=model, param_init_fn=init, **given).close()
-        return held
-
-    for held in on_threads(2, program):
-        assert len(held) == 8
-        assert max(held) <= 2
-
-
-UNITS, WIDTH = 8, 3072  # 36 MiB each: the C library returns blocks above 32 MiB to the system as soon as they are freed
-
-
-def address_space() -> int:
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("VmSize:"))
-
-
-def built_within(group: dist.ProcessGroup, rank: int, room: int) -> bool:
-    """Return whether a model can be built by a rank that gets this many more bytes of address space."""
-
-    def build(units: int, width: int) -> ZeroOptimizer:
-        model = on_meta(lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(units))))
-        return ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=3, process_group=group, collective="pairwise")
-
-    build(2, 8)  # allocate everything that is allocated once
-    limits = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (address_space() + room, limits[1]))
-    try:
-        optimizer = build(UNITS, WIDTH)
-        held = optimizer.describe().bytes["parameters"]
-        return abs(held - UNITS * WIDTH * WIDTH) <= MIB  # a quarter of 4 bytes an element
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, limits)
-
-
-@pytest.mark.full
-def test_a_model_that_no_rank_may_hold_is_built_within_its_shards_and_two_units(gloo: GlooPool) -> None:
-    whole = 4 * UNITS * WIDTH * WIDTH
-    unit = whole // UNITS
-    room = whole // 4 + 2 * unit + 40 * MIB  # for threads, and for memory that the allocator keeps
-    assert room < 2 * whole // 3
-    assert gloo.run(built_within, room, ranks=range(4)) == [True] * 4
-
-
-# -- tensors that have values ------------------------------------------------------------------------------------------
-
-
-@ALL
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_state_dict_is_for_what_had_memory_too(stage: int) -> None:
-    model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2)))
+    model = on_meta()
     with torch.device("cpu"):
-        model[0], model[1] = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        model[0], model[5] = nn.Embedding(50, 8), nn.BatchNorm1d(8)
     given = {name: torch.full(value.shape, 7, dtype=value.dtype) for name, value in model.state_dict().items()}
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), bucket_cap_mb=1e-4, init_state_dict=given)
-    for value in values_of(model, optimizer).values():
+    for value in values_of(model, zero(model, stage, init_state_dict=given)).values():
         assert value.eq(7).all()
 
 
-@ALL
-@pytest.mark.parametrize("cap", [1e-4, 25.0])
-@pytest.mark.by_default("25.0-1")
+@pytest.mark.parametrize(("stage", "name"), [(1, "last.weight"), (3, "first.weight")])
+def test_a_tie_is_found_by_either_of_its_names(stage: int, name: str) -> None:
+    weight = torch.randn(20, 4)
+    given = {key: value for key, value in Tied().state_dict().items() if key not in ("first.weight", "last.weight")}
+    model = on_meta(Tied)
+    tied = model.first.weight
+    optimizer = zero(model, stage, init_state_dict={**given, name: weight})
+    assert_same_bits(values_of(model, optimizer)["first.weight"], weight)
+    assert model.first.weight is model.last.weight is tied is optimizer.param_groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(("stage", "cap"), [(1, 25.0), (2, 1e-4), (3, 1e-4), (3, 25.0)])
 def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float) -> None:
-    """A tied parameter whose values came with another module, and tensors that were never on the meta device."""
+    """Also a tied parameter whose values came with another module."""
 
     def build(model: nn.Module, **given: Any) -> dict[str, Tensor]:
-        optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), bucket_cap_mb=cap, **given)
-        return values_of(model, optimizer)
+        return values_of(model, zero(model, stage, bucket_cap_mb=cap, **given))
 
     weight = torch.randn(20, 4)
     given = {name: value for name, value in Tied().state_dict().items() if name not in ("last.weight", "last.bias")}
@@ -309,249 +195,105 @@ def test_what_a_module_draws_leaves_alone_what_has_values(stage: int, cap: float
         assert_same_bits(build(on_meta(Tied))["first.weight"], first)
     norm = on_meta(lambda: nn.BatchNorm1d(2))
     norm.weight = nn.Parameter(torch.full((2,), 5.0))
-    found = build(norm)
-    assert found["weight"].eq(5).all()
-    assert found["bias"].eq(0).all()
+    assert build(norm)["weight"].eq(5).all()
 
 
 def test_hooks_and_attributes_are_not_lost_in_silence() -> None:
     model = on_meta()
-    model.last.weight.register_hook(print)
-    with pytest.raises(ValueError, match=r"'last.weight' is on the meta device and has hooks, which it would lose"):
-        ZeroOptimizer(model, process_group=solo())
+    model[6].weight.register_hook(print)
+    with pytest.raises(ValueError, match=r"'6.weight' is on the meta device and has hooks, which it would lose"):
+        zero(model, 1)
     model = on_meta()
-    model.norm.running_mean.note = "kept"
-    reference = weakref.ref(model.last.bias)
-    with pytest.raises(ValueError, match=r"'last.bias' is on the meta device and cannot be given memory: .*weakref"):
-        ZeroOptimizer(model, process_group=solo())
+    model[5].running_mean.note = "kept"
+    reference = weakref.ref(model[6].bias)
+    with pytest.raises(ValueError, match=r"'6.bias' is on the meta device and cannot be given memory: .*weakref"):
+        zero(model, 1)
     del reference
-    ZeroOptimizer(model, process_group=solo())
-    assert model.norm.running_mean.note == "kept"
-
-
-class Forgetful(nn.Linear):
-    """A module that cannot initialize its mask again."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__(2, 2)
-        self.register_buffer("mask", torch.ones(2, dtype=dtype), persistent=False)
-
-
-class Replacing(nn.Linear):
-    def reset_parameters(self) -> None:
-        self.weight = nn.Parameter(torch.ones(2, 2))
+    zero(model, 1)
+    assert model[5].running_mean.note == "kept"
 
 
 def replace(module: nn.Module) -> None:
     module.bias = nn.Parameter(torch.ones(2))
 
 
-@ALL
-@pytest.mark.parametrize(
-    ("build", "given", "said"),
-    [
-        (lambda: Forgetful(torch.float32), {}, "'mask' was on the meta device and has no value: .*reset_parameters"),
-        (lambda: Forgetful(torch.int64), {}, "'mask' was on the meta device and has no value"),
-        (
-            lambda: Forgetful(torch.float32),
-            {"init_state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2)}},
-            "'mask' was on the meta device and has no value",
-        ),
-        (lambda: Replacing(2, 2), {}, "reset_parameters.. replaced parameter or buffer 'weight'"),
-        (
-            lambda: nn.Linear(2, 2),
-            {"param_init_fn": replace},
-            "param_init_fn replaced parameter or buffer",
-        ),
-        (
-            lambda: nn.Linear(2, 2),
-            {"init_state_dict": Lazy({"weight": torch.ones(2, 2), "bias": torch.ones(())})},
-            r"'bias' has shape \(2,\), but \(\) in the state dict",
-        ),
-        (
-            lambda: nn.Linear(2, 2),
-            {"init_state_dict": {"weight": torch.ones(2, 2), "bias": torch.ones(2, device="meta")}},
-            "init_state_dict has 'bias' on the meta device: give it values",
-        ),
-    ],
-)
-def test_values_that_would_be_none_are_told(
-    stage: int, build: Callable[[], nn.Module], given: dict[str, Any], said: str
-) -> None:
+def linear() -> nn.Module:
+    return nn.Linear(2, 2)
+
+
+def forgetful(dtype: torch.dtype = torch.float32) -> nn.Module:
+    made = linear()  # it cannot initialize its mask again
+    made.register_buffer("mask", torch.ones(2, dtype=dtype), persistent=False)
+    return made
+
+
+def silent() -> nn.Module:
+    return nn.Sequential(linear(), nn.ParameterList([nn.Parameter(torch.ones(3))]))
+
+
+FILLED = {"param_init_fn": print}
+SCALE = {"1.0": torch.full((3,), 2.0)}
+WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "a buffer": (forgetful, {}, "'mask' was on the meta device and has no value: .*reset_parameters"),
+    "a buffer of numbers": (lambda: forgetful(torch.int64), {}, "'mask' was on the meta device and has no value"),
+    "a function that replaces": (linear, {"param_init_fn": replace}, "param_init_fn replaced parameter or buffer"),
+    "another shape": (linear, {**FILLED, "init_state_dict": {"bias": torch.ones(3)}}, r"has shape \(2,\), but \(3,\)"),
+    "nothing in the dict": (silent, {"init_state_dict": SCALE}, "has no '0.weight', which the model has: pass param_i"),
+    "a stranger": (silent, {**FILLED, "init_state_dict": {"2.0": torch.ones(3)}}, "'2.0', which the model has not"),
+    "a module without a way": (silent, {}, r"'1.0' is on .*\(ParameterList\) has no reset_param.*_init_weights"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_values_that_would_be_none_are_told(name: str) -> None:
+    build, given, said = WRONG[name]
     with pytest.raises(ValueError, match=said):
-        ZeroOptimizer(on_meta(build), torch.optim.SGD, lr=0.1, stage=stage, process_group=solo(), **given)
+        zero(on_meta(build), 1 + 2 * (len(name) % 2), **given)
 
 
-@ALL
-def test_what_a_state_dict_says_counts_whatever_it_is(stage: int) -> None:
-    """Weights of a run that diverged, including the largest number."""
-    given = {
-        name: torch.full_like(value, float("nan") if value.is_floating_point() else torch.iinfo(value.dtype).max)
-        for name, value in plain(3).state_dict().items()
-    }
-    model = on_meta()
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), init_state_dict=given)
-    for name, value in values_of(model, optimizer).items():
-        assert_same_bits(value, given[name])
-
-
-@ALL
-def test_a_state_dict_is_let_go(stage: int) -> None:
-    class Values(dict[str, Tensor]):
-        """A state dict that supports weak references."""
-
-    given = Values(plain(3).state_dict())
-    reference = weakref.ref(given)
-    optimizer = ZeroOptimizer(on_meta(), stage=stage, process_group=solo(), init_state_dict=given)
-    del given
-    assert reference() is None
-    optimizer.close()
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
-
-
-class Silent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-
-@ALL
-def test_a_module_without_a_way_to_its_values_is_named_on_every_rank(stage: int) -> None:
-    def program(transport: Transport) -> str:
-        with _BUILDING:
-            model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
-        with pytest.raises(ValueError, match="reset_parameters") as caught:
-            ZeroOptimizer(model, stage=stage, process_group=transport)
-        return str(caught.value)
-
-    for told in on_threads(2, program):
-        assert "'1.scale' is on the meta device, and its module '1' (Silent) has no reset_parameters()" in told
-        assert "pass param_init_fn, which for a model of transformers is model._init_weights, or a state" in told
-
-
-def test_a_state_dict_has_what_the_model_has_unless_a_function_says_what_is_missing() -> None:
-    def build(**given: Any) -> Any:
-        model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), Silent()))
-        ZeroOptimizer(model, process_group=solo(), **given).close()
-        return model
-
-    scale = {"1.scale": torch.full((3,), 2.0)}
-    with pytest.raises(ValueError, match=r"init_state_dict has no '0.weight', which the model has: pass param_init_fn"):
-        build(init_state_dict=scale)
-    with pytest.raises(ValueError, match=r"init_state_dict has 'module.1.scale', which the model has not"):
-        build(init_state_dict={"module.1.scale": scale["1.scale"]}, param_init_fn=nn.Module.cpu)
-    model = build(init_state_dict=scale, param_init_fn=lambda module: [p.fill_(3) for p in module.parameters(False)])
-    assert model[1].scale.eq(2).all()
-    assert model[0].weight.eq(3).all()
-
-
-@ALL
-@pytest.mark.parametrize("name", ["first.weight", "last.weight"])
-def test_a_tie_is_found_by_either_of_its_names(stage: int, name: str) -> None:
-    with torch.random.fork_rng():
-        expected = Tied().state_dict()
-    weight = torch.randn(20, 4)
-    given = {key: value for key, value in expected.items() if key not in ("first.weight", "last.weight")}
-    model = on_meta(Tied)
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), init_state_dict={**given, name: weight})
-    assert_same_bits(values_of(model, optimizer)["first.weight"], weight)
-
-
-@pytest.mark.parametrize(
-    ("build", "arguments", "said"),
-    [
-        (Net, {"param_init_fn": print}, "this one has values: build it under"),
-        (
-            lambda: on_meta(),
-            {"init_state_dict": {"last.bias": torch.ones(3)}, "param_init_fn": print},
-            r"'last.bias' has shape \(50,\), but \(3,\)",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_told(build: Callable[[], nn.Module], arguments: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        ZeroOptimizer(build(), process_group=solo(), **arguments)
-
-
-def test_the_optimizer_is_built_where_there_is_memory() -> None:
-    model = on_meta()
-    with torch.device("meta"), pytest.raises(ValueError, match="build the optimizer outside of"):
-        ZeroOptimizer(model, process_group=solo())
-
-
-def test_parameters_alone_have_no_module_that_could_give_them_values() -> None:
-    with pytest.raises(ValueError, match="parameters on the meta device need their module"):
-        ZeroOptimizer(list(on_meta().parameters()), process_group=solo())
-
-
-class Unreadable(Lazy):
-    def __iter__(self) -> Iterator[str]:
-        raise OSError("no such disk")
-
-
-class Torn(Lazy):
-    def __getitem__(self, name: str) -> Tensor:
-        if name == "last.weight":
-            raise OSError("no such block")
-        return super().__getitem__(name)
-
-
-@ALL
-@pytest.mark.parametrize("kind", [Unreadable, Torn])
-@pytest.mark.by_default("Torn-1")
-def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int, kind: type[Lazy]) -> None:
-    values = plain(3).state_dict()
-
-    limit = 30.0
-
-    def program(transport: Transport) -> str:
-        with _BUILDING:
-            model = on_meta()
-        given = (kind if transport.rank == 1 else Lazy)(values)
-        begin = time.monotonic()
-        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
-            ZeroOptimizer(model, stage=stage, process_group=transport, init_state_dict=given)
-        assert time.monotonic() - begin < limit, "a message brought it, no time limit"
-        return str(caught.value)
-
-    for said in on_threads(3, program, timeout=limit):
-        assert "no such" in said
-        assert kind is Unreadable or "module 'last'" in said
-
-
-def test_a_module_that_failed_may_be_tried_again() -> None:
+def test_a_function_gives_what_is_missing_in_a_state_dict_and_may_be_tried_again() -> None:
     failing = [True]
 
     def init(module: nn.Module) -> None:
-        if isinstance(module, nn.BatchNorm1d) and failing:
+        if isinstance(module, nn.Linear) and failing and failing.pop():
             raise KeyError("nothing for it")
-        for tensor in (*module.parameters(False), *module.buffers(False)):
-            tensor.fill_(2)
+        for parameter in module.parameters(False):
+            parameter.fill_(3)
 
-    model = on_meta()
-    with pytest.raises(RuntimeError, match="while module 'norm' got its values: KeyError: 'nothing for it'"):
-        ZeroOptimizer(model, process_group=solo(), param_init_fn=init)
-    failing.clear()
-    ZeroOptimizer(model, process_group=solo(), param_init_fn=init)
-    assert all(value.eq(2).all() for value in model.state_dict().values())
-
-
-@ALL
-def test_nothing_has_memory_before_the_arguments_are_known_to_be_right(stage: int) -> None:
-    model = on_meta()
-    with pytest.raises(ValueError, match="element-wise"):
-        ZeroOptimizer(model, torch.optim.Adafactor, stage=stage, process_group=solo(), partition="element")
-    assert all(tensor.device.type == "meta" for tensor in (*model.parameters(), *model.buffers()))
-    ZeroOptimizer(model, stage=stage, process_group=solo()).close()
+    model = on_meta(silent)
+    with pytest.raises(RuntimeError, match="while module '0' got its values: KeyError: 'nothing for it'"):
+        zero(model, init_state_dict=SCALE, param_init_fn=init)
+    zero(model, init_state_dict=SCALE, param_init_fn=init).close()
+    assert model[1][0].eq(2).all()
+    assert model[0].weight.eq(3).all()
 
 
-def test_a_stranger_on_the_meta_device_is_named() -> None:
+def test_what_has_no_module_or_is_none_of_its_parameters_is_named() -> None:
     stranger = nn.Parameter(torch.ones(2, device="meta"))
     model = on_meta()
+    with torch.device("meta"), pytest.raises(ValueError, match="build the optimizer outside of"):
+        zero(model)
+    with pytest.raises(ValueError, match="parameters on the meta device need their module"):
+        ZeroOptimizer(list(model.parameters()), process_group=solo())
     with pytest.raises(ValueError, match="parameter 1 of those listed is on the meta device and not in the module"):
-        ZeroOptimizer([model.last.weight, stranger], module=model, process_group=solo())
-    optimizer = ZeroOptimizer([model.last.weight], module=model, process_group=solo())
+        ZeroOptimizer([model[6].weight, stranger], module=model, process_group=solo())
+    optimizer = ZeroOptimizer([model[6].weight], module=model, process_group=solo())
     with pytest.raises(ValueError, match="no ordinary memory"):
         optimizer.add_param_group({"params": [stranger]})
+    with pytest.raises(ValueError, match="this one has values: build it under"):
+        zero(plain(0), param_init_fn=print)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int) -> None:
+    values = plain(3).state_dict()
+
+    def program(transport: Transport) -> str:
+        model, given = on_meta(), Lazy(values, torn=transport.rank == 1)
+        with pytest.raises((OSError, ValueError, RuntimeError)) as caught:
+            zero(model, stage, transport, init_state_dict=given)
+        return str(caught.value)
+
+    for said in on_threads(3, program):
+        assert "no such block" in said, "a message brought it, no time limit"
+        assert "module '6'" in said

@@ -1,301 +1,271 @@
-"""Memory of units that do not travel: what reads past a released class, and what writes there.
-
-Each program runs on two ranks with common memory and on one.
-"""
+"""In memory that the ranks of a host share, each write is whole, told or undone, and neighbours stay apart."""
 
 from __future__ import annotations
 
-import copy
-import pickle
-import time
+import threading
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport
+from zero import ZeroOptimizer
+from zero.parameters.unit_manager import UnitManager
 
 from ..support.plain import assert_same_bits, assert_same_model
-from ..support.sockets import on_sockets
-from .test_resident_graphs import BY_RANKS, LIMIT, RELEASED, Chain, Plain, Ranks, X, loss_of, plain, zero
-from .test_stage3_errors import error_of
+from .stage3 import SLOWLY, Blocks, error_of, plain_blocks, then_train, train, zero
+from .worlds import TOGETHER, on, size_of
 
-TOLD = "'blocks.0.weight' was edited while its unit was gathered"
-
-
-def build() -> Chain:
-    return Chain(Plain(), Plain())
+TOLD = "'1.weight' was edited while its unit was gathered"
+BRIEFLY = 0.3  # seconds in which a rank that wrongly does not wait has gone on; a right one takes them
+WIDTHS = pytest.mark.parametrize("width", [4, 40])
 
 
-@BY_RANKS
-def test_a_view_shows_the_new_values_of_all_ranks_as_soon_as_step_returns(ranks: Ranks, world_size: int) -> None:
-    """Rank 1 writes late."""
+class PlannedError(Exception):
+    """Raised to leave a block."""
 
-    def program(transport: Transport) -> Any:
-        model = build()
-        optimizer = zero(model, transport)
+
+def backward(model: Blocks) -> None:
+    model(model.inputs).square().sum().backward()
+
+
+def assert_values(found: list[Tensor], expected: nn.Module) -> None:
+    for value, parameter in zip(found, expected.parameters(), strict=True):
+        assert_same_bits(value, parameter)
+
+
+def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
+    with optimizer.gathered():
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+# -- who waits for whom -----------------------------------------------------------------------------------------------
+
+
+def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], list[bool]]:
+    """Return a class whose steps wait for an event while the list that comes with it is not empty."""
+    late: list[bool] = []
+
+    class Late(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            if late:
+                over.wait(BRIEFLY)
+            return super().step(closure)
+
+    return Late, late
+
+
+@pytest.mark.parametrize(("width", "held"), [(4, 0), (40, 1)])
+def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int) -> None:
+    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values as soon as its step ends."""
+    over = threading.Event()
+
+    def program(transport: Transport) -> tuple[tuple[Tensor, list[Tensor]], Blocks]:
+        late_class, late = waiting(over)
+
+        def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, list[Tensor]]:
+            with optimizer.gathered():
+                view = model.weight(held).detach()
+            backward(model)
+            late.extend([True] * transport.rank)
+            optimizer.step()
+            late.clear()
+            shown = view.clone()
+            over.set()
+            return shown, values_of(model, optimizer)
+
+        return then_train(transport, act, lambda: Blocks(width), lr=SLOWLY, optimizer_class=late_class)
+
+    for (shown, seen), model in on("common", program):
+        assert_same_bits(shown, plain_blocks(width, 1).weight(held))
+        assert_values(seen, plain_blocks(width, 1))
+        assert_same_model(model, plain_blocks(width, 2))
+
+
+@WIDTHS
+def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the block raises, inside another one. A view of before shows the new values then."""
+    over, commit = threading.Event(), UnitManager.commit
+
+    def late(manager: UnitManager, *given: Any) -> None:
+        if manager.shard_group.rank:
+            over.wait(BRIEFLY)
+        commit(manager, *given)
+
+    monkeypatch.setattr(UnitManager, "commit", late)
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, Tensor]:
         with optimizer.gathered():
-            view = model.weight(0).detach().numpy()
-        loss_of(model).backward()
-        step = optimizer._user_optimizers.step
+            view = model.weight(1).detach()
+        with optimizer.gathered(model.weight(1)):
+            with suppress(PlannedError), optimizer.gathered(model.weight(1), write=True):
+                model.weight(1).data.mul_(2)
+                raise PlannedError
+            shown = view.clone()
+            over.set()
+            return model.weight(1).detach().clone(), shown
 
-        def late(*arguments: Any) -> Any:
-            time.sleep(0.3 * transport.rank)
-            return step(*arguments)
-
-        optimizer._user_optimizers.step = late  # type: ignore[method-assign]
-        optimizer.step()
-        return view.copy()
-
-    for shown in ranks(world_size, program, timeout=LIMIT):
-        assert_same_bits(torch.from_numpy(shown), next(iter(plain(build, world_size, 1).parameters())))
+    for (seen, shown), model in on(
+        "common", lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)
+    ):
+        assert_same_bits(seen, plain_blocks(width, 0, doubled=1).weight(1))
+        assert_same_bits(shown, seen)
+        assert_same_model(model, plain_blocks(width, 1, doubled=1))
 
 
 def test_nobody_writes_while_another_rank_reads() -> None:
-    """Rank 1 is slow in its forward, while rank 0 is inside a block that writes, where nothing is gathered."""
+    """Rank 1 stays in its forward, while rank 0 is inside a block that writes, where nothing is gathered."""
+    written = threading.Event()
 
-    def program(transport: Transport) -> tuple[Tensor, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport)
-        if transport.rank == 1:
-            model.blocks[0].register_forward_hook(lambda *_: time.sleep(0.3))
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> Tensor:
+        if optimizer.rank == 1:
+            model[0].register_forward_hook(lambda *_: [None, written.wait(BRIEFLY)][0])
         with torch.no_grad():
-            output = model(X)
+            output: Tensor = model(model.inputs)
         with optimizer.gathered(model.weight(1), write=True):
             model.weight(1).data.mul_(2)
-        optimizer.close()
-        return output, model
+        written.set()
+        return output
 
-    edited = build()
-    edited.weight(1).data.mul_(2)
-    for output, model in on_sockets(2, program, timeout=LIMIT):
-        assert_same_bits(output, build()(X))
-        assert_same_model(model, edited)
+    for output, model in on("common", lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
+        assert_same_bits(output, Blocks(4)(torch.ones(2, 4)))
+        assert_same_model(model, plain_blocks(4, 1, doubled=1))
 
 
-def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for() -> None:
+def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is interrupted on rank 0 while rank 1 writes; the next forward waits instead."""
+    begun = threading.Event()
 
-    def program(transport: Transport) -> tuple[str, Tensor, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport)
-        loss_of(model).backward()
-        step, resident = optimizer._user_optimizers.step, optimizer._storage.manager.resident  # type: ignore[attr-defined]
-        wait = resident.wait_for_writes
+    def program(transport: Transport) -> tuple[tuple[bool, Tensor], Blocks]:
+        late_class, late = waiting(begun)
 
-        def late(*arguments: Any) -> Any:
-            time.sleep(0.3 * transport.rank)
-            return step(*arguments)
+        def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor]:
+            backward(model)
+            resident: Any = optimizer._storage.manager.resident  # type: ignore[attr-defined]
+            wait, interrupted = resident.wait_for_writes, []
 
-        def interrupted() -> None:
-            if transport.rank == 0 and resident._writing is not None:
-                resident.wait_for_writes = wait
-                raise KeyboardInterrupt
-            wait()
+            def interrupt() -> None:
+                if transport.rank == 0 and resident._writing is not None and not interrupted:
+                    interrupted.append(True)
+                    raise KeyboardInterrupt
+                wait()
 
-        optimizer._user_optimizers.step, resident.wait_for_writes = late, interrupted  # type: ignore[method-assign]
-        try:
-            optimizer.step()
-            said = "nothing"
-        except KeyboardInterrupt:
-            said = "interrupted"
-        optimizer._user_optimizers.step = step  # type: ignore[method-assign]
-        with torch.no_grad():
-            output = model(X)
-        optimizer.zero_grad()
-        loss_of(model).backward()
-        optimizer.step()
-        optimizer.close()
-        return said, output, model
+            monkeypatch.setattr(resident, "wait_for_writes", interrupt)
+            late.extend([True] * transport.rank)
+            with suppress(KeyboardInterrupt):
+                optimizer.step()
+            late.clear()
+            with torch.no_grad():
+                if transport.rank == 0:
+                    model[0].register_forward_pre_hook(lambda *_: begun.set())
+                return bool(interrupted), model(model.inputs)
 
-    expected = plain(build, 2, 1)
-    results = on_sockets(2, program, timeout=LIMIT)
-    assert [said for said, _, _ in results] == ["interrupted", "nothing"]
-    for _, output, model in results:
-        assert_same_bits(output, expected(X))
-        assert_same_model(model, plain(build, 2, 2))
+        return then_train(transport, act, lambda: Blocks(4), lr=SLOWLY, optimizer_class=late_class)
+
+    results = on("common", program)
+    assert [interrupted for (interrupted, _), _ in results] == [True, False]
+    for (_, output), model in results:
+        assert_same_bits(output, plain_blocks(4, 1)(torch.ones(2, 4)))
+        assert_same_model(model, plain_blocks(4, 2))
 
 
-@BY_RANKS
-def test_a_write_into_an_array_is_seen_by_the_forward_and_told_by_the_step(ranks: Ranks, world_size: int) -> None:
-    """With one rank it is an edit like any other."""
+# -- edits ------------------------------------------------------------------------------------------------------------
 
-    def program(transport: Transport) -> tuple[list[bool], list[str]]:
-        model = build()
-        optimizer = zero(model, transport)
+
+@pytest.mark.parametrize(("world", "width", "number"), [("common", 40, 2), ("common", 4, 1), ("travel", 40, 1)])
+def test_an_exception_in_a_block_inside_one_that_writes_undoes_nothing(world: str, width: int, number: int) -> None:
+    """Also while somebody holds the neighbour's memory."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> None:
+        with optimizer.gathered(model.weight(2)):
+            kept = model.weight(2).detach()
+        with optimizer.gathered(model.weight(1), write=True):
+            model.weight(1).data.mul_(2 + 5 * optimizer.rank)
+            with suppress(PlannedError), optimizer.gathered(model.weight(number)):
+                raise PlannedError
+            with torch.no_grad():
+                model(model.inputs)
+        del kept
+
+    for _, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)):
+        assert_same_model(model, plain_blocks(width, 1, doubled=1))
+
+
+@pytest.mark.parametrize(("width", "runs"), [(4, False), (40, True)])
+def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width: int, runs: bool) -> None:
+    """Also on a rank that ran no forward since; and nothing stays of it when the other ranks have written there."""
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, str, list[Tensor], Tensor]:
         with optimizer.gathered():
-            array = model.weight(0).detach().numpy()
-        loss_of(model).backward()
-        optimizer.step()
+            array = model.weight(1).detach().numpy()
+        optimizer.step()  # without gradients; edits of before are looked for
+        if optimizer.rank == 0:
+            array.fill(77)
+        if optimizer.rank == 1 or runs:
+            backward(model)
+        message = error_of(optimizer.step)
         optimizer.zero_grad()
-        array[0, 0] = 77
-        large, said = [], []
-        for _ in range(2):
-            loss = loss_of(model)
-            large.append(bool(loss > 1000))
-            loss.backward()
-            said.append(error_of(optimizer.step))
-            optimizer.zero_grad()
-        return large, said
+        backward(model)
+        again = error_of(optimizer.step)
+        return message, again, values_of(model, optimizer), torch.from_numpy(array).clone()
 
-    for large, said in ranks(world_size, program, timeout=LIMIT):
-        if world_size == 1:
-            assert large[0]
-            assert said == ["nothing", "nothing"]
-        else:
-            assert large == [True, False]
-            assert TOLD in said[0]
-            assert said[1] == "nothing"
+    for (message, again, seen, array), model in on(
+        "common", lambda group: then_train(group, act, lambda: Blocks(width), lr=SLOWLY)
+    ):
+        assert f"rank 0: {TOLD}" in message
+        assert again == "nothing"
+        assert_values(seen, plain_blocks(width, 1))
+        assert_same_bits(array, plain_blocks(width, 1).weight(1))
+        assert_same_model(model, plain_blocks(width, 2))
 
 
-def edit_in_a_backward(model: Chain) -> None:
+@TOGETHER
+def test_an_edit_in_a_backward_is_told_or_kept(world: str) -> None:
     """A hook of the output edits its unit's weight, which the backward of this very unit has installed."""
 
-    def hook(module: nn.Module, _: Any) -> None:
-        model.weight(0).data.mul_(2)
+    def edit(model: Blocks) -> None:
+        with model[1].register_full_backward_pre_hook(lambda *_: [None, model.weight(1).data.mul_(2)][0]):
+            backward(model)
 
-    with model.blocks[0].register_full_backward_pre_hook(hook):
-        loss_of(model, X.clone().requires_grad_()).backward()
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> str:
+        edit(model)
+        return error_of(optimizer.step)
 
-
-@BY_RANKS
-def test_an_edit_in_a_backward_is_told_or_kept(ranks: Ranks, world_size: int) -> None:
-    def program(transport: Transport) -> tuple[str, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport)
-        edit_in_a_backward(model)
-        said = error_of(optimizer.step)
-        optimizer.zero_grad()
-        if world_size > 1:
-            loss_of(model).backward()
-            optimizer.step()
-        optimizer.close()
-        return said, model
-
-    edited = build()
-    optimizer = torch.optim.SGD(edited.parameters(), lr=0.1)
-    edit_in_a_backward(edited)
+    edited = Blocks(4)
+    optimizer = torch.optim.SGD(edited.parameters(), lr=SLOWLY)
+    edit(edited)
     optimizer.step()
-    for said, model in ranks(world_size, program, timeout=LIMIT):
-        assert said == "nothing" if world_size == 1 else TOLD in said
-        assert_same_model(model, edited if world_size == 1 else plain(build, 2, 1))
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Embedding(4, 4, max_norm=0.1), Plain()])
-        nn.init.constant_(self.blocks[0].weight, 0.5)  # type: ignore[arg-type]
-
-    def forward(self, _: Tensor) -> Any:
-        return self.blocks[1](self.blocks[0](torch.tensor([0, 1, 2])))
-
-
-@BY_RANKS
-def test_an_embedding_that_renormalises_is_told_or_kept(ranks: Ranks, world_size: int) -> None:
-    def program(transport: Transport) -> tuple[str, nn.Module]:
-        model = Words()
-        optimizer = zero(model, transport)
-        loss_of(model).backward()
-        said = error_of(optimizer.step)
-        optimizer.close()
-        return said, model
-
-    for said, model in ranks(world_size, program, timeout=LIMIT):
-        assert said == "nothing" if world_size == 1 else TOLD in said
-        assert_same_model(model, plain(Words, 1, 1) if world_size == 1 else Words())
-
-
-@BY_RANKS
-def test_copies_made_inside_gathered_are_plain_and_do_not_follow(ranks: Ranks, world_size: int) -> None:
-    def program(transport: Transport) -> list[str]:
-        model = build()
-        optimizer = zero(model, transport)
-        with optimizer.gathered():
-            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-        said = [error_of(copy.deepcopy, model), error_of(pickle.dumps, model)]
-        loss_of(model).backward()
-        optimizer.step()
-        for made in copies:
-            assert_same_model(made, build())
-            loss_of(made).backward()
-        return said
-
-    for messages in ranks(world_size, program, timeout=LIMIT):
-        for message in messages:
-            assert RELEASED in message
+    optimizer.zero_grad()
+    train(edited, optimizer, edited.inputs)
+    for said, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
+        assert said == "nothing" if size_of(world) == 1 else TOLD in said
+        assert_same_model(model, edited if size_of(world) == 1 else plain_blocks(4, 1))
 
 
 def test_common_memory_that_runs_out_leaves_the_units_of_before_resident() -> None:
     """A unit may then have buffers of both kinds; each goes its way, and training has the same bits."""
 
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-            for number, parameter in enumerate(self.parameters()):
-                nn.init.constant_(parameter, 0.1 + 0.1 * number)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            hidden: Tensor = torch.tanh(self.first(inputs))
-            return self.second(hidden)
-
-    def pairs() -> nn.Module:
-        return nn.Sequential(Pair(), Pair())
-
-    def listed(model: nn.Module) -> list[list[nn.Parameter]]:
-        firsts = [parameter for name, parameter in model.named_parameters() if "first" in name]
-        return [firsts, [parameter for name, parameter in model.named_parameters() if "second" in name]]
-
     def program(transport: Transport) -> tuple[list[tuple[int, int]], str, nn.Module]:
-        from zero import ZeroOptimizer
-
-        model = pairs()
-        begin, further = listed(model)
-        optimizer = ZeroOptimizer(begin, torch.optim.SGD, stage=3, process_group=transport, module=model, lr=0.1)
+        model = Blocks(4)
+        weights = [model.weight(number) for number in range(3)]
+        optimizer = zero(weights, transport, module=model, lr=SLOWLY)
         storage: Any = optimizer._storage
         storage._shard_group.common = lambda sizes: None
-        optimizer.add_param_group({"params": further})
+        optimizer.add_param_group({"params": [p for p in model.parameters() if p.dim() == 1]})
         kinds = [(len(unit.resident), len(unit.gathered.buffers)) for unit in storage.manager.units[1:]]
-        for _ in range(2):
-            model(X).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        kept = model(X).square().sum()
-        model(X).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, model.inputs)
+        kept = model(model.inputs).square().sum()
+        train(model, optimizer, model.inputs)
         said = error_of(kept.backward)
         optimizer.zero_grad()
         optimizer.close()
         return kinds, said, model
 
-    expected = pairs()
-    plain_optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    for _ in range(3):
-        expected(X).square().sum().backward()
-        plain_optimizer.step()
-        plain_optimizer.zero_grad()
-    for kinds, said, model in on_sockets(2, program, timeout=LIMIT):
-        assert kinds == [(1, 1), (1, 1)]
+    for kinds, said, model in on("common", program):
+        assert kinds == [(1, 1)] * 3
         assert "modified by an inplace operation" in said or "was changed by a step or an edit" in said
-        assert_same_model(model, expected)
-
-
-@pytest.mark.parametrize("write", [False, True])
-def test_a_released_parameter_is_the_same_tensor_at_one_address_for_good(write: bool) -> None:
-    def program(transport: Transport) -> None:
-        model = build()
-        optimizer = zero(model, transport)
-        with optimizer.gathered():
-            before = [parameter.data_ptr() for parameter in model.parameters()]
-        for _ in range(2):
-            loss_of(model).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with optimizer.gathered(write=write):
-            assert [parameter.data_ptr() for parameter in model.parameters()] == before
-
-    on_sockets(2, program, timeout=LIMIT)
-    on_threads(1, program, timeout=LIMIT)
+        assert_same_model(model, plain_blocks(4, 2))

@@ -1,8 +1,4 @@
-"""What is gathered at stage 3, and when.
-
-No graph holds weights; at most three units are gathered; the next unit is gathered while one runs; and the traffic is
-that of the formula.
-"""
+"""Graphs hold no weights, at most three units are gathered, and traffic is that of the formula."""
 
 from __future__ import annotations
 
@@ -14,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Pairwise, Tag, Transport, Work, on_threads
+from collectives import Pairwise, Tag, Transport, Work
 from zero.parameters.gathered.buffers import State
 from zero.parameters.unit_manager import UnitManager
 
 from ..support.cases import (
     TURNS,
-    WORLD_SIZES,
     Block,
     Case,
     Net,
     assert_nothing_is_here,
     batches_of,
+    externally_held,
     loss_of,
     manager_of,
     net_of,
@@ -33,8 +29,10 @@ from ..support.cases import (
     sharded,
     train,
 )
-from ..support.plain import share
+from ..support.plain import assert_same_bits, assert_same_model, share
 from ..support.small import blocks, with_sgd
+from .unit_cases import body, freeze_parts, tie
+from .worlds import on, size_of
 
 DEEP = 12
 Events = list[tuple[str, str]]
@@ -50,9 +48,7 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
     return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.by_default("2")
-def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
+def test_after_a_forward_the_graph_holds_no_weights() -> None:
     """Only the root unit and the last unit are gathered, which the backward needs first."""
 
     def program(transport: Transport) -> None:
@@ -71,12 +67,12 @@ def test_after_a_forward_the_graph_holds_no_weights(world_size: int) -> None:
             loss_of(model, batches_of(0, 1)[0])
         assert in_use(manager) == 0
 
-    on_threads(world_size, program, timeout=5)
+    on("several", program)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@WORLD_SIZES
-def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size: int) -> None:
+@pytest.mark.parametrize("world", ["several", "one"])
+def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str) -> None:
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
         manager, seen = manager_of(optimizer), []
@@ -92,22 +88,13 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world_size:
             optimizer.step()
             optimizer.zero_grad()
         found = optimizer.describe()
-        bound = whole_bytes(manager, (0, 1, 2)) if world_size > 1 else 0
+        bound = whole_bytes(manager, (0, 1, 2)) if size_of(world) > 1 else 0
         assert max(seen) == found.bytes["gathered_peak"] == found.formula_bytes["gathered_peak"] == bound
 
-    on_threads(world_size, program, timeout=5)
+    on(world, program)
 
 
 # -- when -------------------------------------------------------------------------------------------------------------
-
-
-class Backwards(Net):
-    """A model whose units run in another order than that of their registration."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for block in reversed(self.blocks):
-            x = block(x)
-        return x
 
 
 def recorded(events: Events) -> Callable[[Transport], Pairwise]:
@@ -122,31 +109,24 @@ def recorded(events: Events) -> Callable[[Transport], Pairwise]:
 
 
 def record_blocks(model: Any, events: Events) -> None:
-    """Record when a block's forward and backward begin and end."""
+    """Record when a block's forward and backward end."""
+    for number, block in enumerate(model.blocks):
 
-    def enter(name: str) -> Any:
-        def hook(_: Any, args: tuple[Tensor]) -> None:
-            events.append(("forward begins", name))
+        def enter(_: Any, args: tuple[Tensor], name: str = f"blocks.{number}") -> None:
             args[0].register_hook(lambda gradient: events.append(("backward ends", name)))
 
-        return hook
-
-    def leave(name: str) -> Any:
-        def hook(_: Any, __: Any, out: Tensor) -> None:
+        def leave(*_: Any, name: str = f"blocks.{number}") -> None:
             events.append(("forward ends", name))
-            out.register_hook(lambda gradient: events.append(("backward begins", name)))
 
-        return hook
-
-    for number, block in enumerate(model.blocks):
-        block.register_forward_pre_hook(enter(f"blocks.{number}"))
-        block.register_forward_hook(leave(f"blocks.{number}"))
+        block.register_forward_pre_hook(enter)
+        block.register_forward_hook(leave)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("build", [Net, Backwards])
-@pytest.mark.by_default("Net-3", "Backwards-3")
-def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: int) -> None:
+BACKWARDS = body(lambda model, x: model.blocks[0](model.blocks[1](model.blocks[2](x))))
+
+
+@pytest.mark.parametrize("build", [Net, BACKWARDS])
+def test_the_next_unit_is_gathered_while_one_runs(build: type[Net]) -> None:
     """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
     ended."""
 
@@ -161,9 +141,9 @@ def test_the_next_unit_is_gathered_while_one_runs(build: type[Net], world_size: 
         return events
 
     order = [f"blocks.{number}" for number in range(Net.count)]
-    if build is Backwards:
+    if build is BACKWARDS:
         order.reverse()
-    for events in on_threads(world_size, program, timeout=5):
+    for events in on("several", program):
         for path, names in (("forward", order), ("backward", order[::-1])):
             for name, following in pairwise(names):
                 gather = position(events, ("gather", following), last=path == "backward")
@@ -182,46 +162,29 @@ def position(events: Events, event: tuple[str, str], last: bool) -> int:
 
 # -- how much ---------------------------------------------------------------------------------------------------------
 
-
-def freeze_unit(model: Any) -> None:
-    model.blocks[1].requires_grad_(False)
-
-
-def freeze_parts(model: Any) -> None:
-    for part in (model.norm, model.blocks[0].inner, model.blocks[2].outer):
-        part.requires_grad_(False)
-
-
-def some(model: Any) -> list[nn.Parameter]:
-    return [*model.blocks[0].parameters(), model.blocks[1].inner.weight, *model.head.parameters()]
-
-
-def tie(model: Any) -> None:
-    model.blocks[2].inner.weight = model.blocks[0].inner.weight
-
-
-TRAFFIC = {
-    "plain": Case(),
-    "one unit": Case(net_of(Block, 1)),
-    "a frozen unit": Case(prepared=freeze_unit),
-    "frozen parts": Case(prepared=freeze_parts),
-    "parameters that are not listed": Case(groups=some),
-    "tied": Case(prepared=tie),
-    "in another order": Case(Backwards),
+TRAFFIC: dict[str, tuple[Case, int, str]] = {
+    "plain": (Case(), 1, "several"),
+    "every backward synchronized": (Case(), TURNS, "travel"),
+    "one unit": (Case(net_of(Block, 1)), 1, "several"),
+    "frozen parts": (Case(prepared=freeze_parts), 1, "several"),
+    "parameters that are not listed": (Case(groups=lambda model: list(model.blocks[0].parameters())), 1, "several"),
+    "tied": (Case(prepared=tie), TURNS, "several"),
+    "in another order": (Case(BACKWARDS), 1, "several"),
+    "alone": (Case(), 1, "one"),
+    "in common memory": (Case(), 1, "common"),
 }
 
 
-@WORLD_SIZES
-@pytest.mark.parametrize("synchronised", [TURNS, 1])
 @pytest.mark.parametrize("name", TRAFFIC)
-@pytest.mark.by_default("plain-1-3", "frozen parts-1-3", "tied-2-1")
-def test_what_travels_in_a_step_is_what_the_formula_says(name: str, synchronised: int, world_size: int) -> None:
+def test_what_travels_in_a_step_is_what_the_formula_says(name: str) -> None:
+    case, synchronised, world = TRAFFIC[name]
+
     def program(transport: Transport) -> tuple[list[int], int]:
-        model, optimizer = sharded(TRAFFIC[name], transport)
+        model, optimizer = sharded(case, transport)
         sent = []
         for step in range(3):
             before = optimizer.traffic
-            own = share(batches_of(step, world_size), transport.rank, world_size)
+            own = share(batches_of(step, transport.world_size), transport.rank, transport.world_size)
             with optimizer.no_sync():
                 for batch in own[synchronised:]:
                     one_backward(model, batch)
@@ -232,43 +195,52 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str, synchronised
             sent.append((optimizer.traffic - before).payload_sent)
         return sent, optimizer.describe().formula_traffic_bytes(TURNS, synchronised)
 
-    results = on_threads(world_size, program, timeout=5)
+    results = on(world, program)
     for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
-        assert [sum(total)] * world_size == [formula for _, formula in results], step
+        assert [sum(total)] * size_of(world) == [formula for _, formula in results], step
 
 
-class Path(nn.Module):
-    """A model that runs the blocks that ``order`` names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks())
-        self.order: tuple[int, ...] = (0, 1, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in self.order:
-            x = self.blocks[number](x)
-        return x
+# -- where ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_unit_that_was_fetched_in_vain_is_given_back() -> None:
-    """A unit is gathered ahead in the order of the last forward.
+def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
+    """It must not show a unit that is gathered into a free buffer of the same size meanwhile."""
 
-    If that is wrong, it is resharded when the next unit begins.
-    """
-
-    def program(transport: Transport) -> list[list[bool]]:
-        model = Path()
+    def program(transport: Transport) -> list[Tensor]:
+        model = blocks()
         optimizer = with_sgd(model, transport, stage=3)
-        units = optimizer._storage.manager.units[1:]  # type: ignore[attr-defined]
-        here = []
-        for order in ((0, 1, 2), (0, 2)):
-            model.order = order
-            loss = model(torch.ones(1, 4)).sum()
-            here.append([unit.gathered.state is not State.SHARDED for unit in units])
-            loss.backward()
-            optimizer.zero_grad()
-        return here
+        with optimizer.gathered():
+            views = [model[number].weight.detach() for number in range(3)]
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        return [view.clone() for view in views]
 
-    for here in on_threads(2, program, timeout=5):
-        assert here == [[False, False, True]] * 2
+    for views in on("travel", program):
+        for view, layer in zip(views, blocks(), strict=True):
+            assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
+
+
+def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
+    def program(transport: Transport) -> tuple[list[int], list[str], nn.Module]:
+        model = blocks()
+        optimizer = with_sgd(model, transport, stage=3)
+        places: list[int] = []
+        for number in (0, 2):
+            model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
+        inputs = torch.ones(1, 4, requires_grad=True)  # so that autograd also saves the first unit's weight
+        loss = model(inputs).sum()
+        with torch.no_grad():
+            model(inputs)  # reshards every unit at its end
+        held = externally_held(manager_of(optimizer))
+        loss.backward()
+        optimizer.step()
+        optimizer.close()
+        return places[:2], held, model
+
+    expected = blocks()
+    expected(torch.ones(1, 4)).sum().backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    for (first, last), held, model in on("travel", program):
+        assert first == last, "the last unit is gathered into the buffer of the first one"
+        assert held == [], "the graph holds places, not weights"
+        assert_same_model(model, expected)

@@ -1,7 +1,7 @@
 """Training at stage 3 beside the plain loop, for all tests of units.
 
-A `Case` is a model, and the forward and backward of one micro-batch. `check` trains it on W ranks and in the plain
-loop, and compares the bits of every parameter after every step. Between steps no unit may be gathered.
+A `Case` is a model, and the forward and backward of one micro-batch. `check_rank` trains it on a rank, and compares
+the bits of every parameter after every step with those of `plain_loop`. Between steps no unit may be gathered.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport
 from collectives.pool import holders
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import FLOATS, is_released
@@ -32,7 +31,6 @@ INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
 TURNS = 2  # micro-batches of each rank in a step
 LEARNING_RATE = 0.05
 CAP_MB = 6e-4  # 600 bytes: two buckets a block
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 _BUILDING = threading.Lock()
 
 
@@ -84,15 +82,6 @@ class Net(nn.Module):
     def body(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return x
-
-
-class Apart(Net):
-    """A model that calls each unit again after other units."""
-
-    def body(self, x: Tensor) -> Tensor:
-        for number in (0, 1, 0, 2, 1, 0):
-            x = self.blocks[number](x)
         return x
 
 
@@ -217,12 +206,6 @@ def train(case: Case, model: nn.Module, optimizer: ZeroOptimizer, step: int) -> 
     case.begin(model, step)
     for batch in share(batches_of(step, optimizer.world_size), optimizer.rank, optimizer.world_size):
         in_rounds(case.run, model, [replace(batch, gathered=optimizer.gathered)])
-
-
-def check(case: Case, world_size: int) -> None:
-    """Run `check_rank` on ``world_size`` ranks, which are threads."""
-    _, expected = plain_loop(case, world_size)
-    on_threads(world_size, lambda transport: check_rank(case, transport, expected), timeout=20)
 
 
 def check_rank(case: Case, transport: Transport, expected: Sequence[dict[str, Tensor]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,120 +52,42 @@ class Quantised(Tensor):
 
 
 class Packed(nn.Parameter):
-    """A Python subclass with ordinary memory, whose dtype is not that of its contents, and a scale of its own."""
-
-    scale: float
+    """A Python subclass with ordinary memory, whose dtype is not that of its contents."""
 
 
-class Tagged(nn.Parameter):
-    """A Python subclass that adds nothing."""
-
-
-class Base:
-    """One form of a quantized matrix: how a block stores int8 numbers, and how it computes the weight from them."""
-
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        return nn.Parameter(whole, requires_grad=False)
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        return block.weight.to(compute)
-
-
-class Int8(Base):
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        block.scale = nn.Parameter(torch.rand(WIDTH, 1), requires_grad=False)  # plain and frozen: sharded and cast
-        return nn.Parameter(whole, requires_grad=False)
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        return block.weight.to(compute) * block.get_parameter("scale").to(compute)
-
-
-class UInt8(Base):
-    """A matrix with two 4-bit numbers in each byte."""
-
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        halves = (whole.view(torch.uint8) & 15).view(WIDTH, WIDTH // 2, 2)
-        return nn.Parameter(halves[..., 0] | halves[..., 1] << 4, requires_grad=False)
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        both = torch.stack([block.weight & 15, block.weight >> 4], dim=-1).view(WIDTH, WIDTH)
-        return (both.to(compute) - 8) / 16
-
-
-class Float8(Base):
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        return nn.Parameter((whole / 64).to(torch.float8_e4m3fn), requires_grad=False)
-
-
-class Complex(Base):
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        return nn.Parameter(torch.polar(torch.rand(WIDTH, WIDTH), whole.float()).conj(), requires_grad=False)
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        return block.weight.real.to(compute)
-
-
-class Wrapper(Base):
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        return nn.Parameter(Quantised(whole, torch.rand(WIDTH, 1).to(dtype)), requires_grad=False)
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        return block.weight
-
-
-class Subclass(Base):
-    @staticmethod
-    def keep(block: Block, whole: Tensor, dtype: torch.dtype) -> Tensor:
-        packed = Packed(whole.view(torch.float16), requires_grad=False)
-        packed.scale = 0.01
-        return packed
-
-    @staticmethod
-    def weight(block: Block, compute: torch.dtype) -> Tensor:
-        packed: Any = block.weight
-        found: Tensor = packed.detach().view(torch.int8).to(compute) * packed.scale
-        return found
-
-
-KINDS: dict[str, type[Base]] = {
-    "int8": Int8,
-    "uint8": UInt8,
-    "fp8": Float8,
-    "complex": Complex,
-    "wrapper": Wrapper,
-    "subclass": Subclass,
+KINDS: dict[str, tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Any, torch.dtype], Tensor]]] = {
+    "int8": (lambda whole, _: whole, lambda weight, compute: weight.to(compute) / 64),
+    "uint8": (lambda whole, _: whole.view(torch.uint8), lambda weight, compute: (weight.to(compute) - 128) / 64),
+    "fp8": (lambda whole, _: (whole / 64).to(torch.float8_e4m3fn), lambda weight, compute: weight.to(compute)),
+    "complex": (
+        lambda whole, _: torch.polar(torch.rand(WIDTH, WIDTH), whole.float()).conj(),
+        lambda weight, compute: weight.real.to(compute),
+    ),
+    "wrapper": (lambda whole, dtype: Quantised(whole, torch.rand(WIDTH, 1).to(dtype)), lambda weight, _: weight),
+    "packed": (
+        lambda whole, _: Packed(whole.view(torch.float16), requires_grad=False),
+        lambda weight, compute: weight.detach().view(torch.int8).to(compute) / 100,
+    ),
 }
+"""How a block keeps a matrix of int8 numbers, and how it computes the weight from it."""
+COPIED = ("int8", "uint8", "fp8", "complex")  # the first ones: those that rank 0 can broadcast
 
 
 class Block(nn.Module):
-    """A quantized matrix, and a trained matrix of rank 2 beside it."""
-
-    weight: Tensor
-    scale: Tensor | None
+    """A quantized matrix, a frozen plain vector, and a trained matrix of rank 2 beside it."""
 
     def __init__(self, kind: str, dtype: torch.dtype) -> None:
         super().__init__()
-        whole = torch.randint(-100, 100, (WIDTH, WIDTH), dtype=torch.int8)
+        kept = KINDS[kind][0](torch.randint(-100, 100, (WIDTH, WIDTH), dtype=torch.int8), dtype)
         self.kind = kind
-        self.register_parameter("scale", None)
-        self.weight = KINDS[kind].keep(self, whole, dtype)
+        self.weight = kept if isinstance(kept, nn.Parameter) else nn.Parameter(kept, requires_grad=False)
+        self.plain = nn.Parameter(torch.rand(WIDTH), requires_grad=False)  # it is sharded, and cast
         self.down = nn.Parameter(torch.randn(2, WIDTH))
         self.up = nn.Parameter(torch.randn(WIDTH, 2) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        added = x @ self.down.t() @ self.up.t()
-        return torch.tanh(nn.functional.linear(x, KINDS[self.kind].weight(self, x.dtype)) + added)
+        added = x @ self.down.t() @ self.up.t() + self.plain.to(x.dtype)
+        return torch.tanh(nn.functional.linear(x, KINDS[self.kind][1](self.weight, x.dtype)) + added)
 
 
 class QLora(nn.Module):
@@ -186,16 +108,12 @@ class QLora(nn.Module):
 
     def bases(self) -> dict[str, Tensor]:
         """Return the replicated parameters, by name."""
-        return {
-            name: p for name, p in self.named_parameters() if name.endswith(".weight") and name.startswith("blocks")
-        }
+        return {f"blocks.{number}.weight": block.weight for number, block in enumerate(self.blocks)}  # type: ignore[misc]
 
 
-def qlora(*kinds: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> QLora:
+def qlora(*kinds: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Any:
     """Build a model that follows from a seed alone; with blocks of all kinds by default."""
-    made = seeded(seed, lambda: QLora(kinds or tuple(KINDS), dtype))
-    assert isinstance(made, QLora)
-    return made
+    return seeded(seed, lambda: QLora(kinds or tuple(KINDS), dtype))
 
 
 def inside(tensor: Tensor) -> list[Tensor]:

@@ -1,0 +1,77 @@
+"""Processes that share memory and use other units are told once and train on; those that use the same are not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from zero import ZeroOptimizer
+
+from ...parameters.stage3 import INPUTS, Net, plain, train, zero
+from ...support.plain import assert_same_model
+from ...support.pool import GlooPool
+from ...support.warned import own
+
+pytestmark = pytest.mark.contract
+
+
+def generate(model: Net, optimizer: ZeroOptimizer) -> None:
+    """Run forwards without gradients, of which each rank needs another number."""
+    with torch.inference_mode():
+        for _ in range(1 + optimizer.rank):
+            model(INPUTS)
+
+
+def save_alone(model: Net, optimizer: ZeroOptimizer) -> None:
+    if optimizer.rank == 0:
+        with optimizer.gathered():
+            model.state_dict()
+
+
+def generate_in_gathered(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.gathered():
+        generate(model, optimizer)
+
+
+def evaluate_in_join(model: Net, optimizer: ZeroOptimizer) -> None:
+    with optimizer.join():
+        if optimizer.rank == 1:
+            generate(model, optimizer)
+            optimizer.clip_grad_norm_(1.0)
+
+
+CASES: dict[Callable[[Net, ZeroOptimizer], None], int] = {
+    generate: 1,
+    save_alone: 1,
+    generate_in_gathered: 0,
+    evaluate_in_join: 0,
+}
+
+
+def warned_of(group: Any, rank: int, case: Callable[[Net, ZeroOptimizer], None]) -> list[str]:
+    """Return the warnings of two steps after a case each."""
+    model = Net()
+    optimizer = zero(model, group)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            case(model, optimizer)
+            train(model, optimizer)
+    optimizer.close()
+    assert_same_model(model, plain(2))
+    return [str(warning.message) for warning in own(caught)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_ranks_that_use_other_units_without_gradients_are_told_once_and_train_on(gloo: GlooPool, case: Any) -> None:
+    told, other = gloo.run(warned_of, case)
+    assert (len(told), other) == (CASES[case], [])
+    for text in told:
+        assert text.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
+        assert "Where units are gathered from other ranks it is an error" in text
+        assert "synced_gpus=True" in text
+        assert "optimizer.gathered()" in text

@@ -1,0 +1,13 @@
+"""Each use of each model at stage 3 has the plain loop's bits on one rank, sent between three, in common memory."""
+
+from __future__ import annotations
+
+import pytest
+
+from ...parameters.unit_cases import CASES, ROWS
+from ...parameters.worlds import check_in
+
+
+@pytest.mark.parametrize(("name", "world"), [row for place, row in enumerate(ROWS) if place % 4])
+def test_training_has_the_plain_loops_bits_and_leaves_nothing_gathered(name: str, world: str) -> None:
+    check_in(world, CASES[name])

@@ -1,0 +1,135 @@
+"""Optimizers at stage 3 over two small models, their plain loops, and errors as texts. Public names alone.
+
+With equal batches two ranks take the step of one, so that one plain loop is right for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport
+from zero import ZeroOptimizer
+
+INPUTS = torch.linspace(-1, 1, 6).view(2, 3)
+
+
+class Block(nn.Module):
+    """A unit with a matrix and a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(3) + 0.25)
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.tanh(inputs @ self.weight) * self.scalar
+
+
+class Net(nn.Module):
+    """Three units behind a layer of the root's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False)
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+        nn.init.constant_(self.first.weight, 0.5)
+
+    def block(self, number: int) -> Block:
+        found = self.blocks[number]
+        assert isinstance(found, Block)
+        return found
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return hidden
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    loss: Tensor = model(batch).square().sum()
+    return loss
+
+
+def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
+    try:
+        call(*arguments, **named)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimizer:
+    given = {"optimizer_class": torch.optim.SGD, "lr": 0.5, **arguments}
+    return ZeroOptimizer(model, stage=stage, process_group=group, **given)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor = INPUTS) -> None:
+    torch.autograd.backward(loss_of(model, inputs))
+    optimizer.step()
+    model.zero_grad()
+
+
+def plain(steps: int, *, doubled: bool = False) -> Net:
+    """Return the net after some steps of the plain loop, whose ``blocks.1.weight`` was doubled before or not."""
+    model = Net()
+    if doubled:
+        model.block(1).weight.data.mul_(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        train(model, optimizer)
+    return model
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Return True if the optimizer left nothing on a model."""
+    hooks: list[Any] = [h for part in model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
+    hooks += [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks, p._backward_hooks)]
+    ours = [hook for some in hooks for hook in (some or {}).values() if hook.__module__.startswith("zero.")]
+    return not ours and not any(type(parameter).__module__.startswith("zero.") for parameter in model.parameters())
+
+
+def then_train(
+    transport: Transport, act: Callable[[Any, ZeroOptimizer], Any], build: Callable[[], Any] = Net, **arguments: Any
+) -> tuple[Any, Any]:
+    """Return the result of an action on a rank, and the model after one further step."""
+    model = build()
+    optimizer = zero(model, transport, **arguments)
+    found = act(model, optimizer)
+    optimizer.zero_grad()
+    train(model, optimizer, getattr(model, "inputs", INPUTS))
+    optimizer.close()
+    return found, model
+
+
+class Blocks(nn.Sequential):
+    """Three units of one size, the same every time. Small ones lie in one page of memory, those of 40 in several."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(*(nn.Linear(width, width) for _ in range(3)))
+        for number, parameter in enumerate(self.parameters()):
+            values = torch.linspace(-0.5, 0.5 + number, parameter.numel()) / width
+            parameter.data = values.view(parameter.shape)
+        self.inputs = torch.ones(2, width)
+
+    def weight(self, number: int) -> nn.Parameter:
+        weight = self[number].weight
+        assert isinstance(weight, nn.Parameter)
+        return weight
+
+
+SLOWLY = 1e-3  # a learning rate at which `Blocks` do not diverge
+
+
+def plain_blocks(width: int, steps: int, *, doubled: int | None = None) -> Blocks:
+    model = Blocks(width)
+    if doubled is not None:
+        model.weight(doubled).data.mul_(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=SLOWLY)
+    for _ in range(steps):
+        train(model, optimizer, model.inputs)
+    return model

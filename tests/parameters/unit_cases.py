@@ -1,0 +1,299 @@
+"""Models that stage 3 trains and uses of them: units in any order, with any parameters and outputs.
+
+A case gives what one micro-batch does, the ``forward`` of a unit (`units`), what is between the first and the last
+layer (`body`), or what is done to the usual model before or after the optimizer is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
+
+from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
+
+
+def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
+    """Return the net whose units have another forward, and more attributes of their class."""
+    return net_of(type("Unit", (Block,), {"forward": forward, **more}))
+
+
+def body(through: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
+    """Return a net that goes through its units in another way."""
+    return type("OtherNet", (Net,), {"body": through, **more})
+
+
+# -- forwards and backwards -------------------------------------------------------------------------------------------
+
+
+def retained_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Keep two graphs at once, and run a backward of the older one twice."""
+    first, second = loss_of(model, batch), model(batch.x + 1).exp().mean()
+    first.backward(retain_graph=True)
+    yield
+    first.backward()
+    yield
+    second.backward()
+    yield
+
+
+def inside_gathered(model: Any, batch: Batch) -> None:
+    """Run forward and backward inside; or only a forward, a part of which a checkpoint computes anew outside."""
+    with batch.gathered():
+        loss = loss_of(model, batch)
+        if batch.turn == 0:
+            loss.backward()
+            return
+        hidden = checkpoint(lambda y: y @ model.blocks[1].inner.weight.t(), model.embed(batch.x), use_reentrant=False)
+    (loss + hidden.square().mean()).backward()
+
+
+def failing(where: str, error: type[BaseException]) -> Any:
+    """Fail in the first micro-batch of each step. Gradients that its backward has computed count."""
+
+    def run(model: Any, batch: Batch) -> None:
+        model.blocks[1].armed, model.blocks[1].error = where if batch.turn == 0 else "", error
+        if batch.turn == 0:
+            with pytest.raises(error):
+                one_backward(model, batch)
+        model.blocks[1].armed = ""
+        if batch.turn or where == "forward":
+            one_backward(model, batch)
+
+    return run
+
+
+def penalty(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Keep a graph of gradients for two backwards, while the same units run again."""
+    x = batch.x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (gradient.square().sum() + loss_of(model, batch)).backward(retain_graph=True)
+    yield
+    gradient.abs().sum().backward()
+    yield
+
+
+def hook_forward(model: Any) -> None:
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda module, args: (args[0] * module.norm.weight.mean(),))
+        block.register_forward_hook(lambda module, args, out: out + module.outer.weight.sum(), prepend=True)
+        block.inner.register_forward_hook(lambda module, _, out: out * module.bias.sum())
+
+
+def hook_backward(model: Any) -> None:
+    for block in model.blocks:
+        block.register_full_backward_pre_hook(lambda module, given: (given[0] * module.inner.bias.detach().sum(),))
+        block.register_full_backward_hook(lambda module, given, _: (given[0] * module.outer.weight.detach().mean(),))
+    model.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def every_unit_again(model: Any) -> None:
+    for block in model.blocks:
+        composable_checkpoint(block)
+
+
+# -- units, and their order -------------------------------------------------------------------------------------------
+
+
+def around_another(unit: Any, x: Tensor) -> Any:
+    """Use weights before and after another unit's forward: in a checkpoint, and in a hook of its gradient."""
+    first = checkpoint(lambda y: torch.tanh(unit.inner(y)), unit.norm(x), use_reentrant=False) * 1.0
+    first.register_hook(lambda gradient: gradient * unit.inner.weight.detach().mean())
+    hidden = unit.outer(first)
+    for other in unit.others:
+        hidden = other(hidden)
+    return x + Linear.apply(hidden, unit.outer.weight.t(), False) @ unit.inner.weight.sum(1)[:, None]
+
+
+def acquaint(model: Any, *, holds: bool = False) -> None:
+    model.blocks[0].others = (model.blocks[1],)
+    if holds:
+        model.blocks[0].inside = model.blocks[1]
+
+
+def side_by_side(model: Any, x: Tensor) -> Any:
+    """Let nodes of units be reached in turns, and leave the output of one unused."""
+    outputs = [block(x) for block in model.blocks]
+    return outputs[0] + outputs[1] * outputs[0] + model.blocks[0](outputs[1])
+
+
+# -- parameters -------------------------------------------------------------------------------------------------------
+
+
+def tie(model: Any) -> None:
+    """Share weights and modules of units with other units and with the root."""
+    model.blocks[2].inner.weight = model.blocks[0].inner.weight
+    model.blocks[2].outer = model.blocks[0].outer
+    model.blocks[1].norm = model.norm
+    model.blocks[2].norm.weight = model.norm.weight
+
+
+def freeze_parts(model: Any) -> None:
+    """Freeze the first layers too, so that a forward begins without a graph."""
+    for part in (model.embed, model.blocks[0], model.blocks[1].norm, model.blocks[2].inner, model.head):
+        part.requires_grad_(False)
+
+
+def freeze_later(model: Any, step: int) -> None:
+    model.blocks[2].requires_grad_(step != 1)
+
+
+def groups(model: Any) -> list[dict[str, Any]]:
+    """Return groups that each have parameters of several units. Some are not listed."""
+    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
+    return [
+        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
+        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
+    ]
+
+
+class Awkward(Block):
+    """Parameters with no element, a scalar, a prime number of elements, transposed memory, and several dtypes.
+
+    One is seen as complex numbers, another dtype on the same memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
+        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
+        self.prime = nn.Parameter(torch.randn(31))
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
+        self.pairs = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        wide = self.wide(x.double()) * self.counter.sum()
+        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
+        more = self.empty.exp().sum() + self.prime.tanh().sum() + numbers.abs().sum()
+        found = super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float()
+        return found * self.scalar + more + (x @ self.turned.t())[:, :1]
+
+
+# -- graphs and outputs -----------------------------------------------------------------------------------------------
+
+
+def forces(unit: Any, x: Tensor) -> Any:
+    """Give out a derivative."""
+    x = x.clone() if x.requires_grad else x.clone().requires_grad_()
+    (force,) = torch.autograd.grad(Block.forward(unit, x).exp().sum(), x, create_graph=True)
+    return force
+
+
+class Linear(torch.autograd.Function):
+    """A linear function in Python that stores the parameter itself on its context, or saves it as torch documents."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, holds: bool) -> Tensor:
+        ctx.held = (x.detach(), weight) if holds else None
+        ctx.save_for_backward(*(() if holds else (x, weight)))
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.held or ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x, None
+
+
+def holds_weight(unit: Any, x: Tensor) -> Any:
+    return x + unit.outer(torch.tanh(Linear.apply(unit.norm(x), unit.inner.weight, True) + unit.inner.bias))
+
+
+def keeps_view(unit: Any, x: Tensor) -> Any:
+    """Make a view of a weight once, with its graph or without, which must follow the weight, and one as an array."""
+    if unit.kept is None:
+        unit.kept = (unit.inner.weight if unit.with_graph else unit.inner.weight.detach()).view(-1)
+    array = unit.outer.weight.detach().numpy()
+    return Block.forward(unit, x) * unit.kept[:WIDTH] * torch.from_numpy(array).sum(1)
+
+
+class Opaque:
+    """An output that the library cannot look into."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+
+PACKS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "a list": (lambda x: (None, [x, [x * 2]]), lambda out: out[1][1][0]),
+    "a dict": (lambda x: {"a": {"b": x}, "c": None}, lambda out: out["a"]["b"]),
+    "an opaque object": (lambda x: [Opaque(x), x.detach()], lambda out: out[0].hidden + out[1]),
+}
+
+
+def packing(name: str) -> type[Net]:
+    pack, unpack = PACKS[name]
+
+    def unpacks(model: Any, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = unpack(block(x))
+        return x
+
+    packed = type("Packed", (Block,), {"forward": lambda unit, x: pack(Block.forward(unit, x))})
+    return body(unpacks, block=packed)
+
+
+def passes_through(unit: Any, x: Tensor) -> Any:
+    """Return the input unchanged, and store a loss of the weight in an attribute."""
+    unit.aside = Linear.apply(Block.forward(unit, x), unit.inner.weight, False).mean()
+    return x
+
+
+def what_is_aside(model: Any, batch: Batch) -> None:
+    """Train on what no output leads to."""
+    model(batch.x)
+    torch.autograd.backward(sum(block.aside for block in model.blocks))
+
+
+def edited(model: Any, x: Tensor) -> Tensor:
+    """Edit outputs of units in place."""
+    for edit, block in zip((torch.relu_, lambda y: y[:, 1:3].mul_(2), torch.exp_), model.blocks, strict=True):
+        x = block(x)
+        edit(x)
+        x = torch.tanh(x)
+    return x
+
+
+CASES: dict[str, Case] = {
+    "plain": Case(),
+    "retained graphs": Case(run=retained_graphs),
+    "inside gathered()": Case(run=inside_gathered),
+    "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
+    "exception in a backward": Case(net_of(Fails), failing("backward", ZeroDivisionError)),
+    "interrupt in a forward": Case(net_of(Fails), failing("forward", KeyboardInterrupt)),
+    "interrupt in a backward": Case(net_of(Fails), failing("backward", KeyboardInterrupt)),
+    "gradient penalty": Case(run=penalty),
+    "forward hooks from before": Case(prepared=hook_forward),
+    "forward hooks from after": Case(built=hook_forward),
+    "backward hooks from before": Case(prepared=hook_backward),
+    "backward hooks from after": Case(built=hook_backward),
+    "checkpoint around the model": Case(run=lambda m, b: checkpoint(m, b.x, use_reentrant=False).sum().backward()),
+    "composable checkpoints from before": Case(net_of(Fails), failing("forward", OSError), prepared=every_unit_again),
+    "composable checkpoints from after": Case(built=every_unit_again),
+    "a unit around another": Case(units(around_another, others=()), prepared=acquaint),
+    "a unit that holds another": Case(units(around_another, others=()), prepared=partial(acquaint, holds=True)),
+    "units side by side": Case(body(side_by_side)),
+    "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
+    "ties": Case(prepared=tie),
+    "frozen parts of units": Case(prepared=freeze_parts),
+    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
+    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
+    "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
+    "units that give out a derivative": Case(units(forces)),
+    "a Function that holds a weight": Case(units(holds_weight)),
+    "a view kept": Case(units(keeps_view, kept=None, with_graph=False), lends=True, steps=3),
+    "a view kept with its graph": Case(units(keeps_view, kept=None, with_graph=True), lends=True, steps=3),
+    **{f"outputs are {name}": Case(packing(name)) for name in PACKS},
+    "a loss beside the outputs": Case(units(passes_through), what_is_aside),
+    "outputs edited in place": Case(body(edited)),
+}
+ROWS = [(name, world) for name in CASES for world in ("one", "several", "common")]
+"""Every case in every world. Each fourth row is in the default run."""
