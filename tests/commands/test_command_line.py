@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from zero import ZeroOptimizer, save
 from zero.commands import cli, plots
 from zero.commands.train import command as train
 from zero.commands.train import data
-
-from ..test_errors import linear
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +60,7 @@ def test_wrong_input_is_one_line_and_exit_code_2_in_every_command(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("no archive")
     (tmp_path / "runs").mkdir()
-    save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(linear()), step=3)
+    save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(nn.Linear(3, 3)), step=3)
     assert cli.main([argument.replace("{}", str(tmp_path)) for argument in WRONG[what]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
