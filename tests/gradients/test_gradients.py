@@ -19,8 +19,8 @@ from zero.gradients.placeholder import ShardedGradient
 from zero.runtime.accumulator import GradAccumulator
 
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
-from ..support.programs import Clear, clear, locked_build
+from ..support.plain import Clear, assert_same_bits, assert_same_model, clear, plain_step
+from ..support.programs import locked_build
 from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.trainings import ALL_STAGES, SGD, SHARDED, Two, solo_transport, trained
 from ..test_errors import chain, linear, on_ranks

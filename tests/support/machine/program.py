@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from zero import MixedPrecision
 
 from ..narrowed import PRECISIONS
-from ..programs import BY_PARAMETER, CLASSES, MATRICES, Clear
+from ..plain import Clear
+from ..programs import BY_PARAMETER, CLASSES, MATRICES
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all

@@ -13,7 +13,7 @@ import torch
 from collectives import Algorithm
 from zero import Offload, ZeroOptimizer
 
-from ..programs import clear
+from ..plain import clear
 from . import program as p
 from .program import Command, Config, Setting
 from .trees import Batch, PlannedError
