@@ -222,10 +222,11 @@ def test_every_promise_about_edits_holds_where_they_are_seen_later() -> None:
     for call in ("step", "clip_grad_norm_"):
         edits.test_an_embedding_that_renormalises_on_one_rank_is_told_on_every_rank_and_undone(call)
     for world_size in (1, 2):
-        for clipped in (False, True):
-            gradients.test_stage_0_honours_edits_of_the_mean(world_size, clipped)
+        for clips in (False, True):
+            gradients.test_stage_0_honours_edits_of_the_mean_also_between_clips(world_size, clips)
         for then in ("backward", "divisor"):
-            gradients.test_stage_0_refuses_to_lose_an_edit_of_the_mean(world_size, then)
+            how = f"an edit, then a {then}"
+            gradients.test_an_edit_that_cannot_count_is_refused_until_the_gradient_is_cleared(how, world_size)
 
 
 @pytest.mark.usefixtures("unseen")

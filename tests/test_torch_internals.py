@@ -20,7 +20,7 @@ from collectives import pool as memory
 from collectives import torch_internals
 from collectives.pool import Pool
 
-from .support.hidden import COMPARED, NEEDED_BY
+from .hidden import COMPARED, NEEDED_BY
 from .test_structure import TREES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +33,7 @@ NAMES = [
 
 
 def errors(mode: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.support.hidden", mode, *map(str, NAMES)]
+    command = [sys.executable, "-m", "tests.hidden", mode, *map(str, NAMES)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout)

@@ -182,28 +182,28 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         other = {k: v for k, v in state.items() if v is not None}
         assert set(mine) == set(other), (index, sorted(mine), sorted(other))
         for name, value in other.items():
-            _assert_same_value(mine[name], value, f"state {name} of parameter {index}")
+            assert_same_value(mine[name], value, f"state {name} of parameter {index}")
 
 
-def _assert_same_value(mine: Any, other: Any, what: str) -> None:
+def assert_same_value(mine: Any, other: Any, what: str) -> None:
     if is_traceable_wrapper_subclass(other):
         assert (type(mine), mine.shape, mine.dtype) == (type(other), other.shape, other.dtype), what
         (names, facts), (_, theirs) = mine.__tensor_flatten__(), other.__tensor_flatten__()
         assert facts == theirs, what
         for name in names:
-            _assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
+            assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
     elif isinstance(other, Tensor):
         assert isinstance(mine, Tensor), what
         assert_same_bits(mine, other, what)
     elif isinstance(other, (list, tuple)):
         assert type(mine) is type(other), what
         for number, (one, value) in enumerate(zip(mine, other, strict=True)):
-            _assert_same_value(one, value, f"{what}, {number}")
+            assert_same_value(one, value, f"{what}, {number}")
     elif isinstance(other, dict):
         assert type(mine) is type(other), what
         assert mine.keys() == other.keys(), what
         for key, value in other.items():
-            _assert_same_value(mine[key], value, f"{what}, {key!r}")
+            assert_same_value(mine[key], value, f"{what}, {key!r}")
     else:
         assert mine == other, what
 

@@ -7,6 +7,7 @@ micro-batches), then clips, then perhaps a step, then one of the ways to clear g
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,11 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, ZeroOptimizer
 
 from .models import Odd, build, odd_batches, odd_loss
-from .plain import Clear, PlainRanks, assert_same_bits, assert_same_model, clear
+from .plain import Clear, PlainRanks, assert_same_bits, assert_same_model, assert_same_states, clear
 from .shampoo import Shampoo
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -79,6 +80,7 @@ class Program:
     optimizer: str = "adamw"
     bucket_cap_mb: float | Literal["auto"] = 0.0005
     collective: str = "auto"
+    partition: str = ""  # "": by parameters for classes of `BY_PARAMETER`, by elements for others
     sharding_factor: int | None = None
     reshard: bool | int = True
     offload: Offload | None = None
@@ -195,7 +197,7 @@ def run_rank(
         reshard_after_forward=program.reshard,
         offload=program.offload,
         mixed_precision=program.precision,
-        partition="parameter" if program.optimizer in BY_PARAMETER else "element",
+        partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),
         **arguments,
     )
     norms: list[Tensor] = []
@@ -241,3 +243,13 @@ def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[
             assert_same_bits(a, b, f"rank {rank}, norm {number}")
         assert_same_model(model, plain.model)
     return plain
+
+
+def check(program: Program, timeout: float = 20.0, run: Callable[..., Any] = on_threads) -> None:
+    """Run a program on ranks that are threads; assert the plain loop's bits also in states and master weights."""
+    results = run(program.world_size, lambda transport: run_rank(program, transport), timeout=timeout)
+    plain, states = compare(program, results), results[0][3]
+    assert states is not None
+    assert_same_states(states, plain.optimizer.state_dict())
+    for index, master in states.get("masters", {}).items():
+        assert_same_bits(master, plain.numbers.updated[index], f"master weights of parameter {index}")

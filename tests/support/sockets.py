@@ -1,21 +1,24 @@
 """Ranks of one process whose bytes travel as between processes: through real sockets and real shared memory.
 
-Knows: how backends are connected. Does not know: what is sent.
+Knows: how backends are connected, and by what the ranks of a host find each other. Does not know: what is sent.
 """
 
 from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
+import pytest
+import torch
 from torch import Tensor
 
-from collectives import Loopback, Transport
+from collectives import Collective, CollectiveError, Kind, Loopback, Tag, Transport, topology
 from collectives.backend import Backend, Pending
 from collectives.backends.arena import Arena, Window
 from collectives.backends.hybrid import HybridBackend
-from collectives.backends.rendezvous import HostListener, exchange_infos, join
+from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
 from collectives.backends.shared_memory import PeerProcess, SharedMemoryBackend
 
 T = TypeVar("T")
@@ -86,3 +89,40 @@ def on_wires(world_size: int, program: Callable[[Transport], T], *, timeout: flo
     """Run ``program`` as `collectives.on_threads` does, on ranks that share no memory."""
     group = Loopback[T](world_size, timeout=timeout)
     return group.run(lambda transport: program(Transport(Wire(transport.backend))))
+
+
+def on_hosts(patch: pytest.MonkeyPatch, hosts: Sequence[int], containers: Sequence[int] = ()) -> None:
+    """Pretend that rank r is on host ``hosts[r]``, or in a container of its own there."""
+    pairs = zip(hosts, containers or [1] * len(hosts), strict=True)
+    names = [f"machine{host} {container}" for host, container in pairs]
+
+    def infos(transport: Transport, listener: HostListener) -> list[RankInfo]:
+        found = exchange_infos(transport, listener)
+        return [replace(info, host=name) for info, name in zip(found, names, strict=True)]
+
+    patch.setattr(topology, "exchange_infos", infos)
+
+
+def works(collective: Collective) -> str:
+    """Return the name of an algorithm, after a check of its results."""
+    t = collective.transport
+    bounds = [3 * rank for rank in range(t.world_size + 1)]
+    whole = torch.zeros(bounds[-1])
+    own = whole[bounds[t.rank] : bounds[t.rank + 1]]
+    source = torch.full((bounds[-1],), 1.0 + t.rank)
+    collective.reduce_scatter(source, bounds, own, start=None, tag=Tag(Kind.REDUCE_SCATTER, "sum", 1)).wait()
+    collective.all_gather(whole, bounds, tag=Tag(Kind.ALL_GATHER, "whole", 1)).wait()
+    assert whole.tolist() == [sum(range(1, t.world_size + 1))] * bounds[-1]
+    return collective.name
+
+
+def outcome(make: Callable[[Transport], Collective]) -> Callable[[Transport], str]:
+    """Return a program that makes an algorithm and returns its name, or the error."""
+
+    def program(transport: Transport) -> str:
+        try:
+            return works(make(transport))
+        except CollectiveError as error:
+            return str(error)
+
+    return program

@@ -1,8 +1,8 @@
 """Processes whose torch lacks private names of `collectives.torch_internals`.
 
-``python -m tests.support.hidden all PATH...`` hides every name before the library is imported, and uses each from the
+``python -m tests.hidden all PATH...`` hides every name before the library is imported, and uses each from the
 module.
-``python -m tests.support.hidden each PATH...`` forks a process for each name before the library is imported, hides the
+``python -m tests.hidden each PATH...`` forks a process for each name before the library is imported, hides the
 name there, and trains in a way that needs it. Both print the error of each name, as JSON.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .forks import Child
+from .support.forks import Child
 
 
 class _Gone:

@@ -1,0 +1,69 @@
+"""The devices of tests that are about GPUs, and ranks on them.
+
+Each such test also runs on the CPU, where everything specific to a GPU does nothing. That only shows that the test's
+code works on machines without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from .pool import GlooPool
+from .programs import Program, run_rank
+
+GPU = "cuda:0"
+HAS_GPU = torch.cuda.is_available()
+DEVICES = ("cpu", pytest.param(GPU, marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")))
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch requires it for deterministic matrix products
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Use deterministic algorithms, which also fill uninitialized memory with NaN."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+@contextmanager
+def deterministic_products() -> Iterator[None]:
+    """Let torch choose deterministic matrix products; processes that start inside the block do so, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in DETERMINISTIC.items():
+            patch.setenv(name, value)
+        yield
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Processes whose models are on one device.
+
+    For a GPU they are spawned: a fork of a process that may have used CUDA cannot use it.
+    """
+
+    device: str
+    pool: GlooPool
+
+    def run(self, program: Any, *arguments: Any, world_size: int) -> Any:
+        return self.pool.run(program, *arguments, ranks=range(world_size), limit=100)
+
+
+def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
+    """Run a program on a rank of the pool."""
+    with deterministic():
+        return run_rank(program, group)
+
+
+def on(device: str, batches: Sequence[Any]) -> list[Any]:
+    """Return micro-batches of `models.odd_batches` on a device."""
+    return [(tokens.to(device), extra) for tokens, extra in batches]
