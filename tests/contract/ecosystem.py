@@ -1,4 +1,4 @@
-"""What the tests beside other libraries share: small models of transformers, their data, and Trainer's plain loop."""
+"""Shared by tests beside other libraries: small models of transformers, their data, and Trainer's plain loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same promises on real processes over gloo: bits, overlap by the order of events, peaks of memory, failures."""
+"""The same on real processes over gloo: bits, overlap by the order of events, peaks of memory, failures."""
 
 from __future__ import annotations
 

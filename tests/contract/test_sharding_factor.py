@@ -1,4 +1,4 @@
-"""Copies shared by fewer than all ranks: the plain loop's bits, the formulas' bytes and traffic, errors everywhere."""
+"""Copies shared by fewer than all ranks have the plain loop's bits, and the formulas' bytes and traffic."""
 
 from __future__ import annotations
 

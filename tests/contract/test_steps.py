@@ -1,4 +1,4 @@
-"""At every moment of a step: what may change an update, and what no one can observe; an interrupt leaves it whole."""
+"""At every moment of a step: what may change an update, what none can observe, and what an interrupt leaves."""
 
 from __future__ import annotations
 

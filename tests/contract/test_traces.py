@@ -1,4 +1,4 @@
-"""An optimizer leaves nothing behind on parameters, in the user's objects and in the process, nor states too early."""
+"""An optimizer leaves nothing on parameters, in the user's objects and in the process, and no state too early."""
 
 from __future__ import annotations
 

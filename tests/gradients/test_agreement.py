@@ -1,4 +1,4 @@
-"""Before a call changes anything, all ranks agree to it: in one round of messages, which carry every rank's record."""
+"""Before a call changes anything, all ranks agree to it: in one round, which carries every rank's record."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
     assert re.search(r"rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0", first)
 
 
-def test_an_error_of_one_rank_inside_join_reaches_those_that_left_and_those_that_go_on() -> None:
+def test_an_error_of_one_rank_inside_join_reaches_all_others() -> None:
     def act(optimizer: ZeroOptimizer, model: nn.Module) -> None:
         if optimizer.rank == 1:
             raise KeyError("a broken batch")

@@ -1,4 +1,4 @@
-"""Several backwards for one micro-batch are added up by rounds: the first ones of all ranks, then the second ones."""
+"""Several backwards for one micro-batch are added up by rounds: the first ones of all ranks, then the second."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_several_backwards_of_a_micro_batch_are_added_up_by_rounds(stage: int, w
     same_as_plain(loop, build, torch.optim.AdamW, world_size, settings=settings, divisor=MICRO_BATCHES, lr=1e-2)
 
 
-def test_these_are_orders_with_other_bits_and_by_rounds_one_rank_is_the_loop_of_autograd() -> None:
+def test_the_orders_differ_and_that_of_one_rank_is_autograds() -> None:
     """Shows that the orders differ, so that the test above can fail."""
     ends = []
     for world_size, apart in ((1, False), (2, False), (2, True), (3, False)):

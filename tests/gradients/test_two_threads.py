@@ -197,7 +197,7 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
     assert other.item() == 0
 
 
-def test_the_unscale_of_another_step_is_none_of_this_one_whatever_devices_it_is_told_for() -> None:
+def test_an_unscale_of_another_step_is_none_of_this_one() -> None:
     """The step before used parameters on one device alone, and this one those on the other."""
     flags = FoundInf()
     flags.tell(torch.zeros(1, device="meta"), True)

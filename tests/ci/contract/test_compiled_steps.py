@@ -1,4 +1,4 @@
-"""A compiled model, step or whole loop has the eager bits, nothing of the library in a graph, and is compiled once."""
+"""A compiled model, step or loop has the eager bits, nothing of the library in a graph, and is compiled once."""
 
 from __future__ import annotations
 

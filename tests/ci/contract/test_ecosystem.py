@@ -1,4 +1,4 @@
-"""Each integration that a recipe shows trains the plain loop's bits, saves and goes on; skips what is not installed."""
+"""Each integration that a recipe shows trains the plain loop's bits; what is not installed is skipped."""
 
 from __future__ import annotations
 

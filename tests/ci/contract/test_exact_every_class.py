@@ -1,4 +1,4 @@
-"""The plain loop, bit for bit: every class and precision with each value of the other settings, up to eight ranks."""
+"""The plain loop, bit for bit: every class and precision with each value of the other settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On real processes: each two values of stage, ranks, buckets, habit, precision and collective give the plain bits."""
+"""On processes, each two values of stage, ranks, buckets, habit, precision and collective give plain bits."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp
             assert_same_dict(state, expected)
 
 
-def test_a_pipeline_of_two_stages_with_two_copies_each_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
     expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(8)
     halves = [
         (inputs.chunk(2)[half], targets.chunk(2)[half])

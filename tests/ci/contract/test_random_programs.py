@@ -1,4 +1,4 @@
-"""Random programs that begin at each stage, in each precision, and on gloo processes, give the plain loop's bits."""
+"""Random programs at each stage, in each precision and on gloo processes give the plain loop's bits."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ TAKES_A_MINUTE = ("Kron", "SpectralSphere")  # they compile for a minute, and ar
 RATE = {"lr": 1e-2}
 
 
-def test_every_class_of_a_collection_is_refused_or_trains_the_bits_of_the_plain_loop() -> None:
+def test_every_class_of_a_collection_is_refused_or_trains_the_bits() -> None:
     collection = pytest.importorskip("pytorch_optimizer")
     found = {name: getattr(collection, name) for name in dir(collection) if name not in TAKES_A_MINUTE}
     verdicts: dict[str, str] = {}
