@@ -52,7 +52,7 @@ FEW: dict[str, Sequence[Any]] = {
     "cap": (1e-6, 0.0005, 25.0, "auto"),
     "optimizer": ("adamw", "adamw fused", "sgd momentum", "shampoo"),
     "habit": ("clips", "no sync", "fewer", "freezes", "zeros", "none", "scales"),
-    "numbers": ("", "bf16", "fp16", "in bf16"),
+    "numbers": ("", "bf16", "fp16"),
     "factor": (None, 1, 2),
     "collective": ("auto", "pairwise", "hierarchical", "shared"),
     "reshard": (True, False),
@@ -62,9 +62,9 @@ FEW: dict[str, Sequence[Any]] = {
 """The values of the default run. ``numbers``: a precision or a dtype; ``whole``: each parameter has one owner."""
 MANY: dict[str, Sequence[Any]] = {
     **FEW,
-    "ranks": (1, 2, 5, 6),
+    "ranks": (1, 2, 6),
     "optimizer": (*CLASSES, *FOR_LOOP, *BY_PARAMETER),
-    "habit": ("clips", "no sync", "freezes", "divisors", "module", "module zeros"),
+    "habit": ("clips", "no sync", "freezes", "divisors", "module zeros"),
     "numbers": (*DTYPES, *PRECISIONS),
     "factor": (None, 1, 3),
     "collective": (*FEW["collective"], "one host"),
@@ -80,6 +80,7 @@ def allowed(row: Row) -> bool:
             row["habit"] != "fewer" or (row["stage"] < 3 and row["ranks"] > 1),
             row["factor"] is None or (row["stage"] > 0 and row["ranks"] % row["factor"] == 0 and row["ranks"] > 1),
             row["reshard"] or row["stage"] == 3,
+            row["ranks"] != 4 or row["factor"] == 2,
             row["numbers"] not in DTYPES or not row["numbers"] or clean,
             row["numbers"] != "in fp16" or row["habit"] == "clips",
             row["habit"] != "scales" or row["numbers"] not in DTYPES or not row["numbers"],

@@ -5,21 +5,18 @@ Knows: what is done alike. Does not know: how either trains, or how results are 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..plain import Clear
 from . import program as p
 from .program import Command, Setting
 
 
 class Player:
-    """What commands need of a rank or of the plain loop. ``ranks``: those that it plays."""
+    """A `sides.Side` that executes commands. ``ranks``: those that it plays."""
 
     model: Any
     optimizer: Any
@@ -27,11 +24,6 @@ class Player:
     setting: Setting
     divisor: float
     ranks: Sequence[int]
-    step: Callable[..., Any]
-    clip: Callable[..., Tensor]
-    clear: Callable[[Clear], None]
-    gathered: Callable[..., AbstractContextManager[None]]
-    join: Callable[[], AbstractContextManager[None]]
     kept: list[tuple[int, list[Any]]]  # the backwards of each rank that `Keep` left
 
     def do(self, command: Command) -> Any:
@@ -126,23 +118,10 @@ class Player:
         """Save, and load with another setting."""
         raise NotImplementedError("new ranks are built")
 
-    @abstractmethod
     def run(self, rank: int, backwards: list[Any], sync: bool) -> None:
         """Run the backwards of a micro-batch."""
+        raise NotImplementedError
 
-    @abstractmethod
     def check(self) -> None:
         """Let the ranks meet."""
-
-    @abstractmethod
-    def fail(self, command: p.Fail) -> None: ...
-
-    @abstractmethod
-    def scaled_step(self, command: p.Scaled) -> Any: ...
-
-    @abstractmethod
-    def full_gradient(self, index: int) -> Tensor | None: ...
-
-    @abstractmethod
-    def consolidated(self, to: int) -> dict[str, Any] | None:
-        """Return the state dict, on a rank other than ``to`` None."""
+        raise NotImplementedError
