@@ -129,6 +129,26 @@ def assert_all_are(models: list[nn.Module], plain: nn.Module) -> None:
         assert_same_model(model, plain)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int) -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=stage)
+        only_rank_0_uses_a(model, transport.rank).backward()
+        model.a.grad = None
+        model(2.0).backward()
+        optimizer.step()
+        return model
+
+    plain = TwoVectors()
+    for use_a in (True, False):
+        plain(1.0, use_a).backward()
+    plain.a.grad = None
+    for _ in range(2):
+        plain(2.0).backward()
+    assert_all_are(on_threads(2, program), stepped(plain, 2))
+
+
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 1), (0, 2)])
 def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_size: int) -> None:
     """All gradients of a bucket are stashed; one is cleared, and the next backward does not reach its parameter."""
