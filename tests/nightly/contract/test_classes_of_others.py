@@ -43,6 +43,7 @@ TAKES_A_MINUTE = ("Kron", "SpectralSphere")  # they compile for a minute, and ar
 RATE = {"lr": 1e-2}
 
 
+@pytest.mark.timeout(1500)
 def test_every_class_of_a_collection_is_refused_or_trains_the_bits() -> None:
     collection = pytest.importorskip("pytorch_optimizer")
     found = {name: getattr(collection, name) for name in dir(collection) if name not in TAKES_A_MINUTE}
