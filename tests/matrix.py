@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero import MixedPrecision, clip_grad_norm_
+from zero import MixedPrecision
 from zero.commands.train.data import Corpus, load_corpus
 from zero.commands.train.model import build_model, loss_fn
 
 from .support.loops import Several
-from .support.narrowed import Narrowed
+from .support.plain import PlainRanks
 from .support.processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
@@ -77,33 +78,29 @@ def trained_sha256(
     **more: Any,
 ) -> str:
     """Train a model with a plain loop and return the hash of its parameters; ``more``: arguments of AdamW."""
-    numbers = Narrowed(model, variant.precision)
     arguments = {"lr": 1e-3, **({"fused": True} if variant.fused else {}), **more}
-    optimizer = _optimizer(model, numbers.updated, arguments, muon=variant.muon)
+    loop = PlainRanks(
+        model, lambda updated: _optimizer(model, updated, arguments, muon=variant.muon), precision=variant.precision
+    )
+    loop.divisor = micro_batches
     scaler = torch.amp.GradScaler("cpu", enabled=variant.scaled)
     for step in range(steps):
-        total: dict[int, torch.Tensor] = {}
         for index in range(micro_batches):
             batch = corpus.micro_batch(0, step, index, *sizes)
-            scaler.scale(loss_fn(model(batch.inputs), batch.targets)).backward()
-            for number, parameter in enumerate(model.parameters()):
-                assert parameter.grad is not None
-                gradient = numbers.travelling(parameter.grad)
-                total[number] = total[number] + gradient if number in total else gradient
-                parameter.grad = None
-        numbers.show([total[number].div_(micro_batches) for number in range(len(total))])
-        scaler.unscale_(optimizer)
+            loop.backward(0, lambda batch=batch: scaler.scale(loss_fn(model(batch.inputs), batch.targets)).backward())
+        loop.settle()
+        scaler.unscale_(loop.optimizer)
         if variant.clip is not None:
-            clip_grad_norm_(numbers.held, variant.clip)
-        numbers.step(optimizer, scaler)
+            loop.clip(variant.clip)
+        loop.step(scaler)
         scaler.update()
-        optimizer.zero_grad()
+        loop.clear()
     parts = (p.detach().float().numpy().astype("<f4").tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _optimizer(
-    model: nn.Module, updated: list[torch.Tensor], arguments: dict[str, Any], *, muon: bool
+    model: nn.Module, updated: Sequence[torch.Tensor], arguments: dict[str, Any], *, muon: bool
 ) -> torch.optim.Optimizer:
     """Return AdamW, or ``muon``: Muon for the matrices of the blocks, and AdamW for the rest."""
     if not muon:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.gpu_short.peers import NARROW, device_paths, join_fake_group
 
-from .support.launches import RANKS, Counted, cap_of, count
+from .launches import RANKS, Counted, cap_of, count
 
 SHAPE = replace(NARROW, layers=4)
 

@@ -1,11 +1,8 @@
-"""The public interface: the optimizer is a torch.optim.Optimizer."""
+"""The optimizer is a `torch.optim.Optimizer`: groups, schedulers, hooks, closures and classes work as in torch."""
 
 from __future__ import annotations
 
-import copy
-import inspect
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -14,36 +11,33 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
-from zero.config import ShardingOptions
 
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, plain_step, share
+from ..support.plain import assert_same_bits, assert_same_model, share
 from ..support.programs import locked_build
-from ..support.trainings import ALL_STAGES, Counting, Two, trained
+from ..support.sides import Loop, Side, same_as_plain
+from ..support.small import TwoVectors
+from ..support.trainings import ALL_STAGES, Counting
 
 pytestmark = pytest.mark.contract
 
 
-def test_every_option_of_the_record_is_an_argument_with_the_same_default() -> None:
-    arguments = inspect.signature(ZeroOptimizer).parameters
-    options = {option.name: option.default for option in fields(ShardingOptions)}
-    assert options == {name: arguments[name].default for name in options}
-    described = inspect.getdoc(ZeroOptimizer) or ""
-    assert all(f"\n    {name}: " in described for name in options)
-    assert ShardingOptions().arguments() == options
+def odd(model: Any, rank: int, step: int) -> Tensor:
+    return odd_loss(model, odd_batches(2, step, extra=False)[rank])
 
 
-@ALL_STAGES
-@pytest.mark.by_default("2")
+def build() -> nn.Module:
+    return locked_build(0)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
 def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         decayed = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() <= 1]
         return [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0, "lr": 3e-3}]
 
-    def loop(
-        model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int, divisor: float
-    ) -> list[str]:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, ranks: int, divisor: float) -> list[str]:
         events: list[str] = []
         optimizer.register_step_pre_hook(lambda *_: events.append("pre"))
         optimizer.register_step_post_hook(lambda *_: events.append("post"))
@@ -53,13 +47,12 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
             def closure(step: int = step) -> Tensor:
                 optimizer.zero_grad()
                 loss = torch.zeros(())
-                for batch in share(odd_batches(6, step), rank, world_size):
+                for batch in share(odd_batches(6, step), rank, ranks):
                     loss = odd_loss(model, batch)
                     loss.backward()
-                if world_size == 1 and divisor != 1:
-                    for p in model.parameters():
-                        if p.grad is not None:
-                            p.grad.div_(divisor)
+                for p in model.parameters():
+                    if p.grad is not None and divisor != 1:
+                        p.grad.div_(divisor)
                 return loss
 
             assert isinstance(optimizer.step(closure), Tensor)
@@ -68,7 +61,7 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         return events
 
     def program(transport: Transport) -> nn.Module:
-        model = locked_build(0)
+        model = build()
         arguments: dict[str, Any] = {"stage": stage, "module": model, "divisor": 6, "partition": "element"}
         optimizer = ZeroOptimizer(groups(model), process_group=transport, **arguments)
         assert isinstance(optimizer, torch.optim.Optimizer)
@@ -77,186 +70,27 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         assert loop(model, optimizer, transport.rank, 3, 1) == ["pre", "post"] * 4
         return model
 
-    plain = locked_build(0)
+    plain = build()
     loop(plain, torch.optim.AdamW(groups(plain)), 0, 1, 6)
     for model in on_threads(3, program):
         assert_same_model(model, plain)
 
 
 @ALL_STAGES
-@pytest.mark.by_default("2")
-def test_a_class_that_counts_in_its_group_counts_steps_not_buckets(stage: int) -> None:
-    def program(transport: Transport) -> tuple[nn.Module, Any]:
-        model = locked_build(0)
-        optimizer = ZeroOptimizer(model, Counting, stage=stage, process_group=transport, bucket_cap_mb=1e-6, lr=0.1)
+def test_a_group_may_be_added_after_some_steps(stage: int) -> None:
+    def loop(side: Side) -> None:
         for step in range(3):
-            optimizer.zero_grad()
-            odd_loss(model, odd_batches(2, step)[transport.rank]).backward()
-            optimizer.step()
-        return model, optimizer.param_groups[0]["k"]
+            if step == 1:
+                side.optimizer.add_param_group({"params": list(side.model.last.parameters()), "lr": 0.05})
+            side.train(lambda model, rank, step=step: odd(model, rank, step))  # type: ignore[misc]
+            side.step()
+            side.clear("module")
 
-    plain = locked_build(0)
-    sgd = Counting(plain.parameters(), lr=0.1)
-    for step in range(3):
-        sgd.zero_grad()
-        plain_step(plain, sgd, odd_loss, odd_batches(2, step), 2)
-    for model, count in on_threads(2, program):
-        assert count == 3
-        assert_same_model(model, plain)
+    def first(model: Any) -> list[nn.Parameter]:
+        return [p for name, p in model.named_parameters() if not name.startswith("last")]
 
-
-@ALL_STAGES
-@pytest.mark.by_default("2")
-def test_add_param_group_after_some_steps(stage: int) -> None:
-    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, step_of: Callable[[int], None]) -> None:
-        step_of(0)
-        optimizer.add_param_group({"params": list(model.last.parameters()), "lr": 0.05})
-        step_of(1)
-        step_of(2)
-
-    def program(transport: Transport) -> nn.Module:
-        model = locked_build(transport.rank)
-        names = {id(p) for p in model.last.parameters()}
-        first = [p for p in model.parameters() if id(p) not in names]
-        optimizer = ZeroOptimizer(
-            first, torch.optim.Adam, stage=stage, module=model, process_group=transport, lr=1e-2, bucket_cap_mb=0.0005
-        )
-
-        def step_of(step: int) -> None:
-            model.zero_grad()
-            odd_loss(model, odd_batches(2, step)[transport.rank]).backward()
-            optimizer.step()
-
-        loop(model, optimizer, step_of)
-        optimizer.check_replicas()
-        assert sum(len(b.names) for b in optimizer.describe().buckets) == len(list(model.parameters()))
-        return model
-
-    plain = locked_build(0)
-    names = {id(p) for p in plain.last.parameters()}
-    adam = torch.optim.Adam([p for p in plain.parameters() if id(p) not in names], lr=1e-2)
-
-    def plain_step_of(step: int) -> None:
-        plain.zero_grad()
-        plain_step(plain, adam, odd_loss, odd_batches(2, step), 2)
-
-    loop(plain, adam, plain_step_of)
-    for model in on_threads(2, program):
-        assert_same_model(model, plain)
-
-
-@ALL_STAGES
-@pytest.mark.by_default("1")
-def test_several_optimizers_with_different_settings_live_side_by_side(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = locked_build(0)
-        mine = set(model.first.parameters()) | set(model.last.parameters())
-        one = ZeroOptimizer(
-            [p for p in model.parameters() if p in mine], torch.optim.SGD, stage=stage, process_group=transport, lr=0.1
-        )
-        two = ZeroOptimizer(
-            [p for p in model.parameters() if p not in mine],
-            torch.optim.Adam,
-            stage=(stage + 1) % 3,
-            process_group=transport,
-            bucket_cap_mb=1e-6,
-            lr=1e-2,
-        )
-        for step in range(3):
-            odd_loss(model, odd_batches(2, step, extra=False)[transport.rank]).backward()
-            for optimizer in (two, one) if step % 2 else (one, two):
-                optimizer.step()
-                optimizer.zero_grad()
-        return model
-
-    plain = locked_build(0)
-    mine = set(plain.first.parameters()) | set(plain.last.parameters())
-    sgd = torch.optim.SGD([p for p in plain.parameters() if p in mine], lr=0.1)
-    adam = torch.optim.Adam([p for p in plain.parameters() if p not in mine], lr=1e-2)
-    for step in range(3):
-        plain_step(plain, sgd, odd_loss, odd_batches(2, step, extra=False), 2)
-        adam.step()
-        plain.zero_grad()
-    for model in on_threads(2, program):
-        assert_same_model(model, plain)
-
-
-@ALL_STAGES
-@pytest.mark.by_default("2")
-def test_every_call_but_step_and_loads_leaves_the_next_update_alone(stage: int) -> None:
-    def program(transport: Transport, curious: bool) -> nn.Module:
-        model, optimizer = trained(transport, stage)
-        if curious:
-            state = torch.random.get_rng_state()
-            str(optimizer.describe()), repr(optimizer), optimizer.traffic, len(optimizer.state)
-            optimizer.check_replicas()
-            optimizer.full_grad(model.last.weight)
-            optimizer.full_grad(model.unused)
-            optimizer.clip_grad_norm_(float("inf"))
-            optimizer.consolidate_state_dict(1)
-            with optimizer.gathered(), optimizer.gathered(model.one, write=True):
-                model.state_dict()
-            with torch.no_grad():
-                odd_loss(model, odd_batches(1, 5)[0])
-            copy.deepcopy(model)
-            optimizer.full_grad(model.last.weight)
-            optimizer.exchange(b"hello")
-            ZeroOptimizer(locked_build(3), process_group=transport)
-            assert torch.equal(state, torch.random.get_rng_state())
-        optimizer.step()
-        return model
-
-    curious = on_threads(2, lambda transport: program(transport, True))
-    for model, other in zip(curious, on_threads(2, lambda transport: program(transport, False)), strict=True):
-        assert_same_model(model, other)
-
-
-@ALL_STAGES
-@pytest.mark.by_default("2")
-def test_edits_inside_gathered_become_rank_0s_on_every_rank(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model, optimizer = trained(transport, stage)
-        with optimizer.gathered(write=True), torch.no_grad():
-            model.last.weight.fill_(transport.rank + 1)
-            model.turned.add_(transport.rank)
-        with optimizer.gathered([model.one, model.turned], write=True), torch.no_grad():
-            model.one.fill_(transport.rank + 7)
-        assert bool((model.last.weight == 1).all())
-        assert bool((model.one == 7).all())
-        optimizer.check_replicas()
-        with (
-            pytest.raises(ValueError, match="is not one of this optimizer's parameters"),
-            optimizer.gathered(torch.ones(1)),
-        ):
-            pass
-        return model
-
-    on_threads(3, program)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.by_default("2", "3")
-def test_gathered_reaches_the_modules_parameters_that_are_not_listed(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = locked_build(0)
-        listed = model.first.weight
-        optimizer = ZeroOptimizer([listed], module=model, stage=stage, process_group=transport, lr=0.1)
-        for chosen, edited in ((None, [model.one, listed]), (model.one, [model.one]), ([model.turned, listed],) * 2):
-            with optimizer.gathered(chosen, write=True), torch.no_grad():
-                for parameter in edited:
-                    parameter.add_(transport.rank + 1)
-        optimizer.close()
-        return model
-
-    first, *others = on_threads(3, program)
-    plain = locked_build(0)
-    with torch.no_grad():
-        for parameter, times in ((plain.one, 2), (plain.turned, 1), (plain.first.weight, 2)):
-            for _ in range(times):
-                parameter.add_(1)
-    assert_same_model(first, plain)
-    for other in others:
-        assert_same_model(other, first)
+    settings = {"stage": stage, "bucket_cap_mb": 0.0005}
+    same_as_plain(loop, build, torch.optim.Adam, groups=first, settings=settings, lr=1e-2)
 
 
 def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
@@ -293,40 +127,11 @@ def test_identity_names_ties_shapes_and_strides_stay(stage: int) -> None:
     assert model.head.weight is model.embed.weight
 
 
-@ALL_STAGES
-def test_edits_from_outside_between_steps_are_honoured(stage: int) -> None:
-    def edit(model: nn.Module) -> None:
-        with torch.no_grad():
-            model.last.weight.mul_(0.5)
-        model.load_state_dict({**model.state_dict(), "one": torch.full((1,), 3.0)})
-        model.first.bias.data[2] = 9
-
-    def program(transport: Transport) -> nn.Module:
-        model, optimizer = trained(transport, stage, 1)
-        edit(model)
-        optimizer.step()
-        return model
-
-    plain = locked_build(0)
-    adamw = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    plain_step(plain, adamw, odd_loss, odd_batches(2, 0), 2)
-    adamw.zero_grad()
-    for batch in odd_batches(2, 1):
-        odd_loss(plain, batch).backward()
-    for p in plain.parameters():
-        if p.grad is not None:
-            p.grad.div_(2)
-    edit(plain)
-    adamw.step()
-    for model in on_threads(2, program):
-        assert_same_model(model, plain)
-
-
-# -- earlier bugs, found by reading and by random programs -------------------------------------------------------------
+# -- classes with a memory of their own --------------------------------------------------------------------------------
 
 
 class CountingItself(torch.optim.SGD):
-    """An optimizer that counts its steps in an attribute."""
+    """Counts its steps in an attribute."""
 
     count = 0
 
@@ -339,43 +144,8 @@ class CountingItself(torch.optim.SGD):
                     p.sub_(p.grad, alpha=group["lr"] / self.count)
 
 
-@ALL_STAGES
-@pytest.mark.parametrize("cls", [Counting, CountingItself])
-@pytest.mark.by_default("Counting-2", "CountingItself-0")
-def test_a_class_counts_steps_also_on_ranks_and_in_groups_that_hold_nothing(
-    stage: int, cls: type[torch.optim.Optimizer]
-) -> None:
-    def groups(model: Two) -> list[dict[str, Any]]:
-        return [{"params": [model.a]}, {"params": [model.b]}]
-
-    def program(transport: Transport) -> tuple[nn.Module, list[Any]]:
-        model = Two()
-        optimizer = ZeroOptimizer(
-            groups(model), cls, stage=stage, module=model, process_group=transport, bucket_cap_mb=1e-6, lr=0.1
-        )
-        for step in range(3):
-            optimizer.zero_grad()
-            model(1.0 + step, step == 2).backward()
-            optimizer.step()
-        return model, [group.get("k") for group in optimizer.param_groups]
-
-    plain = Two()
-    sgd = cls(groups(plain), lr=0.1)  # type: ignore[call-arg]
-    for step in range(3):
-        sgd.zero_grad()
-        for _ in range(8):
-            plain(1.0 + step, step == 2).backward()
-        for p in plain.parameters():
-            if p.grad is not None:
-                p.grad.div_(8)
-        sgd.step()
-    for model, counts in on_threads(8, program, timeout=10):
-        assert counts == [group.get("k") for group in sgd.param_groups]
-        assert_same_model(model, plain)
-
-
 class CountingWhatItHas(torch.optim.SGD):
-    """An optimizer that counts the steps of each group with a gradient, and edits a tensor among its options."""
+    """Counts the steps of each group with a gradient, and edits a tensor among its options."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -388,43 +158,45 @@ class CountingWhatItHas(torch.optim.SGD):
                 group["decay"].mul_(0.5)
 
 
-@ALL_STAGES
-def test_what_a_class_does_to_a_group_it_does_once_whatever_bucket_the_group_is_in(stage: int) -> None:
-    def groups(model: Two) -> list[dict[str, Any]]:
-        return [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
-
-    ours, plain = Two(), Two()
-    given, theirs = groups(ours), groups(plain)
-    zero = ZeroOptimizer(
-        given, CountingWhatItHas, stage=stage, module=ours, process_group=solo(), bucket_cap_mb=1e-6, lr=0.1
-    )
-    sgd = CountingWhatItHas(theirs, lr=0.1)
-    for step in range(3):
-        for model, optimizer in ((ours, zero), (plain, sgd)):
-            optimizer.zero_grad()
-            model(1.0 + step, step != 1).backward()
-            optimizer.step()
-    assert [group.get("k") for group in zero.param_groups] == [group.get("k") for group in sgd.param_groups]
-    for group, other in zip(given, theirs, strict=True):
-        assert_same_bits(group["decay"], other["decay"])  # the user's own tensor
-    zero.close()
-    assert_same_model(ours, plain)
+def two_groups(model: TwoVectors) -> list[dict[str, Any]]:
+    return [{"params": [p], "decay": torch.tensor(0.1)} for p in (model.a, model.b)]
 
 
-@ALL_STAGES
-def test_a_further_group_is_counted_on_from_where_the_others_are(stage: int) -> None:
-    ours, plain = Two(), Two()
-    zero = ZeroOptimizer([ours.a], CountingItself, stage=stage, module=ours, process_group=solo(), lr=0.1)
-    sgd = CountingItself([plain.a], lr=0.1)
-    for step in range(3):
-        for model, optimizer in ((ours, zero), (plain, sgd)):
-            if step == 2:
-                optimizer.add_param_group({"params": [model.b]})
-            optimizer.zero_grad()
-            model(1.0 + step, True).backward()
-            optimizer.step()
-    zero.close()
-    assert_same_model(ours, plain)
+def counted(uses_a: Callable[[int], bool], added: bool = False) -> Loop:
+    """Return a loop of three steps; ``added``: ``b`` joins in the third."""
+
+    def loop(side: Side) -> list[Any]:
+        for step in range(3):
+            if added and step == 2:
+                side.optimizer.add_param_group({"params": [side.model.b]})
+            side.clear()
+            side.train(lambda model, _, step=step: model(1.0 + step, uses_a(step)))  # type: ignore[misc]
+            side.step()
+        return [(group.get("k"), group.get("decay")) for group in side.optimizer.param_groups]
+
+    return loop
+
+
+COUNTS: list[tuple[int, int, Any, Loop, Any]] = [  # stage, ranks, class, loop, groups
+    (2, 8, Counting, counted(lambda step: step == 2), two_groups),  # more ranks than some groups have shards
+    (0, 8, CountingItself, counted(lambda step: step == 2), two_groups),
+    (1, 3, Counting, counted(lambda step: True), two_groups),
+    (2, 3, CountingItself, counted(lambda step: step == 2), two_groups),
+    (0, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
+    (1, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
+    (2, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
+    (1, 1, CountingItself, counted(lambda step: True, added=True), lambda model: [model.a]),
+    (2, 1, CountingItself, counted(lambda step: True, added=True), lambda model: [model.a]),
+]
+
+
+@pytest.mark.parametrize(("stage", "ranks", "cls", "loop", "groups"), COUNTS)
+def test_what_a_class_counts_it_counts_once_in_a_step(
+    stage: int, ranks: int, cls: Any, loop: Loop, groups: Any
+) -> None:
+    """Also on ranks and in groups that hold nothing, whatever bucket a group is in, and in one that comes later."""
+    settings = {"stage": stage, "bucket_cap_mb": 1e-6}
+    same_as_plain(loop, TwoVectors, cls, ranks, groups=groups, settings=settings, lr=0.1)
 
 
 def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> None:
@@ -454,7 +226,7 @@ def test_sets_len_zero_modules_and_required_arguments() -> None:
             super().__init__(params, lr=lr)
 
     module = Empty()
-    assert ZeroOptimizer(module, Required, lr=0.1).describe().buckets[0].names == ("w",)
+    assert ZeroOptimizer(module, Required, process_group=solo(), lr=0.1).describe().buckets[0].names == ("w",)
     with pytest.raises(TypeError, match="a set has none"):
         ZeroOptimizer(set(module.parameters()))
     with pytest.raises(TypeError, match="a set has none"):

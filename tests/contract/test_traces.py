@@ -1,4 +1,4 @@
-"""What an optimizer keeps and leaves behind: on parameters, in the user's objects, and in the process."""
+"""An optimizer leaves nothing on parameters, in the user's objects and in the process, and no state too early."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from torch import Tensor, nn
 from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
-from zero.core.stage import STAGES
 from zero.gradients.backward_schedule import BackwardSchedule, Phase
 from zero.parameters.gathered.buffers import GatheredUnit, State
 from zero.parameters.unit_manager import Unit
 
+from ..support.limits import BOUND
 from ..support.models import Odd, build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
 from ..support.programs import CLASSES
-from .test_steps import ALL_STAGES, PLACES, Stop, assert_plain_loop, batch_of, trained
+from ..support.sides import Side, same_as_plain
+from ..support.small import TwoVectors
+from .moments import PLACES, Stop, assert_plain_loop, batch_of, trained
+
+STAGES = (0, 1, 2, 3)
+ALL_STAGES = pytest.mark.parametrize("stage", STAGES)
 
 # -- nothing on parameters but data, grad and class -------------------------------------------------------------------
 
@@ -195,7 +200,7 @@ def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backwa
         return models
 
     all_models: list[list[nn.Module]] = [[build(0) for _ in SETTINGS] for _ in range(2)]
-    found = on_threads(2, program, timeout=10)
+    found = on_threads(2, program, timeout=BOUND)
     for number, settings in enumerate(SETTINGS):
         model = build(0)
         arguments = {key: value for key, value in settings.items() if key not in OURS}
@@ -210,24 +215,9 @@ def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backwa
 # -- no state before its step -----------------------------------------------------------------------------------------
 
 
-class Parts(nn.Module):
-    """Three layers, of which the second is used in every other step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
-        for number, parameter in enumerate(self.parameters()):
-            nn.init.constant_(parameter, 0.1 * (number + 1))
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        for number in (0, 2) if step % 2 else (0, 1, 2):
-            x = torch.tanh(self.layers[number](x))
-        return x.square().sum()
-
-
-@ALL_STAGES
-@pytest.mark.parametrize("name", ["adamw", "adamw fused", "adagrad", "nadam", "asgd", "sgd momentum"])
-@pytest.mark.by_default("adamw-3", "adagrad-0")
+@pytest.mark.parametrize(
+    ("stage", "name"), [(0, "adagrad"), (1, "asgd"), (2, "sgd momentum"), (3, "adamw"), (2, "nadam")]
+)
 def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
     """At every moment the states are those of the class itself.
 
@@ -235,31 +225,22 @@ def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) ->
     as it took part in.
     """
     cls, arguments = CLASSES[name]
-    inputs = [[torch.full((2, 5), 0.3 * (rank + step + 1)) for rank in range(2)] for step in range(4)]
-    plain_model = Parts()
-    optimizer = cls(plain_model.parameters(), **arguments)
-    expected = [copy.deepcopy(optimizer.state_dict())]
-    for step in range(4):
-        optimizer.zero_grad()
-        plain_step(plain_model, optimizer, lambda m, x, s=step: m(x, s), inputs[step], 2)  # type: ignore[misc]
-        expected.append(copy.deepcopy(optimizer.state_dict()))
 
-    def program(transport: Transport) -> list[dict[str, Any]]:
-        model = Parts()
-        optimizer = ZeroOptimizer(model, cls, stage=stage, process_group=transport, bucket_cap_mb=1e-4, **arguments)
+    def loop(side: Side) -> list[Any]:
         found = []
         for step in range(5):
-            optimizer.consolidate_state_dict(0)
-            found.append(optimizer.state_dict() if transport.rank == 0 else {})
-            assert len(optimizer.state) == 0 or step > 0 or name in ("adagrad", "asgd")
-            if step < 4:
-                optimizer.zero_grad()
-                model(inputs[step][transport.rank], step).backward()
-                optimizer.step()
+            if hasattr(side.optimizer, "consolidate_state_dict"):
+                side.optimizer.consolidate_state_dict(None)
+                assert len(side.optimizer.state) == 0 or step > 0 or name in ("adagrad", "asgd")
+            states = side.optimizer.state_dict()["state"]
+            known = {index: {k: v for k, v in state.items() if v is not None} for index, state in states.items()}
+            found.append(copy.deepcopy(known))
+            side.train(lambda model, rank, step=step: model(1.0 + rank + step, step % 2 == 0))  # type: ignore[misc]
+            side.step()
+            side.clear()
         return found
 
-    for ours, theirs in zip(on_threads(2, program, timeout=10)[0], expected, strict=True):
-        assert_same_states(ours, theirs)
+    same_as_plain(loop, TwoVectors, cls, settings={"stage": stage, "bucket_cap_mb": 1e-4}, **arguments)
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Before a call changes anything, all ranks agree to it: in one round of messages, which carry every rank's record."""
+"""Before a call changes anything, all ranks agree to it: in one round, which carries every rank's record."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from torch import Tensor, nn
 
 from collectives import Loopback, Transport, on_threads
 from collectives.messenger import Messenger
-from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
+from zero import ZeroOptimizer
 from zero.gradients.agreement import LONGEST_REPORT
 
-from ..support.narrowed import BF16
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.small import TwoVectors, plain_two, with_sgd
 
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 WORLD = 3
 
 
@@ -75,10 +73,20 @@ def one_step(model: nn.Module, optimizer: ZeroOptimizer, scaler: Any, what: str,
     return found
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@pytest.mark.parametrize("what", EXPECTED)
-@STAGES
-@pytest.mark.by_default
+@pytest.mark.parametrize(
+    ("stage", "what", "joined"),
+    [
+        *((stage, "step", False) for stage in range(4)),
+        (0, "scaler and clip", False),
+        (2, "scaler and clip", False),
+        (3, "clip", False),
+        (1, "scaler", False),
+        (0, "scaler", True),
+        (1, "clip", True),
+        (2, "step", True),
+        (3, "scaler and clip", True),
+    ],
+)
 def test_the_control_rounds_of_a_step(stage: int, what: str, joined: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One round without a clip, three with one, four with a scaler and a clip. Inside `join` each call of the user, a
     clip, an unscaling or a step, is announced in one round more.
@@ -106,47 +114,10 @@ def test_the_control_rounds_of_a_step(stage: int, what: str, joined: bool, monke
         assert backward == Counter([USED] if shown else [])
 
 
-def test_a_step_sends_each_rank_one_header() -> None:
-    """At stage 0, where a step moves no gradient and no parameter. Control messages have no second header."""
-
-    def program(transport: Transport) -> int:
-        model = nn.Linear(4, 4)
-        optimizer = with_sgd(model, transport, stage=0)
-        model(torch.ones(2, 4)).sum().backward()
-        before = optimizer.traffic
-        optimizer.step()
-        return (optimizer.traffic - before).messages
-
-    assert on_threads(WORLD, program) == [WORLD - 1] * WORLD
-
-
-@pytest.mark.parametrize("divisor", [None, 2.0])
-def test_means_that_are_gathered_late_need_no_further_round(
-    divisor: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At stage 0 with mixed precision, and with a divisor that is set after the backward."""
-    rounds = Rounds(monkeypatch)
-
-    def program(transport: Transport) -> Counter[str]:
-        model = nn.Linear(4, 4)
-        precision = MixedPrecision(BF16) if divisor is None else None
-        optimizer = with_sgd(model, transport, stage=0, mixed_precision=precision)
-        model(torch.ones(2, 4, dtype=BF16 if divisor is None else None)).sum().backward()
-        optimizer.exchange(b"")
-        if divisor is not None:
-            optimizer.divisor = divisor
-        found = rounds.taken() if transport.rank == 0 else Counter[str]()
-        optimizer.step()
-        return rounds.taken() if transport.rank == 0 else found
-
-    assert on_threads(WORLD, program)[0] == Counter([STEP])
-
-
 # -- a rank that is behind ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("behind", [0, 1])
-@STAGES
+@pytest.mark.parametrize(("stage", "behind"), enumerate([0, 1, 0, 1]))
 def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind: int) -> None:
     """What `no_sync` left is reduced in the round of the other rank, in which the rank behind takes part late. Its
     record no longer says that something is pending: no further round follows."""
@@ -171,35 +142,18 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
 # -- the norm with the agreement ---------------------------------------------------------------------------------------
 
 
-def clipped_twice(transport: Transport, stage: int, forgets: int | None) -> list[Tensor]:
-    """Clip twice. Between the clips a rank may forget a gradient."""
+def clipped_twice(transport: Transport, stage: int, forgets: int) -> list[Tensor]:
+    """Clip twice. Between the clips a rank forgets a gradient."""
     model = TwoVectors()
     optimizer = with_sgd(model, transport, stage=stage, module=model)
     model(1.0 + transport.rank).backward()
     norms = [optimizer.clip_grad_norm_(0.5)]
-    if forgets is None or forgets == transport.rank:
+    if forgets == transport.rank:
         model.a.grad = None
     return [*norms, optimizer.clip_grad_norm_(0.25)]
 
 
-@STAGES
-def test_the_norm_of_means_that_were_clipped_before_is_that_of_a_plain_loop(stage: int) -> None:
-    model = TwoVectors()
-    for rank in range(2):
-        model(1.0 + rank).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.div_(2)
-    first = clip_grad_norm_(model.parameters(), 0.5)
-    model.a.grad = None
-    second = clip_grad_norm_(model.parameters(), 0.25)
-    for norms in on_threads(2, lambda transport: clipped_twice(transport, stage, None)):
-        assert_same_bits(norms[0], first)
-        assert_same_bits(norms[1], second)
-
-
-@pytest.mark.parametrize("forgets", [0, 1])
-@STAGES
+@pytest.mark.parametrize(("stage", "forgets"), enumerate([0, 1, 0, 1]))
 def test_one_norm_on_all_ranks_although_one_has_forgotten_a_gradient(
     stage: int, forgets: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,8 +169,7 @@ def test_one_norm_on_all_ranks_although_one_has_forgotten_a_gradient(
 # -- reports -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("joined", [False, True])
-@STAGES
+@pytest.mark.parametrize(("stage", "joined"), [(0, True), (1, False), (2, True), (3, False)])
 def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, joined: bool) -> None:
     def program(transport: Transport) -> list[list[dict[str, str]]]:
         model = nn.Linear(4, 4)
@@ -241,6 +194,25 @@ def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, jo
     nothing: list[dict[str, str]] = [{}, {}, {}]
     expected = [nothing, nothing, [{}, {"save": "the disk is full", **stop}, {}], [{}, stop, {}]]
     assert Loopback[Any](WORLD).run(program) == [expected] * WORLD
+
+
+def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> None:
+    def program(transport: Transport) -> str:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        groups = [{"params": [p]} for p in model.parameters()]
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, process_group=transport, module=model)
+        model(torch.ones(2, 4)).sum().backward()
+        if transport.rank == 1:
+            optimizer.param_groups[2]["lr"] = 0.2
+        with pytest.raises(ValueError, match="'lr' of the param groups") as caught:
+            optimizer.step()
+        optimizer.param_groups[2]["lr"] = 0.2
+        optimizer.step()  # no state was lost
+        return str(caught.value)
+
+    first, second = on_threads(2, program)
+    assert first == second
+    assert "between rank 0 and rank 1" in first
 
 
 def test_reports_come_also_where_the_ranks_do_not_agree() -> None:

@@ -1,7 +1,7 @@
-"""The device of tests that are about GPUs, and ranks on it.
+"""The devices of tests that are about GPUs, and ranks on them.
 
-Where there is no GPU such a test runs on the CPU, where everything specific to a GPU does nothing. That only shows that
-the test's code works.
+Each such test also runs on the CPU, where everything specific to a GPU does nothing. That only shows that the test's
+code works on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .programs import Program, run_rank
 GPU = "cuda:0"
 HAS_GPU = torch.cuda.is_available()
 DEVICE = GPU if HAS_GPU else "cpu"
+DEVICES = ("cpu", pytest.param(GPU, marks=pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")))
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # torch requires it for deterministic matrix products
 
 

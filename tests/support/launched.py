@@ -1,7 +1,7 @@
 """Run a block of zero/recipes as `torchrun` would: after the block `Start`, in one process per rank.
 
-``python -m tests.support.launched MODULE:FUNCTION FILE`` runs that block, and passes its variables to the function.
-Rank 0 writes the function's result to FILE.
+``python -m tests.support.launched MODULE:FUNCTION FILE WORD...`` runs that block, and passes its variables, the folder
+of FILE and the words to the function. Rank 0 writes the function's result to FILE.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .ports import reserved_port
 WORLD_SIZE = 2
 
 
-def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_SIZE) -> Any:
+def launch(function: str, folder: Path, *words: str, limit: float = 100, ranks: int = WORLD_SIZE) -> Any:
     """Run ``function`` in two processes, or in so many ``ranks``; return rank 0's result."""
     with reserved_port() as port:
         environment = os.environ | {
@@ -32,7 +32,7 @@ def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_S
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",  # forbid downloads
         }
-        command = [sys.executable, "-m", "tests.support.launched", function, str(folder / "result.pt")]
+        command = [sys.executable, "-m", "tests.support.launched", function, str(folder / "result.pt"), *words]
         processes = [
             subprocess.Popen(
                 command,
@@ -54,12 +54,12 @@ def launch(function: str, folder: Path, limit: float = 100, ranks: int = WORLD_S
     return torch.load(folder / "result.pt", weights_only=False)
 
 
-def main(function: str, file: str) -> None:
+def main(function: str, file: str, *words: str) -> None:
     torch.set_num_threads(1)
     started: dict[str, Any] = {}
     exec(code_of("Start"), started)
     module, _, name = function.partition(":")
-    result = getattr(importlib.import_module(module), name)(started, Path(file).parent)
+    result = getattr(importlib.import_module(module), name)(started, Path(file).parent, *words)
     if started["rank"] == 0:
         torch.save(result, file)
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero import MixedPrecision, clip_grad_norm_
+from zero import MixedPrecision
 
-from .narrowed import Narrowed
+from .plain import PlainRanks
 
 ROOT = Path(__file__).resolve().parents[2]
 ECOSYSTEM = (
@@ -228,40 +228,25 @@ class PlainLoop:
 
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
         """Train ``model``; return its optimizer."""
-        numbers = Narrowed(model, self.precision)
-        optimizer = self.optimizer or self.optimizer_of(numbers.updated)
-        scheduler = self.scheduler(optimizer)
+        loop = PlainRanks(model, lambda updated: self.optimizer or self.optimizer_of(updated), precision=self.precision)
+        scheduler = self.scheduler(loop.optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, enabled=self.scale is not None)
         handle = model.register_forward_pre_hook(self._cast)
         for begin in range(0, len(batches), self.together):
             chosen = batches[begin : begin + self.together]
-            sums = self._sums(model, numbers, scaler, chosen)
-            divisor = self.divisor(chosen)
-            numbers.show([None if total is None else total / divisor for total in sums])
-            scaler.unscale_(optimizer)
-            clip_grad_norm_(numbers.held, self.max_norm)
-            numbers.step(optimizer, scaler)
+            for batch in chosen:
+                loop.backward(0, lambda batch=batch: scaler.scale(self.loss_of(model, batch)).backward())  # type: ignore[misc]
+            loop.divisor = self.divisor(chosen)
+            loop.settle()
+            scaler.unscale_(loop.optimizer)
+            loop.clip(self.max_norm)
+            loop.step(scaler)
             scaler.update()
             scheduler.step()
             self.after_step(model)
-            optimizer.zero_grad()
+            loop.clear()
         handle.remove()
-        return optimizer
-
-    def _sums(
-        self, model: nn.Module, numbers: Narrowed, scaler: torch.amp.GradScaler, batches: Sequence[Batch]
-    ) -> list[Tensor | None]:
-        """Return each parameter's gradients, added up in the order of the micro-batches; None if there is none."""
-        sums: list[Tensor | None] = [None] * len(numbers.parameters)
-        for batch in batches:
-            scaler.scale(self.loss_of(model, batch)).backward()  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(numbers.parameters):
-                if parameter.grad is not None:
-                    gradient = numbers.travelling(parameter.grad)
-                    before = sums[index]
-                    sums[index] = gradient.clone() if before is None else before + gradient
-            model.zero_grad()
-        return sums
+        return loop.optimizer
 
     def _cast(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.precision is None:

@@ -8,70 +8,77 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Row = dict[str, Any]
-_TRIES, _PATIENCE = 12, 60  # rows that compete for a place; failed ones after which a pair counts as impossible
+_Places = dict[str, int]  # the place of a row's value among those of each setting
+_TRIES = 12  # rows that compete for a place
 
 
-def pair_rows(
-    settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True, first: Sequence[Row] = ()
-) -> list[Row]:
+def pair_rows(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Row], bool] = lambda row: True) -> list[Row]:
     """Return rows such that each two values of two settings meet in one of them, the same rows every time.
 
-    ``allowed``: whether a row makes sense; a pair that no such row holds is left out. ``first``: rows to begin with.
+    ``allowed``: whether a row makes sense. The first value of a setting should go with most others: a pair whose rows
+    make no sense, even with the first values of many other settings, is left out.
     """
-    source, names = random.Random(0), list(settings)
+    source, order = random.Random(0), {name: number for number, name in enumerate(settings)}
     missing = {
-        pair
-        for a, b in itertools.combinations(names, 2)
-        for pair in itertools.product(
-            ((a, i) for i in range(len(settings[a]))), ((b, j) for j in range(len(settings[b])))
-        )
+        ((a, i), (b, j))
+        for a, b in itertools.combinations(settings, 2)
+        for i, j in itertools.product(range(len(settings[a])), range(len(settings[b])))
     }
-    places = [{name: list(settings[name]).index(row[name]) for name in names} for row in first]
-    for row in places:
-        missing.difference_update(itertools.combinations(row.items(), 2))
-    while missing:
-        pair = min(missing)
-        found: list[dict[str, int]] = []
-        for _ in range(_PATIENCE):
-            row = _filled(dict(pair), settings, missing, source)
-            if allowed({name: settings[name][place] for name, place in row.items()}):
-                found.append(row)
-                if len(found) == _TRIES:
-                    break
+    found: list[Row] = []
+    for pair in sorted(missing):
+        if pair not in missing:
+            continue
+        tries = (_filled(dict(pair), settings, missing, source, order) for _ in range(_TRIES))
+        fitting = [row for each in tries if (row := _mended(each, dict(pair), settings, allowed, source)) is not None]
         missing.discard(pair)
-        if found:
-            best = max(found, key=lambda row: len(missing.intersection(itertools.combinations(row.items(), 2))))
-            places.append(best)
+        if fitting:
+            best = max(fitting, key=lambda row: len(missing.intersection(itertools.combinations(row.items(), 2))))
             missing.difference_update(itertools.combinations(best.items(), 2))
-    return [{name: settings[name][place] for name, place in row.items()} for row in places]
+            found.append(_values(best, settings))
+    return found
 
 
-def name_of(row: Row) -> str:
-    """Return a row's values as the name of a case."""
-    return ", ".join(f"{name}={value}" for name, value in row.items())
+def _values(row: _Places, settings: Mapping[str, Sequence[Any]]) -> Row:
+    return {name: settings[name][place] for name, place in row.items()}
 
 
 def _filled(
-    pair: dict[str, int], settings: Mapping[str, Sequence[Any]], missing: set[Any], source: random.Random
-) -> dict[str, int]:
-    """Complete a pair to a row: each further setting has a value that meets the most missing pairs, or any value."""
-    row = dict(pair)
+    row: _Places,
+    settings: Mapping[str, Sequence[Any]],
+    missing: set[Any],
+    source: random.Random,
+    order: Mapping[str, int],
+) -> _Places:
+    """Complete a row: each further setting has a value that meets the most missing pairs."""
     left = [name for name in settings if name not in row]
     source.shuffle(left)
-    order = list(settings)
     for name in left:
         places = list(range(len(settings[name])))
         source.shuffle(places)
-        if source.random() < 0.8:
-            row[name] = max(places, key=lambda place: _new(name, place, row, missing, order))
-        else:
-            row[name] = places[0]
-    return {name: row[name] for name in order}
+        before = [known for known in row.items() if order[known[0]] < order[name]]
+        behind = [known for known in row.items() if order[known[0]] > order[name]]
+        row[name] = max(
+            places,
+            key=lambda place: (
+                sum((known, (name, place)) in missing for known in before)
+                + sum(((name, place), known) in missing for known in behind)
+            ),
+        )
+    return {name: row[name] for name in settings}
 
 
-def _new(name: str, place: int, row: dict[str, int], missing: set[Any], order: list[str]) -> int:
-    number = order.index(name)
-    pairs = (
-        ((name, place), known) if number < order.index(known[0]) else (known, (name, place)) for known in row.items()
-    )
-    return sum(pair in missing for pair in pairs)
+def _mended(
+    row: _Places,
+    pair: _Places,
+    settings: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Row], bool],
+    source: random.Random,
+) -> _Places | None:
+    """Return a row that is allowed, with the first values of some settings outside the pair if need be."""
+    others = [name for name in row if name not in pair]
+    source.shuffle(others)
+    for name in (None, *others):
+        row = row if name is None else {**row, name: 0}
+        if allowed(_values(row, settings)):
+            return row
+    return None

@@ -1,20 +1,25 @@
-"""The plain loop with which every test of exactness compares.
+"""The plain loop with which every test of exactness compares, and comparisons of bits.
 
-It uses `zero.clip_grad_norm_`, and nothing else of the library.
+It uses `zero.clip_grad_norm_`, and nothing else of the library. `plain_step` lets autograd add up gradients; a
+`PlainRanks` adds them up itself, in the contract's order, and knows ranks, `no_sync`, mixed precision and loss scaling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero import clip_grad_norm_
+from zero import MixedPrecision, clip_grad_norm_
+
+from .narrowed import Narrowed
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+Gradients = dict[int, Tensor]  # by the parameter's index
+Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 
 def plain_step(
@@ -39,6 +44,117 @@ def plain_step(
         norm = clip_grad_norm_(model.parameters(), max_norm, norm_type)
     optimizer.step()
     return norm
+
+
+class PlainRanks:
+    """The plain loop that plays all ranks in turn.
+
+    A rank's i-th contribution is the gradient of its i-th backward outside `no_sync`, added to the gradients of the
+    `no_sync` blocks before it. The sum takes every rank's first contribution, rank by rank, then every rank's second
+    one, and so on. Gradients of blocks after the last such backward come last. Where the ranks meet, one that ran fewer
+    backwards catches up with empty contributions, the first of which takes along its `no_sync` gradients.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+        world_size: int = 1,
+        precision: MixedPrecision | None = None,
+        divisor: float | None = None,
+    ) -> None:
+        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights."""
+        self.model, self.world_size = model, world_size
+        self.numbers = Narrowed(model, precision)
+        self.held = self.numbers.held  # what a loop clips
+        self.optimizer = optimizer_of(self.numbers.updated)
+        self.divisor = world_size if divisor is None else divisor
+        self.forget()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return self.numbers.parameters
+
+    def forget(self, before: Gradients | None = None) -> None:
+        """Forget all gradients. ``before``: zeros, to which later contributions are added."""
+        self.rounds: list[list[Gradients]] = [[] for _ in range(self.world_size)]  # of each rank
+        self.local: list[Gradients] = [{} for _ in range(self.world_size)]
+        self.before = before or {}
+        self.settled = False
+
+    def backward(self, rank: int, backward: Callable[[], object], sync: bool = True) -> None:
+        """Run one backward of a rank, outside `no_sync` if ``sync``."""
+        shown = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        backward()
+        local = self.local[rank]
+        for index, parameter in enumerate(self.parameters):
+            if parameter.grad is not None:
+                local[index] = self.numbers.contributed(local.get(index), parameter.grad, travels=sync)
+        for parameter, gradient in zip(self.parameters, shown, strict=True):
+            parameter.grad = gradient
+        if sync:
+            self.rounds[rank].append(local)
+            self.local[rank] = {}
+
+    def meet(self) -> None:
+        """Let the ranks that are behind catch up."""
+        longest = max(map(len, self.rounds))
+        for rank, of_rank in enumerate(self.rounds):
+            while len(of_rank) < longest:
+                of_rank.append(self.local[rank])
+                self.local[rank] = {}
+
+    def sums(self) -> Gradients:
+        """Return the sum of all contributions."""
+        total = dict(self.before)
+        for round_ in [*zip(*self.rounds, strict=True), self.local]:
+            for contribution in round_:
+                for index, contributed in contribution.items():
+                    gradient = self.numbers.travelling(contributed)
+                    total[index] = total[index] + gradient if index in total else gradient
+        return total
+
+    def settle(self) -> None:
+        """Divide the sums, once; from now on the means are the ``grad`` of what is updated."""
+        self.meet()
+        if self.settled:
+            return
+        self.settled, total = True, self.sums()
+        places = range(len(self.parameters))
+        self.numbers.show([total[index].clone().div_(self.divisor) if index in total else None for index in places])
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        self.settle()
+        return clip_grad_norm_(self.held, max_norm, norm_type)
+
+    def step(self, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.settle()
+        self.numbers.step(self.optimizer, scaler)
+
+    def clear(self, how: Clear = "zero_grad") -> None:
+        """Clear the gradients in one of the ways that a loop has."""
+        self.meet()
+        sums = self.sums() if "zeros" in how else {}
+        clear(self.model, self.optimizer, how)
+        self.forget({index: torch.zeros_like(gradient) for index, gradient in sums.items()})
+
+
+def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
+    """Clear the gradients in one of the ways that a loop has."""
+    match how:
+        case "zero_grad":
+            optimizer.zero_grad()
+        case "zeros":
+            optimizer.zero_grad(set_to_none=False)
+        case "module":
+            model.zero_grad()
+        case "module zeros":
+            model.zero_grad(set_to_none=False)
+        case "none":
+            for parameter in model.parameters():
+                parameter.grad = None
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -66,28 +182,28 @@ def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         other = {k: v for k, v in state.items() if v is not None}
         assert set(mine) == set(other), (index, sorted(mine), sorted(other))
         for name, value in other.items():
-            _assert_same_value(mine[name], value, f"state {name} of parameter {index}")
+            assert_same_value(mine[name], value, f"state {name} of parameter {index}")
 
 
-def _assert_same_value(mine: Any, other: Any, what: str) -> None:
+def assert_same_value(mine: Any, other: Any, what: str) -> None:
     if is_traceable_wrapper_subclass(other):
         assert (type(mine), mine.shape, mine.dtype) == (type(other), other.shape, other.dtype), what
         (names, facts), (_, theirs) = mine.__tensor_flatten__(), other.__tensor_flatten__()
         assert facts == theirs, what
         for name in names:
-            _assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
+            assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
     elif isinstance(other, Tensor):
         assert isinstance(mine, Tensor), what
         assert_same_bits(mine, other, what)
     elif isinstance(other, (list, tuple)):
         assert type(mine) is type(other), what
         for number, (one, value) in enumerate(zip(mine, other, strict=True)):
-            _assert_same_value(one, value, f"{what}, {number}")
+            assert_same_value(one, value, f"{what}, {number}")
     elif isinstance(other, dict):
         assert type(mine) is type(other), what
         assert mine.keys() == other.keys(), what
         for key, value in other.items():
-            _assert_same_value(mine[key], value, f"{what}, {key!r}")
+            assert_same_value(mine[key], value, f"{what}, {key!r}")
     else:
         assert mine == other, what
 

@@ -1,26 +1,26 @@
 """Training programs as data, run by the plain loop and by W ranks side by side.
 
 A program is a list of steps. A step is a list of rounds (each rank runs one backward, or none if it has run out of
-micro-batches), then clips, then perhaps a step, then one of the ways to clear gradients. The plain loop adds gradients
-up by hand, in the order of the contract: rank after rank, round after round, a rank's own `no_sync` sums first.
+micro-batches), then clips, then perhaps a step, then one of the ways to clear gradients.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, Offload, ZeroOptimizer, clip_grad_norm_
+from zero import MixedPrecision, Offload, ZeroOptimizer
 
 from .models import Odd, build, odd_batches, odd_loss
-from .narrowed import Narrowed
-from .plain import assert_same_bits, assert_same_model, assert_same_states
+from .plain import Clear, PlainRanks, assert_same_bits, assert_same_model, assert_same_states, clear
 from .shampoo import Shampoo
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -46,7 +46,6 @@ BY_PARAMETER: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = { 
 }
 MATRICES = {"muon": (torch.optim.Muon, {"lr": 1e-2})}  # it takes matrices alone, and steps them whole
 FOR_LOOP = {"adamw for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False})}  # torch's default only on the CPU
-Clear = Literal["zero_grad", "zeros", "module", "module zeros", "none"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,7 @@ class Program:
     optimizer: str = "adamw"
     bucket_cap_mb: float | Literal["auto"] = 0.0005
     collective: str = "auto"
+    partition: str = ""  # "": by parameters for classes of `BY_PARAMETER`, by elements for others
     sharding_factor: int | None = None
     reshard: bool | int = True
     offload: Offload | None = None
@@ -118,84 +118,45 @@ def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tenso
     return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
-class Plain:
-    """The plain loop: one process, which adds up gradients by hand."""
+class Plain(PlainRanks):
+    """The plain loop of a program."""
 
     def __init__(self, program: Program) -> None:
-        self.program = program
         cls, arguments = program.optimizer_class()
-        self.model = build(program.seed, program.dtype).to(program.device)
-        self.numbers = Narrowed(self.model, program.precision)
-        self.optimizer = cls(self.numbers.updated, **arguments)
-        self.scaler = scaler_of(program)
+        model = build(program.seed, program.dtype).to(program.device)
+        super().__init__(model, lambda updated: cls(updated, **arguments), program.world_size, program.precision)
+        self.program, self.scaler = program, scaler_of(program)
         self.norms: list[Tensor] = []
         self.trace: list[list[Tensor]] = []
-        self._local: list[dict[int, Tensor]] = [{} for _ in range(program.world_size)]
-        self._sum: dict[int, Tensor] = {}
 
     def run(self) -> None:
         for number, step in enumerate(self.program.steps):
             prepare(self.model, self.optimizer, step)
+            self.divisor = step.divisor if step.divisor is not None else self.program.world_size
             for count, round_ in enumerate(step.rounds):
-                self._round(number, count, round_)
-            self._reduce()
-            self._show(step)
+                for rank in range(self.world_size if round_.ranks is None else round_.ranks):
+                    micro_batch = partial(scaled_backward, self.model, self.program, self.scaler, number, count, rank)
+                    self.backward(rank, micro_batch, round_.sync)
+            self.settle()
             self._reset(step)
             if step.unscale:
                 self.scaler.unscale_(self.optimizer)
-            for max_norm, norm_type in step.clips:
-                self.norms.append(clip_grad_norm_(self.numbers.held, max_norm, norm_type))
+            self.norms += [self.clip(max_norm, norm_type) for max_norm, norm_type in step.clips]
             if step.step:
-                self.numbers.step(self.optimizer, self.scaler)
+                self.step(self.scaler)
                 self.scaler.update()
             self.norms.append(torch.tensor(self.scaler.get_scale()))
-            self._clear(step)
+            self.clear(step.clear)
             self.trace.append([p.detach().clone().cpu() for p in self.model.parameters()])
-
-    def _round(self, number: int, count: int, round_: Round) -> None:
-        parameters = list(self.model.parameters())
-        ranks = self.program.world_size if round_.ranks is None else round_.ranks
-        kept = [p.grad for p in parameters]
-        for rank in range(ranks):
-            for p in parameters:
-                p.grad = None
-            scaled_backward(self.model, self.program, self.scaler, number, count, rank)
-            for index, p in enumerate(parameters):
-                if p.grad is not None:
-                    local = self._local[rank]
-                    local[index] = self.numbers.contributed(local.get(index), p.grad, travels=round_.sync)
-        for p, gradient in zip(parameters, kept, strict=True):
-            p.grad = gradient
-        if round_.sync:
-            self._reduce()
-
-    def _reduce(self) -> None:
-        for local in self._local:
-            for index, contribution in local.items():
-                gradient = self.numbers.travelling(contribution)
-                self._sum[index] = self._sum[index] + gradient if index in self._sum else gradient.clone()
-            local.clear()
-
-    def _show(self, step: Step) -> None:
-        divisor = step.divisor if step.divisor is not None else self.program.world_size
-        count = len(self.numbers.held)
-        self.numbers.show([self._sum[index] / divisor if index in self._sum else None for index in range(count)])
 
     def _reset(self, step: Step) -> None:
         """Put the states of the class's constructor in place of those of parameters; most classes make none there."""
         cls, arguments = self.program.optimizer_class()
         chosen = dict(self.model.named_parameters()) if step.reset is None else step.reset
-        for p, updated in zip(self.numbers.parameters, self.numbers.updated, strict=True):
+        for p, updated in zip(self.parameters, self.numbers.updated, strict=True):
             if any(self.model.get_parameter(name) is p for name in chosen):
                 self.optimizer.state.pop(updated, None)
                 self.optimizer.state.update(cls([updated], **arguments).state)
-
-    def _clear(self, step: Step) -> None:
-        if step.clear in ("zeros", "module zeros"):
-            self._sum = {index: torch.zeros_like(total) for index, total in self._sum.items()}
-        else:
-            self._sum = {}
-        self.model.zero_grad()
 
 
 def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
@@ -236,7 +197,7 @@ def run_rank(
         reshard_after_forward=program.reshard,
         offload=program.offload,
         mixed_precision=program.precision,
-        partition="parameter" if program.optimizer in BY_PARAMETER else "element",
+        partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),
         **arguments,
     )
     norms: list[Tensor] = []
@@ -269,22 +230,6 @@ def run_rank(
     return model.cpu(), norms, trace, states
 
 
-def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
-    """Clear the gradients in one of the ways that a loop has."""
-    match how:
-        case "zero_grad":
-            optimizer.zero_grad()
-        case "zeros":
-            optimizer.zero_grad(set_to_none=False)
-        case "module":
-            model.zero_grad()
-        case "module zeros":
-            model.zero_grad(set_to_none=False)
-        case "none":
-            for parameter in model.parameters():
-                parameter.grad = None
-
-
 def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[list[Tensor]], Any]]) -> Plain:
     """Assert that every rank has the plain loop's bits after every step and in every norm. Return the plain loop."""
     plain = Plain(program)
@@ -300,9 +245,9 @@ def compare(program: Program, results: list[tuple[nn.Module, list[Tensor], list[
     return plain
 
 
-def check(program: Program, timeout: float = 10.0) -> None:
+def check(program: Program, timeout: float = 20.0, run: Callable[..., Any] = on_threads) -> None:
     """Run a program on ranks that are threads; assert the plain loop's bits also in states and master weights."""
-    results = on_threads(program.world_size, lambda transport: run_rank(program, transport), timeout=timeout)
+    results = run(program.world_size, lambda transport: run_rank(program, transport), timeout=timeout)
     plain, states = compare(program, results), results[0][3]
     assert states is not None
     assert_same_states(states, plain.optimizer.state_dict())

@@ -6,7 +6,6 @@ program is executed. `Numbers` are indices into `list(model.parameters())`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -15,14 +14,14 @@ from torch import Tensor, nn
 from zero import MixedPrecision
 
 from ..narrowed import PRECISIONS
-from ..programs import BY_PARAMETER, CLASSES, MATRICES, Clear
+from ..plain import Clear
+from ..programs import BY_PARAMETER, CLASSES, MATRICES
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
 Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before"]
 
 
-@dataclass(frozen=True, repr=False)
 class Setting(Source):
     """The arguments that may change when a program is saved and loaded."""
 
@@ -35,7 +34,6 @@ class Setting(Source):
     offload: bool = False  # states are on disk
 
 
-@dataclass(frozen=True, repr=False)
 class Config(Source):
     """A program without its commands.
 
@@ -99,8 +97,11 @@ class Config(Source):
         return {"params": members, **named, **chosen, "partition": partition}
 
 
-@dataclass(frozen=True, repr=False)
-class Backward(Source):
+class Command(Source):
+    """What a training loop does: a call, or a few."""
+
+
+class Backward(Command):
     """Train each rank on one micro-batch."""
 
     seed: int
@@ -109,8 +110,7 @@ class Backward(Source):
     sync: bool = True
 
 
-@dataclass(frozen=True, repr=False)
-class Uneven(Source):
+class Uneven(Command):
     """Train rank r on ``counts[r % len]`` micro-batches. Then synchronize all ranks, so that those behind catch up."""
 
     seed: int
@@ -121,51 +121,44 @@ class Uneven(Source):
         return [Backward(self.seed + turn, sync=self.sync) for turn in range(self.counts[rank % len(self.counts)])]
 
 
-@dataclass(frozen=True, repr=False)
-class Keep(Source):
+class Keep(Command):
     """Run a forward and keep its graph for a later backward."""
 
     seed: int
     mask: int = -1
 
 
-@dataclass(frozen=True, repr=False)
-class BackwardOfKept(Source):
+class BackwardOfKept(Command):
     """Run the backward of the graph that `Keep` kept."""
 
     sync: bool = True
 
 
-@dataclass(frozen=True, repr=False)
-class Fail(Source):
+class Fail(Command):
     """Run a forward that raises in its middle. ``in_block``: inside `no_sync`, after a whole micro-batch."""
 
     seed: int
     in_block: bool = False
 
 
-@dataclass(frozen=True, repr=False)
-class Clip(Source):
+class Clip(Command):
     max_norm: float
     norm_type: float = 2.0
 
 
-@dataclass(frozen=True, repr=False)
-class Divide(Source):
+class Divide(Command):
     """Set the divisor."""
 
     by: float
 
 
-@dataclass(frozen=True, repr=False)
-class Step(Source):
+class Step(Command):
     """Call `step`. ``look``: read all parameters after it, which at stage 3 gathers them, and all states."""
 
     look: bool = True
 
 
-@dataclass(frozen=True, repr=False)
-class Scaled(Source):
+class Scaled(Command):
     """Run a whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
 
     ``overflow``: a rank (modulo their number) whose loss is infinite.
@@ -176,8 +169,7 @@ class Scaled(Source):
     overflow: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
-class Joined(Source):
+class Joined(Command):
     """Run whole steps inside `join`: ``counts[r % len]`` of them on rank r."""
 
     seed: int
@@ -187,20 +179,17 @@ class Joined(Source):
         return self.counts[rank % len(self.counts)]
 
 
-@dataclass(frozen=True, repr=False)
-class ZeroGrad(Source):
+class ZeroGrad(Command):
     how: Clear = "zero_grad"
 
 
-@dataclass(frozen=True, repr=False)
-class Freeze(Source):
+class Freeze(Command):
     """Toggle ``requires_grad``."""
 
     numbers: tuple[int, ...]
 
 
-@dataclass(frozen=True, repr=False)
-class Change(Source):
+class Change(Command):
     """Set an option of a param group, if the class has it."""
 
     group: int
@@ -208,87 +197,52 @@ class Change(Source):
     value: Any
 
 
-@dataclass(frozen=True, repr=False)
-class Schedule(Source):
+class Schedule(Command):
     """Call `step` of the learning rate scheduler."""
 
 
-@dataclass(frozen=True, repr=False)
-class Evaluate(Source):
+class Evaluate(Command):
     seed: int
     mask: int = -1
     inference: bool = False
 
 
-@dataclass(frozen=True, repr=False)
-class Read(Source):
+class Read(Command):
     """Read parameters inside `gathered()`."""
 
     numbers: Numbers = None
 
 
-@dataclass(frozen=True, repr=False)
-class Write(Source):
+class Write(Command):
     """Edit parameters inside `gathered(write=True)`, differently on each rank: the values of group rank 0 win."""
 
     numbers: Numbers
     seed: int
 
 
-@dataclass(frozen=True, repr=False)
-class Edit(Source):
+class Edit(Command):
     """Edit a parameter outside `gathered()`, alike on every rank. At stage 3 this raises."""
 
     number: int
     factor: float
 
 
-@dataclass(frozen=True, repr=False)
-class FullGrad(Source):
+class FullGrad(Command):
     number: int
 
 
-@dataclass(frozen=True, repr=False)
-class Describe(Source):
+class Describe(Command):
     """Call all methods that only inspect; they must change nothing."""
 
 
-@dataclass(frozen=True, repr=False)
-class Consolidate(Source):
+class Consolidate(Command):
     to: int
 
 
-@dataclass(frozen=True, repr=False)
-class Load(Source):
+class Load(Command):
     """Save, build new ranks with another setting, and load."""
 
     setting: Setting
-
-
-Command: TypeAlias = (
-    Backward
-    | Uneven
-    | Keep
-    | BackwardOfKept
-    | Fail
-    | Clip
-    | Divide
-    | Step
-    | Scaled
-    | Joined
-    | ZeroGrad
-    | Freeze
-    | Change
-    | Schedule
-    | Evaluate
-    | Read
-    | Write
-    | Edit
-    | FullGrad
-    | Describe
-    | Consolidate
-    | Load
-)
 
 
 # -- shared by both sides ----------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Run:
 
     def _as_one(self, seen: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict of a rank as one, which is one of each class where there are several."""
-        classes = self.oracle.optimizer.classes
+        classes = self.oracle.classes.classes
         if len(set(classes)) == 1:
             seen = {name_of(classes[0]): seen}
         return merged(seen, classes)

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import note
+from hypothesis import settings as limits
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from ..programs import BY_PARAMETER, CLASSES
 from . import program as p
@@ -148,6 +149,13 @@ class RandomPrograms(RuleBasedStateMachine):
     def start(self, data: st.DataObject) -> None:
         config = data.draw(configs(self.begins, self.most_ranks, self.collectives, self.precisions))
         self.run = Run(config, type(self).make_backend())
+
+    @classmethod
+    def check(cls, examples: int, commands: int) -> None:
+        """Run so many programs of up to so many commands; a run in which too little is trained says nothing."""
+        run_state_machine_as_test(cls, settings=limits(max_examples=examples, stateful_step_count=commands))
+        assert cls.followed >= examples * commands, f"only {cls.followed} commands"
+        assert cls.trained >= examples, f"only {cls.trained} steps with a gradient"
 
     def do(self, command: Command) -> None:
         assert self.run is not None

@@ -28,7 +28,10 @@ _BUILDING = threading.Lock()  # all threads share torch's generator
 
 
 class Source:
-    """A dataclass that prints as the shortest source text that makes it."""
+    """Makes a subclass a frozen dataclass that prints as the shortest source text that makes it."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, repr=False)(cls)
 
     def __repr__(self) -> str:
         told = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]  # type: ignore[arg-type]
@@ -39,7 +42,6 @@ def _source(value: object) -> str:
     return "float('inf')" if value == math.inf else repr(value)
 
 
-@dataclass(frozen=True, repr=False)
 class Part(Source):
     """A node of the tree. ``size``: of the parameters inside a leaf; ``of``: the children of a wrapper."""
 

@@ -4,7 +4,7 @@ One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.g
 paths for devices. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
 a path works on at a time are smaller in proportion, so that a step launches what it would at full width.
 
-`python -m tests.support.launches` prints the counts for all 32 blocks, by stage and size of buckets.
+`python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
 """
 
 from __future__ import annotations

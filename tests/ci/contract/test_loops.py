@@ -1,0 +1,89 @@
+"""Every block of zero/recipes runs as it stands, and trains to the bits of the plain loop at every stage."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ...contract import recipes
+from ...contract.recipes import EXAMPLES, STAGES, assert_same_dict
+from ...support.launched import launch
+from ...support.loops import PlainLoop
+from ...support.plain import assert_same_states
+from ...support.pool import GlooPool
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize("heading", [name for name in EXAMPLES if name not in ("Batch norm", "fp32", "Uneven data")])
+def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
+    expected = EXAMPLES[heading].expected()
+    before = EXAMPLES[heading].model()
+    assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
+    for by_stage in gloo.run(recipes.run_block, heading):
+        for state, _ in by_stage:
+            assert_same_dict(state, expected.state_dict())
+
+
+def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
+    example = EXAMPLES["Moving averages"]
+    model = example.model()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    PlainLoop(after_step=average.update_parameters).run(model, example.loader(example.count))
+    first, second = gloo.run(recipes.run_block, "Moving averages")
+    for _, averaged in first:
+        assert_same_dict(averaged, dict(average.module.named_parameters()))
+    assert all(averaged is None for _, averaged in second)
+
+
+def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:
+    example = EXAMPLES["fp32"]
+    model, batches = example.model(), example.loader(example.count)
+    optimizer = example.plain.run(model, batches)
+    weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    PlainLoop(optimizer=optimizer).run(model, batches)
+    for by_stage in gloo.run(recipes.save_and_load, str(tmp_path / "saved")):
+        for saved, state in by_stage:
+            assert_same_dict(saved["model"], weights)
+            assert_same_states(saved["optimizer"], states)
+            assert_same_dict(state, model.state_dict())
+
+
+def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp_path: Path) -> None:
+    expected = EXAMPLES["fp32"].expected().state_dict()
+    for by_stage in gloo.run(recipes.stop_and_go_on, str(tmp_path / "run")):
+        for state in by_stage:
+            assert_same_dict(state, expected)
+
+
+def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(8)
+    halves = [
+        (inputs.chunk(2)[half], targets.chunk(2)[half])
+        for step in range(0, len(batches), 2)
+        for half in range(2)
+        for inputs, targets in batches[step : step + 2]
+    ]
+    PlainLoop(together=4, max_norm=float("inf")).run(expected, halves)
+    for state in launch(f"{recipes.__name__}:through_a_pipeline", tmp_path, ranks=4):
+        assert_same_dict(state, dict(expected.named_parameters()))
+
+
+def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_path: Path) -> None:
+    """Two ranks with a micro-batch each: a sum of two terms has one order, and FSDP2's bits are the plain loop's."""
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(12)
+    PlainLoop(max_norm=float("inf")).run(expected, batches)
+    for state in launch(f"{recipes.__name__}:from_and_to_fsdp2", tmp_path):
+        assert_same_dict(state, expected.state_dict())
+
+
+def test_the_first_block_begins_a_world_of_processes(tmp_path: Path) -> None:
+    expected = EXAMPLES["fp32"].expected().state_dict()
+    states = launch(f"{recipes.__name__}:begin", tmp_path)
+    assert len(states) == len(STAGES)
+    for state in states:
+        assert_same_dict(state, expected)

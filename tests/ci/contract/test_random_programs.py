@@ -1,0 +1,44 @@
+"""Random programs at each stage, in each precision and on gloo processes give the plain loop's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+
+from ...support.machine.backends import Processes
+from ...support.machine.hosts import ThreadsOnHosts
+from ...support.machine.state_machine import Collectives, RandomPrograms
+from ...support.narrowed import PRECISIONS
+from ...support.pool import SIZE, GlooPool
+
+THOROUGH = settings.default.max_examples > 100
+KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
+    **{f"stage {stage}": ((stage,), ("",)) for stage in (0, 1, 3)},
+    **{precision: ((0, 1, 2, 3), (precision,)) for precision in PRECISIONS},
+}
+
+
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -> None:
+    class OnThreads(RandomPrograms):
+        make_backend = ThreadsOnHosts
+        collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
+        begins, precisions = KINDS[kind]
+
+    OnThreads.check(30 if THOROUGH else 4, 40 if THOROUGH else 12)
+
+
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1500)
+def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
+    class OnProcesses(RandomPrograms):
+        make_backend = staticmethod(lambda: Processes(gloo))
+        most_ranks = SIZE
+        collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
+        precisions = ("", "", "bf16", "fp16")
+
+    OnProcesses.check(40 if THOROUGH else 6, 30 if THOROUGH else 10)

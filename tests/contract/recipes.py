@@ -1,0 +1,253 @@
+"""The blocks of zero/recipes as programs of two processes, with their inputs and plain loops.
+
+A block is run with the variables of the block `Start` (or with that block itself, on launched processes), and with the
+names of the recipes' table:
+
+    model, loader     of the `Example` below, from a seed
+    loss_fn           torch's mean squared error
+    stage             each of 0 to 3
+    device, backend   "cpu", "aot_eager"
+    path, folder      a file, and a folder, in a temporary folder
+    optimizer         for `Saving` alone: the one that `fp32` built and trained with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero import MixedPrecision, ZeroOptimizer, save
+
+from ..support.loops import (
+    Conditioned,
+    PlainLoop,
+    autocast_loss,
+    code_of,
+    even,
+    loss_in_chunks,
+    muon_and_adamw,
+    network,
+    resetting,
+    second_loss,
+    seeded,
+    sum_of_losses,
+    tokens_of,
+    total_loss,
+    uneven,
+    with_batch_norm,
+)
+from ..support.plain import assert_same_bits
+
+STAGES = (0, 1, 2, 3)
+WORLD_SIZE = 2
+BACKEND = "aot_eager"  # inductor would compile C++
+
+
+def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=10)
+
+
+@dataclass(frozen=True)
+class Example:
+    """The inputs of a block, and the plain loop over them."""
+
+    plain: PlainLoop
+    build: Callable[[], nn.Module] = network
+    loader: Callable[[int], list[tuple[Tensor, Tensor]]] = even
+    count: int = 8
+    compiled: bool = False
+
+    def model(self) -> nn.Module:
+        return seeded(7, self.build)
+
+    def expected(self) -> nn.Module:
+        model = self.model()
+        if self.compiled:
+            blocks: Any = model.blocks
+            for block in blocks:
+                block.compile(backend=BACKEND)
+        self.plain.run(model, self.loader(self.count))
+        return model
+
+
+EXAMPLES = {
+    "fp32": Example(PlainLoop()),
+    "Gradient accumulation": Example(PlainLoop(together=4)),
+    "Several losses": Example(PlainLoop(sum_of_losses)),
+    "Several backwards": Example(PlainLoop(second_loss)),
+    "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
+    "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
+    "Autocast": Example(PlainLoop(autocast_loss)),
+    "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven),
+    "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven, count=7),
+    "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
+    "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
+    "Moving averages": Example(PlainLoop()),
+    "New moments": Example(PlainLoop(optimizer_of=resetting)),
+    "Batch norm": Example(PlainLoop(), build=with_batch_norm),
+    "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
+    "Activation checkpointing": Example(PlainLoop()),
+    "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
+}
+OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "From FSDP2", "To FSDP2")
+
+
+def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
+    """Return the variables of the guide's first block, for the ranks of a group, and those of the recipes' table."""
+    return {
+        "islice": islice,
+        "torch": torch,
+        "nn": nn,
+        "dist": dist,
+        "MixedPrecision": MixedPrecision,
+        "ZeroOptimizer": partial(ZeroOptimizer, process_group=group),
+        "rank": rank,
+        "world": WORLD_SIZE,
+        "model": example.model(),
+        "loader": example.loader(example.count),
+        "loss_fn": nn.functional.mse_loss,
+        "stage": stage,
+        "device": "cpu",
+        "backend": BACKEND,
+    }
+
+
+def trained(names: dict[str, Any]) -> nn.Module:
+    """Return the plain model that a block trained, unwrapped."""
+    names["optimizer"].check_replicas()
+    names["optimizer"].close()
+    model: nn.Module = names["model"]
+    for parameter in model.parameters():
+        parameter.data = parameter.detach().clone()  # the memory of a shared parameter would end with this process
+    return model
+
+
+def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
+    """Run the block at each stage; return the states of the model and of other trained objects."""
+    results = []
+    for stage in STAGES:
+        torch._dynamo.reset()  # do not count graphs of earlier stages
+        names = names_of(EXAMPLES[heading], stage, group, rank)
+        exec(code_of(heading), names)
+        averaged = names["average"].gather() if "average" in names else None
+        results.append((trained(names).state_dict(), averaged))
+    return results
+
+
+def assert_same_dict(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        assert_same_bits(ours[name], value, name)
+
+
+def already(built: ZeroOptimizer, *_: Any, **__: Any) -> ZeroOptimizer:
+    return built
+
+
+def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
+    """Return for each stage the saved file, and the model after training on from it at another stage."""
+    results = []
+    for stage in STAGES:
+        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
+        exec(code_of("fp32"), names)
+        names["dist"] = Barrier(group)
+        exec(code_of("Saving"), names)
+        names["optimizer"].close()
+        names["dist"].barrier()
+
+        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
+        later["model"] = seeded(8, network)
+        exec(code_of("Loading"), later)
+        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop continues with the loaded optimizer
+        exec(code_of("fp32"), later)
+        results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
+    return results
+
+
+class Barrier:
+    """`torch.distributed` for the ranks of a group; the blocks use only its barrier."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.barrier = partial(dist.barrier, group)
+
+
+def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[str, Tensor]]:
+    """Run the block over half of the micro-batches, and then at another stage over all of them."""
+    results = []
+    for stage in STAGES:
+        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "folder": f"{path}-{stage}"}
+        names["loader"] = names["loader"][: len(names["loader"]) // 2]
+        exec(code_of("Checkpoints"), names)
+        names["optimizer"].close()
+        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "folder": f"{path}-{stage}"}
+        later["model"] = seeded(8, network)
+        exec(code_of("Checkpoints"), later)
+        results.append(trained(later).state_dict())
+    return results
+
+
+def through_a_pipeline(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
+    """Return the parameters of all parts, at each stage."""
+    results = []
+    for stage in STAGES:
+        scope = {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **_public(names)}
+        exec(code_of("Pipeline parallelism"), scope)
+        scope["optimizer"].check_replicas()
+        scope["optimizer"].close()
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, {name: p.detach().clone() for name, p in scope["part"].named_parameters()})
+        results.append({name: value for part in parts for name, value in part.items()})
+    return results
+
+
+def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:
+    """Train a part of the micro-batches here, a part by FSDP2, and the rest here again."""
+    from torch.distributed.fsdp import fully_shard
+
+    rank, loader = names["rank"], EXAMPLES["fp32"].loader(12)
+    scope = {**names_of(EXAMPLES["fp32"], 3, None, rank), **_public(names), "path": str(folder / "file")}
+    ours = ZeroOptimizer(scope["model"], torch.optim.AdamW, stage=3, lr=1e-2)
+    step_through(scope["model"], ours, loader[:4], rank)
+    checkpoint = str(folder / "checkpoint")
+    save(checkpoint, ours)
+    ours.close()
+    theirs = seeded(8, network)
+    fully_shard(theirs)
+    peer = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    exec(code_of("To FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer, "checkpoint": checkpoint})
+    step_through(theirs, peer, loader[4:8], rank)
+    exec(code_of("From FSDP2"), {**scope, "fsdp_model": theirs, "fsdp_optimizer": peer})
+    later = {**scope, "model": seeded(9, network), "stage": 2}
+    exec(code_of("Loading"), later)
+    step_through(later["model"], later["optimizer"], loader[8:], rank)
+    return [trained(later).state_dict()]
+
+
+def _public(names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if not name.startswith("__")}
+
+
+def step_through(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]], rank: int) -> None:
+    """Take a step for every two micro-batches."""
+    for inputs, targets in batches[rank::WORLD_SIZE]:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
+    """Run after the guide's first block: the world is the group."""
+    results = []
+    for stage in STAGES:
+        scope = {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **_public(names)}
+        exec(code_of("fp32"), scope)
+        results.append(trained(scope).state_dict())
+    return results

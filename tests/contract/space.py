@@ -1,0 +1,121 @@
+"""The settings of training programs, and rows that hold each pair of their values.
+
+Knows: which settings go together. Does not know: how a program is run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zero import Offload
+
+from ..support.narrowed import PRECISIONS
+from ..support.pairs import Row, pair_rows
+from ..support.programs import BY_PARAMETER, CLASSES, FOR_LOOP, Program, Round, Step
+
+OFF, ON = Round(sync=False), Round()
+INFINITY = float("inf")
+CLIPPED = Step(clips=((0.1, 2.0),))
+HABITS: dict[str, tuple[Step, ...]] = {
+    "clips": (CLIPPED, Step(lr=3e-3), Step()),
+    "norms": (Step(clips=((0.3, 1.0), (0.2, 3.0))), Step(clips=((0.3, INFINITY), (INFINITY, 2.0))), Step()),
+    "no sync": (Step((OFF, OFF, ON)), Step((OFF, OFF)), Step((ON, OFF)), Step((ON, OFF, ON, OFF), CLIPPED.clips)),
+    "fewer": (
+        Step((ON, Round(ranks=1))),
+        Step((Round(ranks=2), Round(ranks=1))),
+        Step((Round(ranks=2), Round(ranks=1, sync=False))),
+        Step((Round(ranks=1),) * 2),
+        Step(),
+    ),
+    "freezes": (
+        Step(),
+        Step(toggle=("frozen", "first.weight")),
+        Step(toggle=("last.bias", "frozen")),
+        Step(toggle=("first.weight", "last.bias"), clips=CLIPPED.clips),
+    ),
+    "divisors": (Step(divisor=7.5), Step(divisor=3.0, clips=CLIPPED.clips), Step()),
+    "scales": (Step(), Step((ON, OFF), CLIPPED.clips, overflow=(1, 0)), Step(unscale=False), Step()),
+    **{
+        clear: (Step(clear=clear), Step(clear=clear, step=False), Step(clear=clear, clips=CLIPPED.clips), Step())
+        for clear in ("zero_grad", "zeros", "module", "module zeros", "none")
+    },
+}
+DTYPES = {"": torch.float32, "fp64": torch.float64, "in bf16": torch.bfloat16, "in fp16": torch.float16}
+
+FEW: dict[str, Sequence[Any]] = {
+    "stage": (0, 1, 2, 3),
+    "ranks": (1, 2, 3, 4),
+    "cap": (1e-6, 0.0005, 25.0, "auto"),
+    "optimizer": ("adamw", "adamw fused", "sgd momentum", "shampoo"),
+    "habit": ("clips", "no sync", "fewer", "freezes", "zeros", "none", "scales"),
+    "numbers": ("", "bf16", "fp16"),
+    "factor": (None, 1, 2),
+    "collective": ("auto", "pairwise", "hierarchical", "shared"),
+    "reshard": (True, False),
+    "offload": (False, True),
+    "whole": (False, True),
+}
+"""The values of the default run. ``numbers``: a precision or a dtype; ``whole``: each parameter has one owner."""
+MANY: dict[str, Sequence[Any]] = {
+    **FEW,
+    "ranks": (1, 2, 6),
+    "optimizer": (*CLASSES, *FOR_LOOP, *BY_PARAMETER),
+    "habit": ("clips", "no sync", "freezes", "divisors", "module zeros"),
+    "numbers": (*DTYPES, *PRECISIONS),
+    "factor": (None, 1, 3),
+    "collective": (*FEW["collective"], "one host"),
+}
+"""The values of the run in CI. "one host": real sockets, and shared memory."""
+
+
+def allowed(row: Row) -> bool:
+    """Return whether the settings of a row go together."""
+    clean = row["optimizer"] in ("adamw", "sgd momentum")
+    return all(
+        (
+            row["habit"] != "fewer" or (row["stage"] < 3 and row["ranks"] > 1),
+            row["factor"] is None or (row["stage"] > 0 and row["ranks"] % row["factor"] == 0 and row["ranks"] > 1),
+            row["reshard"] or row["stage"] == 3,
+            row["ranks"] != 4 or row["factor"] == 2,
+            row["numbers"] not in DTYPES or not row["numbers"] or clean,
+            row["numbers"] != "in fp16" or row["habit"] == "clips",
+            row["habit"] != "scales" or row["numbers"] not in DTYPES or not row["numbers"],
+            row["numbers"] != "fp16" or row["optimizer"] in ("adamw", "adamw fused"),  # else numbers become infinite
+            row["optimizer"] not in BY_PARAMETER or row["whole"],
+            row["optimizer"] != "sgd fused" or row["habit"] == "clips",  # torch's fails where a first use comes later
+        )
+    )
+
+
+def rows(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
+    return pair_rows(settings, allowed)
+
+
+def named(row: Row) -> str:
+    """Return a row as the name of a case, without what is usual."""
+    usual = {"numbers": "", "factor": None, "collective": "auto", "reshard": True, "offload": False, "whole": False}
+    more = [f"{key} {value}" for key, value in row.items() if key in usual and value != usual[key]]
+    return "-".join([*(str(row[key]) for key in ("stage", "ranks", "cap", "optimizer", "habit")), *more])
+
+
+def program_of(row: Row) -> Program:
+    numbers = row["numbers"]
+    return Program(
+        row["ranks"],
+        row["stage"],
+        row["optimizer"],
+        row["cap"],
+        "auto" if row["collective"] == "one host" else row["collective"],
+        "parameter" if row["whole"] else "element",
+        row["factor"],
+        row["reshard"],
+        Offload(tempfile.gettempdir()) if row["offload"] else None,
+        DTYPES.get(numbers, torch.float32),
+        precision=PRECISIONS.get(numbers),
+        scaled=row["habit"] == "scales",
+        steps=HABITS[row["habit"]],
+    )
