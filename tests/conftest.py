@@ -145,3 +145,10 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that the host cannot read values at once, as on an accelerator."""
     for module in ("core.bits", "parameters.edit_detector", "gradients.grad_publisher", "runtime.master_weights"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
+
+
+@pytest.fixture(params=["seen at once", "seen later"])
+def whenever_seen(request: pytest.FixtureRequest) -> None:
+    """Run a test about edits twice: where the host can read values at once, and where it cannot (`unseen`)."""
+    if request.param == "seen later":
+        request.getfixturevalue("unseen")

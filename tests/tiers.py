@@ -1,4 +1,5 @@
-"""The tiers of the tests, which select what a run takes: `default`, `full` and `slow`.
+"""The tiers of the tests in `ROOMS`, which select what a run takes: `default`, `full` and `slow`. The other rooms have
+their tiers by folder: `tests/ci` and `tests/nightly`.
 
     default   every row of the contract and every law once; `python -m pytest`
     full      the marker `full`: applications, many processes, compilation, and the cases that default leaves out
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 TIERS = ("default", "full", "slow")
+ROOMS = ("tests/checkpoint/", "tests/commands/", "tests/planning/")
 COLLECTED = pytest.StashKey[dict[str, str]]()
 """The tier of every collected test, by its name from its file on: ``test_layout.py::test_...[...]``."""
 
@@ -26,7 +28,7 @@ def assign(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
     whole = not any("::" in argument for argument in config.args)
     functions: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function):
+        if isinstance(item, pytest.Function) and item.nodeid.startswith(ROOMS):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for cases in functions.values():
         usual = [case for case in cases if tier(case) == "default"]

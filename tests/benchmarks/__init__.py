@@ -1,0 +1,1 @@
+"""Stored results, and the sums and checks of benchmarks."""

@@ -1,1 +1,1 @@
-"""Tests of `zero.commands`."""
+"""`zero train`, `zero verify`, `zero plan` and `zero checkpoint` do what their help says."""

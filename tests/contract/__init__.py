@@ -1,1 +1,1 @@
-"""Tests of the whole library by what README and the recipes promise."""
+"""The plain loop's bits over the whole space of settings, random programs, and what never changes."""

@@ -148,6 +148,7 @@ def test_stage_0_means_are_loud_while_they_are_not_true() -> None:
     on_threads(2, program)
 
 
+@pytest.mark.usefixtures("whenever_seen")
 @pytest.mark.parametrize(("world_size", "clips"), [(1, False), (2, True), (2, False)])
 def test_stage_0_honours_edits_of_the_mean_also_between_clips(world_size: int, clips: bool) -> None:
     def edited(model: Any, optimizer: Any, clip: Callable[[float], object]) -> nn.Module:
@@ -201,6 +202,7 @@ EDITS: dict[str, tuple[int, Callable[[Any, ZeroOptimizer], object], str, str]] =
 }
 
 
+@pytest.mark.usefixtures("whenever_seen")
 @pytest.mark.parametrize(("how", "world_size"), [(how, 1 + number % 2) for number, how in enumerate(EDITS)])
 def test_an_edit_that_cannot_count_is_refused_until_the_gradient_is_cleared(how: str, world_size: int) -> None:
     """Every rank learns it. If no collective was under way, the next step is as if there had been no gradient."""

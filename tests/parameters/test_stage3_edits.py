@@ -63,6 +63,7 @@ def test_gathered_of_a_stranger_names_it_and_holds_nothing() -> None:
         assert_same_model(model, plain(1))
 
 
+@pytest.mark.usefixtures("whenever_seen")
 def test_parameters_that_are_not_listed_are_rank_0s_and_are_edited_alike() -> None:
     def program(transport: Transport) -> nn.Module:
         model = Net()
@@ -139,6 +140,7 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
 }
 
 
+@pytest.mark.usefixtures("whenever_seen")
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
     world, act, text, stays = EDITS[name]
@@ -205,6 +207,7 @@ def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -
         assert "rank 1: the memory of 'blocks.1.weight' was replaced" in message
 
 
+@pytest.mark.usefixtures("whenever_seen")
 @pytest.mark.parametrize(("world", "call"), [("travel", STEP), ("common", CLIP)])
 def test_an_embedding_that_renormalises_is_told_on_every_rank_and_undone(
     world: str, call: Callable[[ZeroOptimizer], Any]

@@ -1,1 +1,1 @@
-"""Tests of `zero.planning`."""
+"""Planned bytes are those of the library; planned seconds obey their laws."""

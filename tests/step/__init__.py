@@ -1,1 +1,1 @@
-"""Tests of `zero.step`."""
+"""The user's class steps shards to the plain bits, in every precision and partition, or is refused."""

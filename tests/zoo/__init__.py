@@ -1,1 +1,1 @@
-"""The bug zoo: bugs that such libraries had, as small patches of this one, each of which a test must catch."""
+"""Published bugs, put into live functions one at a time, each of which a test must catch."""

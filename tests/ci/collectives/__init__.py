@@ -1,0 +1,1 @@
+"""Ranks that die in the middle of a collective."""

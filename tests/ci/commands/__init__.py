@@ -1,0 +1,1 @@
+"""Jobs that lose and get ranks under torchrun."""

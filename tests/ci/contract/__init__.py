@@ -1,1 +1,1 @@
-"""Tests of the whole library by what it promises, which a commit must not break."""
+"""Further classes, processes, compilation, recipes and integrations."""

@@ -1,0 +1,1 @@
+"""NCCL among ranks that share one GPU; over gloo on the CPU."""

@@ -1,1 +1,1 @@
-"""Tests of gradients which a commit must not break."""
+"""Python calls of a backward."""

@@ -1,1 +1,1 @@
-"""Tests of `zero.runtime` for CI."""
+"""Memory of offload, ranks that end, patterns of streams."""

@@ -1,0 +1,1 @@
+"""Private names of torch that a release may lack."""

@@ -1,1 +1,1 @@
-"""Tests of `zero.state` for CI."""
+"""Live states, and dicts of older releases."""

@@ -1,1 +1,1 @@
-"""Tests of `zero.step` for CI."""
+"""Further rows of mixed precision."""

@@ -1,1 +1,1 @@
-"""Tests of the whole library beside other libraries."""
+"""Optimizer classes of others, and the Trainer's arguments."""
