@@ -55,7 +55,7 @@ def one(numel: float) -> Model:
 
 def states(numel: float, ranks: int, stage: int, dtypes: Dtypes) -> int:
     """Return the bytes of Adam's model states on the last rank by formula, without step counts."""
-    layout = build(one(numel).specs(lambda _: dtypes, with_units=False), ranks, 25 << 20)
+    layout = build(one(numel).specs(dtypes, with_units=False), ranks, 25 << 20)
     kept = KeptStates(2 * dtypes.itemsize("master_dtype"), dtypes.has_master)
     found = formula_bytes(layout, STAGES[stage], ranks - 1, lambda _: kept)
     return sum(found[kind] for kind in STATES)
