@@ -114,6 +114,26 @@ def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
     same_as_plain(loop, lambda: seeded(0, Crossed), SGD, len(counts), settings=settings, divisor=1, lr=0.1)
 
 
+def test_a_unit_that_a_forward_left_for_its_backward_is_gathered_again_for_a_block() -> None:
+    """The forward has no backward; a rank without batches has nothing of it."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        optimizer = ZeroOptimizer(model, SGD, lr=0.1, stage=3, process_group=transport)
+        with optimizer.join():
+            if transport.rank == 0:
+                loss_of(model, 0, 0).backward()
+                for chosen in (model[0].weight, None):
+                    with optimizer.gathered(chosen):
+                        model(batch(0, 0))
+                optimizer.step()
+        optimizer.close()
+        return model
+
+    first, second = on_threads(2, program, timeout=BOUND)
+    assert_same_model(first, second)
+
+
 @STAGES
 def test_a_rank_that_left_makes_every_call_of_the_others(stage: int, run: Any) -> None:
     def program(transport: Transport) -> list[Any]:

@@ -75,7 +75,7 @@ class ShardedStorage(ParameterStorage):
         None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
         ``unit_order``: of the units that this rank uses beside its training."""
         super().__init__(transport, shard_group, module, precision, materializer)
-        self._root, self._bucket_sizes, self._streams = module, bucket_sizes, streams
+        self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
         there = (parameter.device for parameter in module.parameters())
         self._on_host = all((self.meta_device or device).type == "cpu" for device in there)
         self._units = find_units(module, predicate)
@@ -290,6 +290,8 @@ class ShardedStorage(ParameterStorage):
     @contextmanager
     def _gathered(self, numbers: Sequence[int]) -> Iterator[None]:
         self.unit_hooks.note_order(numbers)
+        if self._joining.gathers_are_broadcast:
+            self.manager.reshard_all()  # what a forward left for its backward: ranks without batches have nothing of it
         with self.unit_hooks.saving(), self.manager.unsharded(numbers), self._streams.block():
             yield
 
