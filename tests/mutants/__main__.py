@@ -26,6 +26,7 @@ from pathlib import Path
 from .sites import Site, changed_lines, describe, sites
 
 LIMIT = 1200  # seconds for all tests of one mutant, by default
+FEW = 30  # mutants, of which fewer say little about the tests: some are equivalents
 OUTCOMES = ("killed", "survived", "stale")
 
 
@@ -123,8 +124,9 @@ def judged(chosen: Sequence[Site], reaching: dict[str, dict[int, list[str]]], op
     if options.results is not None:
         options.results.write_text("".join(f"{name} {' '.join(told)}\n" for name, told in outcomes.items()))
     killed = sum(outcome == "killed" for outcome, _ in outcomes.values())
-    if killed < options.at_least * len(outcomes):
-        print(f"\n{killed} of {len(outcomes)} are killed: at least {options.at_least:.0%} must be")
+    fit = sum(outcome != "stale" for outcome, _ in outcomes.values())
+    if fit >= FEW and killed < options.at_least * fit:
+        print(f"\n{killed} of {fit} are killed: at least {options.at_least:.0%} must be")
         return 1
     return int(status not in (0, 5) or len(outcomes) < len({*map(str, chosen)}))
 
