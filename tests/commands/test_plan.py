@@ -17,6 +17,7 @@ from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.start import start_of
 from zero.config import PRECISIONS
+from zero.planning.choose import SAME
 from zero.planning.hardware import presets
 from zero.planning.setting import OPTIMIZERS, PlanSetting
 
@@ -26,15 +27,8 @@ pytestmark = pytest.mark.usefixtures("no_launcher")
 WRONG = (
     ("", "the model needs exactly one of --config, --parameters, --module, --preset, here none"),
     ("--preset=tiny --config=config.json", "here --config and --preset"),
-    ("--config=config.json --cluster=h10:8", "no GPU is called 'h10': did you mean 'h100'?"),
-    ("--config=config.json --cluster=rtx4090:8x2", "no network is usual for it: give the Gb/s of a host (--nic)"),
     ("--config=config.json --global-batch=12", "not divisible by 8 ranks with micro-batches of 1: use 8 or 16"),
-    ("--config=nowhere.json", "nowhere.json"),
     ("--config=config.json --micro=0", "--micro 0 and --sequence 2048 must both be at least 1"),
-    ("--config=config.json --price=-1", "--price is -1.0: it must be a number above 0"),
-    ("--config=config.json --optimizer=lion", "--optimizer is 'lion': choose one of "),
-    ("--config=config.json --fabric=fast", "fast"),
-    ("--parameters=empty", "empty"),
     ("--module=nowhere:model", "--module nowhere:model: ModuleNotFoundError"),
     ("--preset=tiny --checkpoint=full", "leave it out with --preset"),
 )
@@ -49,13 +43,11 @@ CHANGES: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Go to a folder with the config of a small model and an empty file."""
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder with the config of a small model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    (tmp_path / "empty").touch()
-    return tmp_path
 
 
 def start(cluster: str, precision: Any = "fp32", **changes: Any) -> str:
@@ -66,34 +58,36 @@ def start(cluster: str, precision: Any = "fp32", **changes: Any) -> str:
 
 
 def test_it_prints_a_table_and_a_recommendation_and_writes_files(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = "--config=config.json --cluster=h100:8x2 --sequence=512 --global-batch=64 --out=out"
     assert cli.main(["plan", *flags.split(), "--tokens=1e9", "--price=2", "--trace"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{folder.name}: 3.46 M parameters in 5 units, ")
+    assert lines[0].startswith(f"{tmp_path.name}: 3.46 M parameters in 5 units, ")
     assert "16 h100 (2 hosts, 3,200 Gb/s a host)" in lines[0]
     begins = ("recommended: zero ", "its seconds: ", "bucket_cap_mb: ", "start: ", "smallest cluster that fits", "$")
     assert [begin for begin in begins if not any(line.startswith(begin) for line in lines)] == []
-    found = json.loads((folder / "out" / "plan.json").read_text())
-    names = [choice["name"] for choice in found["choices"]]
-    assert len(set(names)) == len(names)
-    assert found["recommended"]["name"] in names
+    found = json.loads((tmp_path / "out" / "plan.json").read_text())
+    fitting = [each for each in found["choices"] if each["total_bytes"] <= found["cluster"]["usable_bytes"]]
+    near = min(each["step"]["seconds"] for each in fitting) * (1 + SAME)
+    best = next(each for each in fitting if each["name"] == found["recommended"]["name"])
+    others = [each for each in fitting if each["step"]["seconds"] <= near and not each["setting"]["offload"]]
+    assert best["total_bytes"] == min(each["total_bytes"] for each in others)
     assert {choice["setting"]["offload"] for choice in found["choices"]} == {"", "host"}
     for choice in found["choices"]:
         assert sum(choice["bytes"].values()) == choice["total_bytes"]
-    trace = json.loads((folder / "out" / "trace.json").read_text())["traceEvents"]
+    trace = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in trace} == {"X", "M"}
 
 
-def test_wrong_input_is_one_line_and_exit_code_2(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_input_is_one_line_and_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags, message in WRONG:
         assert cli.main(["plan", *flags.split(), "--out=out"]) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ")
         assert error.count("\n") == 1
         assert message in error
-        assert not (folder / "out" / "plan.json").exists()
+        assert not (tmp_path / "out" / "plan.json").exists()
 
 
 def test_the_start_has_the_flags_of_zero_train(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,18 +100,15 @@ def test_the_start_has_the_flags_of_zero_train(monkeypatch: pytest.MonkeyPatch) 
         assert (begin, cli.main(flags)) == ("zero", 0)
         found = given[-1]
         assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
-        wanted = {"stage": 3, "bucket_cap_mb": 25, "sharding_factor": None, "reshard_after_forward": True} | changes
-        assert {name: getattr(found, name) for name in wanted if name != "offload"} == {
-            name: value for name, value in wanted.items() if name != "offload"
-        }
-        assert (found.offload is not None) is ("offload" in changes)
-        assert found.fused is (found.optimizer != "muon")
+        wanted = {"stage": 3, "bucket_cap_mb": 25, "sharding_factor": None, "reshard_after_forward": True}
+        wanted |= {name: value for name, value in changes.items() if name != "offload"}
+        assert {name: getattr(found, name) for name in wanted} == wanted
+        assert (found.offload is not None, found.fused) == ("offload" in changes, found.optimizer != "muon")
     begun = start("cpu:2x2", world_size=4)
     assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
 
 
-@pytest.mark.parametrize("changes", [{"offload": zero.Offload("cpu")}, {"reshard_after_forward": False}])
-def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(changes: dict[str, Any]) -> None:
+def test_the_start_on_gpus_has_the_arguments_of_the_optimizer() -> None:
     bound = inspect.signature(zero.ZeroOptimizer).bind
 
     def optimizer_of(*given: Any, **named: Any) -> dict[str, Any]:
@@ -125,14 +116,9 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer(changes: dict[str,
 
     names = {"torch": torch, "Offload": zero.Offload, "MixedPrecision": zero.MixedPrecision, "model": None}
     names |= {"ZeroOptimizer": optimizer_of, "matrices": [1], "rest": [2]}
-    for optimizer, precision in ((name, precision) for name in OPTIMIZERS for precision in PRECISIONS):
-        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "optimizer": optimizer, **changes}
-        found = eval(start("h100:8", precision, **given), dict(names))
-        if optimizer == "muon":
-            muon = {"params": [1], "optimizer_class": torch.optim.Muon, "partition": "parameter"}
-            assert (found["params"], found["module"]) == ([muon, {"params": [2]}], None)
-        assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
+    for optimizer, precision in zip(OPTIMIZERS, (*PRECISIONS, *PRECISIONS), strict=True):
+        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": zero.Offload("cpu")}
+        found = eval(start("h100:8", precision, **given, optimizer=optimizer), dict(names))
+        assert (found["stage"], found["bucket_cap_mb"], found["offload"]) == (3, 3, zero.Offload("cpu"))
         assert ("mixed_precision" in found) is (precision != "fp32")
-        assert ("offload" in found) is ("offload" in changes)
         assert found.get("defaults", {}).get("fused", False) is (optimizer not in ("adagrad", "muon"))
-        assert found.get("reshard_after_forward", True) == changes.get("reshard_after_forward", True)

@@ -1,7 +1,7 @@
-"""Models to plan and to train, under 10,000 parameters each, and a step under a setting beside its plan.
+"""Models to plan and to train, with every kind of parameter, and a step under a setting beside its plan.
 
-Each runs its units in order of registration, and a backward reaches every unit, as the formulas assume. They have
-empty, scalar, tied, unused and frozen parameters, which the models of `support` lack.
+Each model runs each of its units once, in order of registration, and a backward reaches every unit, as the formulas
+assume; those of `support` do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from zero.planning.model import Model
 from zero.planning.models.shapes import model_of
 from zero.planning.setting import PlanSetting
 
-WIDTH = 24
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
     "momentum": (torch.optim.SGD, {"lr": 1e-3, "momentum": 0.9}),
@@ -30,18 +29,16 @@ CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-class _Block(nn.Module):
+class Block(nn.Linear):
     """A unit with a matrix, a vector, a scalar, and parameters that no forward uses."""
 
     def __init__(self, unused: int) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.ones(WIDTH, WIDTH) / WIDTH)
+        super().__init__(32, 32)
         self.scale = nn.Parameter(torch.ones(()))
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
         self.unused = nn.Parameter(torch.ones(unused))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.matrix) * self.scale + self.shift
+        return torch.tanh(super().forward(x)) * self.scale
 
 
 class Odd(nn.Module):
@@ -49,32 +46,28 @@ class Odd(nn.Module):
 
     def __init__(self, *, frozen: bool) -> None:
         super().__init__()
-        self.embedding = nn.Parameter(torch.ones(32, WIDTH))
+        self.embedding = nn.Parameter(torch.ones(32, 24))
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.one = nn.Parameter(torch.ones(1))
-        self.blocks = nn.ModuleList([_Block(5), _Block(1500)])
+        self.blocks = nn.Sequential(nn.Linear(24, 32), Block(5), Block(1500), nn.Linear(32, 24))
         self.unused = nn.Parameter(torch.ones(1400))
         self.scale = nn.Parameter(torch.ones(()))
-        self.head = nn.Linear(WIDTH, 32, bias=False)
+        self.head = nn.Linear(24, 32, bias=False)
         self.head.weight = self.embedding
-        for part in (self.blocks[1], self.empty, self.scale) if frozen else ():
+        for part in (self.blocks[2], self.empty, self.scale) if frozen else ():
             part.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x @ self.embedding * self.one + self.empty.sum()
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.scale
+        return self.head(self.blocks(x @ self.embedding * self.one + self.empty.sum())) * self.scale
 
 
 def made(name: str) -> nn.Module:
-    """Return a model; "aligned" leaves no padding, so that runs cross its parameters, and has two param groups."""
+    """Return a model; "aligned" leaves no padding, so that runs cross its parameters."""
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))) if name == "aligned" else Odd(frozen=name == "frozen")
 
 
 CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0}
 """Models by name, with the MiB of their buckets."""
-
 
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "model": tuple(CAPS),
@@ -96,13 +89,13 @@ def described(name: str) -> Model:
     return replace(model, parameters=tuple(parameters))
 
 
-def param_groups(module: nn.Module, plan: Model, *, of_muon: bool) -> list[dict[str, Any]]:
-    """Return the param groups of a model. ``of_muon``: and one of Muon, for the matrices of units."""
-    pairs = list(zip(module.parameters(), plan.parameters, strict=True))
-    matrices = [p for p, shape in pairs if of_muon and shape.is_unit_matrix]
-    others = [(p, shape.group) for p, shape in pairs if not (of_muon and shape.is_unit_matrix)]
-    groups: list[dict[str, Any]] = [{"params": [p for p, its in others if its == n]} for n in {g for _, g in others}]
-    return groups + [{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}] * of_muon
+def param_groups(module: nn.Module, model: Model, *, of_muon: bool) -> list[dict[str, Any]]:
+    """Return the param groups of a module. ``of_muon``: and one of Muon, for the matrices of units."""
+    groups: dict[int, list[nn.Parameter]] = {}
+    for parameter, shape in zip(module.parameters(), model.parameters, strict=True):
+        groups.setdefault(2 if of_muon and shape.is_unit_matrix else shape.group, []).append(parameter)
+    muon = {"optimizer_class": torch.optim.Muon, "partition": "parameter"}
+    return [{"params": groups[key], **(muon if key == 2 else {})} for key in sorted(groups)]
 
 
 def setting_of(row: dict[str, Any]) -> PlanSetting:
@@ -147,8 +140,8 @@ def check(row: dict[str, Any], folder: Path) -> None:
     for rank, (found, _) in enumerate(results):
         here = plan.of_rank(setting, rank)
         kinds = {"parameters": here.parameters, "gradients": here.gradients, "optimizer": here.optimizer}
-        assert kinds == {kind: found.bytes[kind] for kind in kinds}, (row, rank)
-        assert kinds == {kind: found.formula_bytes[kind] for kind in kinds}, (row, rank)
+        for reported in (found.bytes, found.formula_bytes):
+            assert kinds == {kind: reported[kind] for kind in kinds}, (row, rank)
         assert here.offloaded == found.offloaded_bytes, (row, rank)
         for kind, bound in (("gathered_peak", here.gathered_peak), ("scratch_peak", here.scratch_peak)):
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0

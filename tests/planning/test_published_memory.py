@@ -41,12 +41,6 @@ def states(found: RankBytes) -> int:
     return found.parameters + found.gradients + found.states + found.masters
 
 
-def layers(width: int, count: int) -> Model:
-    """Return equal layers without anything beside them, each a unit."""
-    shapes = (ParameterShape((f"{n}.weight",), (width, width), n + 1) for n in range(count))
-    return Model("layers", tuple(shapes), ("the root's rest", *map(str, range(count))))
-
-
 def as_printed(nbytes: int) -> float:
     """Return GB as Table 1 prints them: from 100 on without decimals, cut off; else three digits, at most two of them
     decimals, half rounded up."""
@@ -71,7 +65,7 @@ def test_all_54_cells_of_table_1_of_the_zero_paper() -> None:
 
 def test_the_bytes_of_a_parameter_in_megatron_core() -> None:
     """Source: Megatron-LM's docs, "Distributed Optimizer", its table of theoretical bytes of a parameter."""
-    model = layers(64, 1)
+    model = Model("one matrix", (ParameterShape(("weight",), (64, 64)),))
     for ranks in (1, 2, 8, 64):
         assert states(held(model, ranks, 1, reduce_dtype=FP32)) == model.numel * (6 + 12 / ranks)
         assert states(held(model, ranks, 1, accumulate_dtype=BF16)) == model.numel * (4 + 12 / ranks)
@@ -84,7 +78,8 @@ def test_the_estimates_of_deepspeed_are_parts_of_a_plan() -> None:
     (estimate_zero3_model_states_mem_needs), the GPU memory without offload. Its CPU memory is a factor of 1.5 above
     buffers that this library does not have, so it is not compared; nor is stage 1, which DeepSpeed does not estimate.
     """
-    model = layers(512, 16)
+    layers = tuple(ParameterShape((f"{n}.weight",), (512, 512), n + 1) for n in range(16))
+    model = Model("layers", layers, ("the root's rest", *map(str, range(16))))
     largest, total = 512**2, model.numel
     for ranks in (2, 8, 64):
         two, three = (held(model, ranks, stage) for stage in (2, 3))

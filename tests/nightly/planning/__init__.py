@@ -1,1 +1,1 @@
-"""Tests of `zero.planning` over every setting, and against transformers."""
+"""Tests of `zero.planning` over every setting."""
