@@ -58,7 +58,7 @@ class Odd(nn.Module):
             part.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x @ self.embedding * self.one + self.empty.sum())) * self.scale
+        return self.scale * self.head(self.blocks(x @ self.embedding * self.one + self.empty.sum()))
 
 
 def made(name: str) -> nn.Module:
@@ -136,7 +136,7 @@ def check(row: dict[str, Any], folder: Path) -> None:
         optimizer.zero_grad()
         return optimizer.describe(), (optimizer.traffic - before).payload_sent
 
-    results = Loopback(setting.world_size).run(program)
+    results: list[Any] = Loopback(setting.world_size).run(program)
     for rank, (found, _) in enumerate(results):
         here = plan.of_rank(setting, rank)
         kinds = {"parameters": here.parameters, "gradients": here.gradients, "optimizer": here.optimizer}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (
 16-bit gradients."""
 
 
-def held(model: Model, ranks: int, stage: int, **gradients: torch.dtype) -> RankBytes:
+def held(model: Model, ranks: int, stage: int, **gradients: Any) -> RankBytes:
     """Return the bytes of the last rank with bf16 and Adam, each rank on its own host, so that units are gathered.
 
     ``gradients``: their dtypes, as `MixedPrecision` has them.
@@ -48,7 +49,7 @@ def as_printed(nbytes: int) -> float:
     if gigabytes >= 100:
         return math.floor(gigabytes)
     decimals = 1 if gigabytes >= 10 else 2
-    return math.floor(gigabytes * 10**decimals + 0.5) / 10**decimals
+    return math.floor(gigabytes * 10**decimals + 0.5) / 10.0**decimals
 
 
 def test_all_54_cells_of_table_1_of_the_zero_paper() -> None:
