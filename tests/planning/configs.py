@@ -1,29 +1,13 @@
 """Published configs, with the keys that decide shapes, and the number of parameters of each model.
 
-Configs: `config.json` of each repository on Hugging Face. Numbers: those of the models that transformers 5.24 builds
-from them, which `test_families` compares name by name.
+Configs: `config.json` of each repository on Hugging Face. Numbers: those of the models of transformers 5.24.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.plan.rows import from_numbers
-from zero.planning.model import Model, Transformer
-
 Config = dict[str, Any]
-
-
-def of_numbers(
-    layers: int, hidden: int, heads: int, vocabulary: int, *, gated: bool = False, tied: bool = True, **more: Any
-) -> Model:
-    """Return a transformer of Llama's blocks if it is ``gated``, else of GPT-2's. ``more``: of `Transformer`."""
-    if gated:
-        kind = {"gated": True, "activation": "silu", "norm": "rms", "rotary": not more.get("positions")}
-    else:
-        kind = dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "mlp_bias"), True)
-    more = {"ffn": 4 * hidden, **kind, **more}
-    return from_numbers(Transformer(layers, hidden, heads, vocabulary=vocabulary, tied=tied, **more), "numbers")
 
 
 def llama(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, words: int, **more: Any) -> Config:
@@ -33,84 +17,48 @@ def llama(kind: str, layers: int, hidden: int, heads: int, kv_heads: int, ffn: i
     return {"model_type": kind, **keys, **more}
 
 
-LLAMA_2_7B = llama("llama", 32, 4096, 32, 32, 11008, 32000)
+SMALL = llama("llama", 4, 256, 4, 2, 704, 1000)
 LLAMA_3_8B = llama("llama", 32, 4096, 32, 8, 14336, 128256)
-LLAMA_3_70B = llama("llama", 80, 8192, 64, 8, 28672, 128256)
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
-T5_11B = {"model_type": "t5", "d_model": 1024, "d_kv": 128, "d_ff": 65536, "num_layers": 24, "num_heads": 128}
+NEOX = {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
+MPT = {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432, "max_seq_len": 2048}
+OPT = {"model_type": "opt", "num_hidden_layers": 24, "vocab_size": 50272, "max_position_embeddings": 2048}
+OPT_1_3B = {**OPT, "hidden_size": 2048, "word_embed_proj_dim": 2048, "ffn_dim": 8192, "num_attention_heads": 32}
+OPT_350M = {**OPT, "hidden_size": 1024, "word_embed_proj_dim": 512, "ffn_dim": 4096, "num_attention_heads": 16}
+FALCON_7B = {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
+FALCON_40B = {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
+FALCON_1B = {"model_type": "falcon", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32}
+FLAN_T5_XL = {"model_type": "t5", "d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
 
 PUBLISHED: dict[str, tuple[Config, int]] = {
-    "Llama-2-7b": (LLAMA_2_7B, 6_738_415_616),
-    "Llama-2-13b": (llama("llama", 40, 5120, 40, 40, 13824, 32000), 13_015_864_320),
     "Llama-3.1-8B": (LLAMA_3_8B, 8_030_261_248),
-    "Meta-Llama-3-70B": (LLAMA_3_70B, 70_553_706_496),
     "Mistral-7B-v0.1": (llama("mistral", 32, 4096, 32, 8, 14336, 32000), 7_241_732_096),
     "Qwen2-7B": (llama("qwen2", 28, 3584, 28, 4, 18944, 152064), 7_615_616_512),
-    "Qwen2.5-0.5B": (llama("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True), 494_032_768),
     "Qwen3-8B": (llama("qwen3", 36, 4096, 32, 8, 12288, 151936, head_dim=128), 8_190_735_360),
     "gemma-7b": (llama("gemma", 28, 3072, 16, 16, 24576, 256000, head_dim=256), 8_537_680_896),
-    "gemma-2b": (llama("gemma", 18, 2048, 8, 1, 16384, 256000, head_dim=256), 2_506_172_416),
     "Phi-3-mini-4k-instruct": (llama("phi3", 32, 3072, 32, 32, 8192, 32064), 3_821_079_552),
     "OLMo-7B-hf": (llama("olmo", 32, 4096, 32, 32, 11008, 50304), 6_888_095_744),
     "granite-3.1-8b-base": (llama("granite", 40, 4096, 32, 8, 12800, 49155, tie_word_embeddings=True), 8_170_848_256),
     "SmolLM3-3B": (llama("smollm3", 36, 2048, 16, 4, 11008, 128256), 3_075_098_624),
     "gpt2": (GPT2, 124_439_808),
-    "gpt2-xl": ({**GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25}, 1_557_611_200),
-    "gpt-neox-20b": (
-        {"model_type": "gpt_neox", "hidden_size": 6144, "num_hidden_layers": 44, "num_attention_heads": 64}
-        | {"intermediate_size": 24576, "vocab_size": 50432},
-        20_554_567_680,
-    ),
-    "mpt-7b": (
-        {"model_type": "mpt", "d_model": 4096, "n_layers": 32, "n_heads": 32, "vocab_size": 50432, "max_seq_len": 2048},
-        6_649_286_656,
-    ),
-    "opt-1.3b": (
-        {"model_type": "opt", "hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "vocab_size": 50272}
-        | {"num_attention_heads": 32, "max_position_embeddings": 2048, "word_embed_proj_dim": 2048},
-        1_315_758_080,
-    ),
-    "opt-350m": (
-        {"model_type": "opt", "hidden_size": 1024, "ffn_dim": 4096, "num_hidden_layers": 24, "vocab_size": 50272}
-        | {"num_attention_heads": 16, "max_position_embeddings": 2048, "word_embed_proj_dim": 512}
-        | {"do_layer_norm_before": False},
-        331_196_416,
-    ),
+    "gpt-neox-20b": ({**NEOX, "intermediate_size": 24576, "vocab_size": 50432}, 20_554_567_680),
+    "mpt-7b": (MPT, 6_649_286_656),
+    "opt-1.3b": (OPT_1_3B, 1_315_758_080),
+    "opt-350m": ({**OPT_350M, "do_layer_norm_before": False}, 331_196_416),
     "falcon-7b": (
-        {"model_type": "falcon", "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
-        | {"vocab_size": 65024, "multi_query": True, "parallel_attn": True, "bias": False},
+        {**FALCON_7B, "vocab_size": 65024, "multi_query": True, "parallel_attn": True, "bias": False},
         6_921_720_704,
     ),
     "falcon-40b": (
-        {"model_type": "falcon", "hidden_size": 8192, "num_hidden_layers": 60, "num_attention_heads": 128}
-        | {"vocab_size": 65024, "num_kv_heads": 8, "new_decoder_architecture": True, "bias": False},
+        {**FALCON_40B, "vocab_size": 65024, "num_kv_heads": 8, "new_decoder_architecture": True, "bias": False},
         41_303_293_952,
     ),
     "falcon-rw-1b": (
-        {"model_type": "falcon", "hidden_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 32}
-        | {"vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
+        {**FALCON_1B, "vocab_size": 50304, "multi_query": False, "parallel_attn": False, "bias": True, "alibi": True},
         1_311_625_216,
     ),
-    "t5-small": (
-        {"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8}
-        | {"vocab_size": 32128},
-        60_506_624,
+    "flan-t5-xl": (  # its decoder's embedding stays the encoder's
+        {**FLAN_T5_XL, "vocab_size": 32128, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+        2_849_757_184,
     ),
-    "t5-11b": ({**T5_11B, "vocab_size": 32128}, 11_307_321_344),
 }
-
-ROW = {
-    "id": "a row",
-    "framework": "torch FSDP1",
-    "layers": "2",
-    "hidden": "256",
-    "heads": "4",
-    "vocab": "1000",
-    "seq": "128",
-    "micro_batch": "2",
-    "gpus": "16",
-    "gpu": "a100-80",
-    "precision": "bf16",
-    "sharding": "zero3",
-}
-"""A row of a table of runs, with the columns that must be there."""

@@ -1,0 +1,109 @@
+"""Planned tokens a second and memory of published runs are near the measured ones, nearer than null models."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.plan import fit as plan_fit
+from benchmarks.plan import scores as score
+from benchmarks.plan.__main__ import COLUMNS, main
+from benchmarks.plan.rows import RowCounter, RowPlan, plan_rows
+from zero.planning.seconds.compute import CONSTANTS, FIT, values
+
+ROW = {"id": "a row", "framework": "torch FSDP1", "layers": "2", "hidden": "256", "heads": "4", "vocab": "1000"}
+ROW |= {"seq": "128", "micro_batch": "2", "gpus": "16", "gpu": "a100-80", "precision": "bf16", "sharding": "zero3"}
+MEASURED = ("tokens_s_gpu", "step_s", "tflops_gpu", "mfu_pct", "mem_gib", "mem_kind", "outcome")
+
+
+@functools.cache
+def planned() -> tuple[list[dict[str, str]], list[RowPlan]]:
+    rows = score.points("fit")
+    return rows, plan_rows(rows)
+
+
+def timed() -> tuple[list[dict[str, str]], list[RowPlan]]:
+    pairs = [(row, plan) for row, plan in zip(*planned(), strict=True) if score.is_timed(row)]
+    return [row for row, _ in pairs], [plan for _, plan in pairs]
+
+
+def are_near(rows: list[dict[str, str]], speeds: Sequence[float | None], **bounds: float) -> None:
+    """Compare the errors of tokens a second with a bound of their mean, their median and their 90th percentile."""
+    found = dict(zip(("mean", "median", "high"), score.summary(score.errors(rows, speeds)), strict=True))
+    assert {name: found[name] for name in bounds if found[name] > bounds[name]} == {}
+
+
+def test_speeds_are_near_the_measured_ones_and_nearer_than_those_of_every_null_model() -> None:
+    rows, plans = timed()
+    speeds = [plan.tokens_s_gpu for plan in plans]
+    are_near(rows, speeds, mean=0.05, median=0.025, high=0.15)
+    for null in score.NULLS.values():
+        alone = null(rows)  # None where it is told the speed
+        asked = [(row, speed) for row, speed, other in zip(rows, speeds, alone, strict=True) if other is not None]
+        found = score.summary(score.errors([row for row, _ in asked], [speed for _, speed in asked]))
+        assert found[0] < score.summary(score.errors(rows, alone))[0]
+    right, total = score.ordered(rows, speeds)
+    assert right >= 0.9 * total > 0
+    assert 0.7 <= score.inside_band(rows, plans) <= 0.95
+
+
+def test_what_fits_is_right_and_every_row_has_numbers() -> None:
+    """98 % of the runs that say, and more than by model states alone."""
+    rows, plans = planned()
+    for row, plan in zip(rows, plans, strict=True):
+        assert not plan.error, (row["id"], plan.error)
+        assert (plan.band_low or 0) < (plan.tokens_s_gpu or 0) < (plan.band_high or 0), row["id"]
+        assert plan.fits is (plan.margin_gib is not None and plan.margin_gib >= 0)
+    found = score.confusion(rows, [plan.fits for plan in plans])
+    states = score.confusion(rows, [score.states_fit(row) for row in rows])
+    right = found["right fits"] + found["right no"]
+    assert right >= 0.98 * sum(found.values())
+    assert right > states["right fits"] + states["right no"]
+
+
+def test_what_is_measured_and_the_order_of_rows_and_columns_change_nothing() -> None:
+    rows, plans = planned()
+    few = random.Random(0).sample(range(len(rows)), 12)
+    changed = [{key: "" if key in MEASURED else rows[at][key] for key in reversed(rows[at])} for at in few]
+    assert plan_rows(changed) == [plans[at] for at in few]
+
+
+def test_series_that_are_left_out_of_the_fit_are_near_the_measured_ones() -> None:
+    rows, _ = timed()
+    counter = RowCounter()
+    counted, measured = [counter.count(row) for row in rows], np.array([float(row["step_s"]) for row in rows])
+    left_out = plan_fit.leave_one_out(counted, measured, [row["series"] for row in rows], values())
+    speeds = [row.setting.tokens / seconds for row, seconds in zip(counted, left_out, strict=True)]
+    are_near(rows, speeds, mean=0.07, median=0.04, high=0.15)
+    assert {name for name, constant in CONSTANTS.items() if constant.source == FIT} == set(plan_fit.FITTED)
+
+
+def test_what_the_paper_on_fsdp_claims_is_planned() -> None:
+    """Nothing is fitted to it. Two claims are missed by a hair, and zero/planning/README.md says so."""
+    found = score.seeds()
+    assert len(found) == 7
+    missed = [claim for claim, _, agrees in found if not agrees]
+    assert missed == ["175B: 186 TFLOP/s a GPU", "11.3B: 512 GPUs at 0.93 of 8, each"]
+
+
+def test_a_table_is_planned_row_by_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table, out = tmp_path / "rows.csv", tmp_path / "out.csv"
+    with table.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROW)
+        writer.writeheader()
+        writer.writerows([ROW, {**ROW, "gpu": "h10"}])
+    assert main(["--rows", str(table), "--out", str(out)]) == 2
+    with out.open(newline="") as file:
+        right, wrong = csv.DictReader(file)
+    assert tuple(right) == COLUMNS
+    assert float(right["band_low"]) <= float(right["tokens_s_gpu"]) <= float(right["band_high"])
+    assert (right["id"], right["fits"], right["error"]) == ("a row", "yes", "")
+    assert wrong["error"] == "gpu: 'h10' is unknown: did you mean 'h100'?"
+    assert not any(value for name, value in wrong.items() if name not in ("id", "error"))
+    assert capsys.readouterr().err.startswith("error: 1 of 2 rows cannot be planned, and ")

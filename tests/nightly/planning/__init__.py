@@ -1,0 +1,1 @@
+"""Tests of `zero.planning` over every setting."""

@@ -1,0 +1,153 @@
+"""A config, a list of parameters or a file of hardware is read exactly, or named in one clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
+from zero.planning.models.families import FAMILIES
+from zero.planning.models.parameter_lists import of_parameter_list
+from zero.planning.models.shapes import from_config, of_config
+
+from .configs import GPT2, LLAMA_3_8B, PUBLISHED
+
+WRONG_CONFIGS = (
+    ({"model_type": "lama"}, r"'lama' is unknown \(did you mean 'llama'\?\); known are .*gpt_neox.*--parameters"),
+    ({"num_local_experts": 8}, "num_local_experts is 8, and experts are not planned.*--parameters"),
+    ({"hidden_size": None}, "none of the keys hidden_size, n_embd, d_model"),
+    ({"num_attention_heads": 33}, "33 heads do not divide hidden 4096"),
+    ({"num_hidden_layers": "32"}, "num_hidden_layers is '32', and must be a positive integer"),
+)
+WRONG_FILES = (
+    ("config.json", b"", r"config\.json cannot be read"),
+    ("a.txt", b"h.0.weight\n", "line 1: 'h.0.weight' is not 'name shape dtype'"),
+    ("a.safetensors", b"\xff" * 8, "its header would have"),
+    ("a.safetensors", b"\x02" + b"\0" * 7 + b"xx", "holds no JSON"),
+    ("a.json", b'{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
+)
+TEXT = """# a small model
+
+embedding.weight 7x4 float32
+h.0.w [4, 4] torch.bfloat16  # a matrix
+h.1.b (4,) bf16
+scale () float32
+steps () int64
+"""
+
+
+def test_published_configs_have_their_published_number_of_parameters(tmp_path: Path) -> None:
+    for name, (config, numel) in PUBLISHED.items():
+        model = from_config(config, name)
+        assert model.numel == numel == sum(model.unit_numels()), name
+        assert len(model.units) == 1 + len({p.unit for p in model.parameters if p.unit}), name
+    assert {config["model_type"] for config, _ in PUBLISHED.values()} == FAMILIES.keys()
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    model = of_config(tmp_path)
+    assert model == of_config(tmp_path / "config.json") == from_config(LLAMA_3_8B, tmp_path.name)
+    assert (model.hidden, model.vocabulary, model.units[1]) == (4096, 128256, "model.layers.0")
+    assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
+
+
+def test_a_config_or_file_that_cannot_be_planned_is_named(tmp_path: Path) -> None:
+    for change, message in WRONG_CONFIGS:
+        config = {key: value for key, value in {**LLAMA_3_8B, **change}.items() if value is not None}
+        with pytest.raises(ValueError, match=message):
+            from_config(config, "changed", "config.json")
+    for name, content, message in WRONG_FILES:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            (of_config if name == "config.json" else of_parameter_list)(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be read"):
+        of_parameter_list(tmp_path / "none.txt")
+
+
+def test_lines_of_text_keep_their_order(tmp_path: Path) -> None:
+    (tmp_path / "names.txt").write_text(TEXT)
+    model = of_parameter_list(tmp_path / "names.txt")
+    found = [(p.names[0], p.shape, p.unit) for p in model.parameters]
+    assert found == [("embedding.weight", (7, 4), 0), ("h.0.w", (4, 4), 1), ("h.1.b", (4,), 2), ("scale", (), 0)]
+
+
+def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> None:
+    """Write a safetensors file of its header alone, without a value."""
+    entries = {
+        name: {"dtype": dtype, "shape": shape, "data_offsets": [0, 1]} for name, (dtype, shape) in tensors.items()
+    }
+    header = json.dumps({"__metadata__": {}, **entries}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+def test_a_safetensors_file_or_an_index_of_some_gives_units_by_number(tmp_path: Path) -> None:
+    blocks = {f"model.layers.{n}.{part}.weight": ("F32", [2, 3]) for n in range(12) for part in ("down", "up")}
+    state = {**blocks, "embed.weight": ("BF16", [10**6, 10**6]), "position_ids": ("I64", [4]), "scale": ("F32", [])}
+    files = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(sorted(state))}
+    for file in set(files.values()):
+        write(tmp_path / file, {name: state[name] for name in state if files[name] == file})
+    write(tmp_path / "whole.safetensors", state)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    model = of_parameter_list(tmp_path / "whole.safetensors")
+    assert of_parameter_list(index).parameters == model.parameters
+    assert model.units == ("the root's rest", *(f"model.layers.{n}" for n in range(12)))
+    assert model.unit_numels() == [10**12 + 1, *[12] * 12]
+    assert {p.names[0] for p in model.parameters} == state.keys() - {"position_ids"}
+
+
+CPU = json.loads(PRESETS.read_text())["gpus"]["cpu"]
+MEASURED = {"format": 1, "date": "2026-11-24", "machine": "two cores"}
+WRONG_VALUES = (
+    ({"value": 30, "unit": "us"}, 'fabrics.typical must be an object of "value", "unit" and "source"'),
+    ({"value": 30, "unit": "us", "source": " "}, "fabrics.typical: a value needs a source"),
+    ({"value": 30, "unit": "GB", "source": "a page"}, "the unit must be one of us, ms, not 'GB'"),
+)
+WRONG_CLUSTERS: tuple[tuple[str, dict[str, Any], str], ...] = (
+    ("h10:8x2", {}, r"no GPU is called 'h10': did you mean 'h100'\?"),
+    ("h100:0x2", {}, "give GPU, GPUs a host and hosts, as in h100:8x16"),
+    ("rtx4090:8x2", {}, "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
+)
+WRONG_HARDWARE: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"format": 2}, "format is 2, and this version reads 1"),
+    ({**MEASURED, "network": {"bas": 1}}, "unknown key 'bas': did you mean 'base'"),
+)
+
+
+def test_a_text_names_a_cluster() -> None:
+    cluster = presets().cluster("h100:8x16")
+    assert (cluster.gpu.name, cluster.per_host, cluster.hosts, cluster.ranks) == ("h100", 8, 16, 128)
+    assert presets().cluster("h100:8x16", nic=400, fabric="good").nic == 50e9
+    assert presets().cluster("a100-80").ranks == presets().cluster("a100-80:8").ranks == 8
+    for text, in_domain in (("h100:1x2", 1), ("h100:8x16", 8), ("gb200:4x16", 64), ("gb200:4x36", 72)):
+        found = presets().cluster(text)
+        assert (found.nic / found.per_host, found.per_domain) == (50e9, in_domain), text
+
+
+def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path) -> None:
+    cpu = {**CPU, "efficiency": {"matmul": {"value": 0.5, "unit": "1", "source": "measured"}}}
+    base = {"value": 10, "unit": "us", "source": "measured"}
+    file = tmp_path / "hardware.json"
+    file.write_text(json.dumps({**MEASURED, "gpus": {"here": cpu}, "network": {"base": base}}))
+    hardware = read_hardware(file)
+    assert hardware.measured == "two cores, 2026-11-24"
+    assert hardware.gpu("here").efficiency == {"matmul": 0.5}
+    assert hardware.network.base == pytest.approx(10e-6)
+    assert hardware.network.hop_inside == presets().network.hop_inside
+    assert hardware.gpus.keys() == presets().gpus.keys() | {"here"}
+
+
+def test_wrong_hardware_is_named(tmp_path: Path) -> None:
+    for value, message in WRONG_VALUES:
+        with pytest.raises(ValueError, match=message):
+            hardware_of({**MEASURED, "fabrics": {"typical": value}}, presets())
+    for text, options, message in WRONG_CLUSTERS:
+        with pytest.raises(ValueError, match=message):
+            presets().cluster(text, **options)
+    for content, message in WRONG_HARDWARE:
+        (tmp_path / "hardware.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match=f"hardware file .*hardware.json: .*{message}"):
+            read_hardware(tmp_path / "hardware.json")
+    with pytest.raises(ValueError, match="GPU 'v100-32' has no products of bfloat16: choose one of float16, float32"):
+        presets().gpu("v100-32").peak("bfloat16")

@@ -1,0 +1,171 @@
+"""A step takes the seconds of cases by hand and sends the bytes of the formula; fast hardware is never slower."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zero.config import PRECISIONS
+from zero.planning.hardware import Cluster, presets
+from zero.planning.memory import MemoryPlan
+from zero.planning.models.parameter_lists import in_units
+from zero.planning.seconds.compute import Compute, PassSeconds
+from zero.planning.seconds.program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
+from zero.planning.seconds.schedule import UnitLoad, bucket_loads, program_of
+from zero.planning.seconds.simulate import simulate
+from zero.planning.seconds.wires import NOTHING, WireCost, Wires
+from zero.planning.setting import PlanSetting
+
+from ..support.pairs import pair_rows
+
+
+def wire(seconds: float, fold: float = 0.0) -> WireCost:
+    return WireCost(seconds, seconds, fold, sent=8 * seconds, crossed=seconds)
+
+
+def unit(forward: float, backward: float, gather: float = 0.0, again: float | None = 0.0) -> UnitStep:
+    """Return a unit whose host takes no time."""
+    cost = wire(gather) if gather else NOTHING
+    return UnitStep(PassSeconds(forward, backward), cost, None if again is None else wire(again))
+
+
+ROOT, SLOW = unit(0, 0), UnitStep(PassSeconds(1, 1, host=3, host_backward=3))
+BACKWARD = (ROOT, unit(0, 8))
+CHAIN = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1)),) * 3  # 10 s from end to end, 1 s on the wire
+BUCKETS = tuple(Reduction(1, ready, wire(6)) for ready in (0.5, 0.75, 1.0))
+MICRO_BATCHES = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), micro_batches=4)
+STATES = StepProgram((ROOT,), updates=(UpdateStep(1, read=2, write=2),) * 4)
+AGREEING = StepProgram((unit(10, 0),), control=2, synchronises=True, fixed=8, jitter=0.1)
+BESIDE = StepProgram((ROOT, unit(4, 0, 1, None), unit(4, 0, 2, None)), overlap=0.25, kept=True)
+BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
+    # unit 2 is gathered in 2 s beside the forward of unit 1, in which that does 1.6 s of work
+    (BESIDE, {"compute": 8, "gather": 1, "slowdown": 0.4}),
+    # the wire is busy from 4 to 22; one in flight: the second, ready at 6, stops compute until the first has ended
+    (StepProgram(BACKWARD, BUCKETS, in_flight=1), {"compute": 8, "reduction": 14}),
+    (StepProgram(BACKWARD, (Reduction(1, 1.0, wire(6, fold=3)),)), {"compute": 8, "reduction": 6, "fold": 3}),
+    (StepProgram(BACKWARD, CHAIN, in_flight=1), {"compute": 8, "reduction": 30}),
+    (StepProgram(BACKWARD, CHAIN), {"compute": 8, "reduction": 12}),
+    # updates 0-1, 1-2, 2-3, gathers 1-4, 4-7, and the third, which waits for the first, 7-10
+    (StepProgram((ROOT,), updates=(UpdateStep(1, wire(3)),) * 3), {"update": 3, "gather": 7}),
+    # three buckets are in memory: reads of 2 s follow each other, then one update and one write
+    (STATES, {"update": 4, "disk": 7}),
+    (replace(STATES, streams=False), {"update": 4, "disk": 16}),
+    (MICRO_BATCHES, {"compute": 48, "reduction": 5}),
+    (replace(MICRO_BATCHES, reduced=4), {"compute": 48, "reduction": 20}),
+    # the host launches in 3 s what takes 1 s; without streams that is compute's own time
+    (StepProgram((SLOW, SLOW)), {"compute": 4, "host": 8}),
+    (StepProgram((SLOW, SLOW), streams=False), {"compute": 4, "host": 12}),
+    (AGREEING, {"compute": 10, "control": 2, "fixed": 8, "jitter": 2}),
+)
+
+
+@pytest.mark.parametrize(("program", "expected"), BY_HAND)
+def test_a_small_step_takes_what_it_takes_by_hand(program: StepProgram, expected: Mapping[str, float]) -> None:
+    found = simulate(program)
+    assert {part: seconds for part, seconds in found.parts.items() if seconds} == pytest.approx(expected)
+    assert found.seconds == pytest.approx(sum(expected.values()))
+
+
+def test_a_unit_is_gathered_one_ahead_and_the_last_is_still_there() -> None:
+    """rest: wire 0-1. Unit 1: wire 1-3, compute 3-7. Unit 2: wire 3-5, compute 7-11; unit 3: wire 7-9 (in the memory
+    of unit 1), compute 11-15. Rest: compute 15-16. Backward of the rest 16-18, unit 3 18-26, unit 2 26-34, unit 1
+    34-42. The host has launched all of it at 0, so unit 2 is gathered again when its memory is free, at 11, and
+    unit 1 in that of unit 3 at 26. Compute waited until 3 for gathers."""
+    blocks = [unit(4, 8, 2, 2), unit(4, 8, 2, 2), unit(4, 8, 2, None)]
+    found = simulate(StepProgram((unit(1, 2, 1, None), *blocks)), trace=True)
+    assert (found.seconds, found.parts["compute"], found.parts["gather"]) == pytest.approx((42, 39, 3))
+    gathers = [(event.name, event.start) for event in found.events if event.clock == "wire"]
+    again = [("gather 2", 11), ("gather 1", 26)]
+    assert gathers == [("gather 0", 0), ("gather 1", 1), ("gather 2", 3), ("gather 3", 7), *again]
+    assert (found.sent, found.crossed) == (8 * 11, 11)
+
+
+def test_many_micro_batches_take_as_long_as_if_each_were_simulated() -> None:
+    """After the third a micro-batch repeats the one before."""
+    blocks = (unit(4, 8, 5, 5), unit(4, 8, 5, 5), unit(4, 8, 5, None))
+    program = StepProgram((unit(1, 2, 1, None), *blocks), (Reduction(2, 1.0, wire(9)),), in_flight=1, overlap=0.25)
+    two, three, four, hundred = (
+        simulate(replace(program, micro_batches=count, reduced=count)).seconds for count in (2, 3, 4, 100)
+    )
+    assert (four - three, hundred) == pytest.approx((three - two, three + 97 * (three - two)))
+
+
+BLOCKS = [(f"blocks.{n}.{name}", (3000,)) for n in (1, 2, 3) for name in "ab"]
+MODEL = in_units("three blocks", [("embedding", (6000,)), *BLOCKS, ("head", (6000,))])
+PLAN = MemoryPlan(MODEL)
+SETTINGS = {
+    "cluster": ("cpu:2x2", "cpu:1x4", "h100:4x2", "h100:4x1", "cpu:1x1"),
+    "stage": (0, 1, 2, 3),
+    "sharding_factor": (None, 1, 2, 4),
+    "reshard_after_forward": (True, False, 2),
+    "mixed_precision": (None, PRECISIONS["bf16"]),
+    "micro_batches": (1, 3),
+}
+
+
+@functools.cache
+def cluster_of(text: str) -> Cluster:
+    return presets().cluster(text, nic=10 if text.startswith("cpu") else None)
+
+
+def setting_of(row: dict[str, Any]) -> PlanSetting:
+    """Return the setting of a row for the ranks of its cluster, with buckets of 4 KiB."""
+    cluster = cluster_of(row["cluster"])
+    device = "cuda" if cluster.gpu.family != "cpu" else "cpu"
+    places: dict[str, Any] = {"world_size": cluster.ranks, "ranks_per_host": cluster.per_host, "device": device}
+    given = {name: value for name, value in row.items() if name not in ("cluster", "micro_batches")}
+    return PlanSetting(**places, **given, bucket_cap_mb=4096 / 2**20)
+
+
+def program(row: dict[str, Any], cluster: Cluster | None = None) -> StepProgram:
+    """Return the program of a row. ``cluster``: other hardware of the same shape."""
+    setting, cluster = setting_of(row), cluster or cluster_of(row["cluster"])
+    units = [UnitLoad(PassSeconds(1e-3, 2e-3, 0, 1e-4, 1e-4), numel, 2) for numel in MODEL.unit_numels()]
+    loads = bucket_loads(PLAN.laid_out(setting).layout, [parameter.unit for parameter in MODEL.parameters])
+    compute = Compute(cluster.gpu, "float32")
+    return program_of(units, loads, Wires(cluster), setting, compute, row["micro_batches"])
+
+
+def there_is(row: dict[str, Any]) -> bool:
+    try:
+        return bool(setting_of(row))
+    except ValueError:
+        return False
+
+
+ROWS = pair_rows(SETTINGS, there_is)
+
+
+def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
+    for row in ROWS:
+        found, setting, count = simulate(program(row)), setting_of(row), row["micro_batches"]
+        assert found.sent == pytest.approx(PLAN.sent(setting, count, setting.row.reduced_backwards(count))), row
+        assert sum(found.parts.values()) == pytest.approx(found.seconds)
+        assert min(found.parts.values()) >= 0
+        if setting.world_size == 1:
+            assert found.sent == found.parts["gather"] == found.parts["reduction"] == found.parts["control"] == 0
+        if setting.per_host == 1:
+            assert found.crossed == pytest.approx(found.sent), "between hosts of one rank all that is sent crosses"
+
+
+@given(
+    st.sampled_from(ROWS), st.sampled_from(["link", "memory_bandwidth", "nic", "ring_step", "base"]), st.floats(1, 100)
+)
+def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, factor: float) -> None:
+    before = cluster_of(row["cluster"])
+    if quicker == "nic":
+        after = replace(before, nic=before.nic * factor)
+    elif quicker in ("ring_step", "base"):
+        time = getattr(before.network, quicker) / factor
+        after = replace(before, network=replace(before.network, **{quicker: time}))
+    else:
+        after = replace(before, gpu=replace(before.gpu, **{quicker: getattr(before.gpu, quicker) * factor}))
+    slow, fast = (simulate(program(row, cluster)) for cluster in (before, after))
+    assert fast.seconds <= slow.seconds * (1 + 1e-9)
+    assert (fast.sent, fast.crossed) == (slow.sent, slow.crossed)
