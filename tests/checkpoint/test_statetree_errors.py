@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from zero.core.statetree import FormatError, decode, encode, encode_inline, kinds_in
+from zero.core.statetree import FormatError, decode, encode, encode_inline, encode_states, kinds_in
 
 from ..support.blockwise import BLOCK, Blocks
-from .test_statetree import difference, through_json
+from .values import difference, through_json
 
-MORE = settings(max_examples=10 * settings().max_examples)
+MORE = settings(max_examples=5 * settings().max_examples)
 
 # -- what cannot be saved ----------------------------------------------------------------------------------------------
 
@@ -97,29 +97,28 @@ def test_what_cannot_be_saved_is_an_error_that_names_its_place(what: str) -> Non
             encode_inline(state, "state")
 
 
-def test_a_function_in_a_schedulers_state_is_named_as_its_user_would_name_it() -> None:
-    scheduler = {"lr_lambdas": [lambda step: step]}
-    with pytest.raises(
-        TypeError, match=r"^state\['scheduler'\]\['lr_lambdas'\]\[0\] is a function: only None, numbers"
-    ):
-        encode({"scheduler": scheduler}, "state")
+REFUSED_STATES: list[tuple[dict[str, Any], str]] = [
+    ({"$a": 1}, "a state whose name is no text, or begins with"),
+    ({"a": [torch.ones(2)], "a.0": torch.ones(2)}, r"a state of the name 'a\.0', and a tensor of this name inside"),
+    ({"m": [torch.ones(3)]}, r"a state of the name 'm\.0', and a tensor of this name inside"),
+]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_a_nested_tensor_is_refused_although_its_class_and_layout_are_ordinary() -> None:
-    with pytest.raises(TypeError, match=r"^state\[0\] is a Tensor of torch\.float32"):
-        encode([torch.nested.nested_tensor([torch.ones(1)])], "state")
-
-
-@pytest.mark.parametrize("key", ["\ud800", 10**5000], ids=["a lone surrogate", "5,000 digits"])
-def test_a_key_that_json_cannot_hold_is_an_error(key: Any) -> None:
-    with pytest.raises(TypeError, match=r"^a key of state\['a'\] is"):
-        encode({"a": {key: 1}}, "state")
-
-
-def test_a_value_that_contains_itself_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"^state is nested too deeply to be saved, or contains itself"):
-        encode(a_cycle(), "state")
+def test_what_json_or_a_file_cannot_hold_is_refused() -> None:
+    """A nested tensor's class and layout are ordinary."""
+    nested = torch.nested.nested_tensor([torch.ones(1)])
+    for value, why in (
+        ([nested], r"^state\[0\] is a Tensor of torch\.float32"),
+        ({"a": {"\ud800": 1}}, r"^a key of state\['a'\] is"),
+        ({"a": {10**5000: 1}}, r"^a key of state\['a'\] is"),
+        (a_cycle(), "^state is nested too deeply to be saved, or contains itself"),
+    ):
+        with pytest.raises(TypeError, match=why):
+            encode(value, "state")
+    for states, why in REFUSED_STATES:
+        with pytest.raises(TypeError, match=why):
+            encode_states(states, "state", taken=["m.0"])
 
 
 # -- what cannot be read -----------------------------------------------------------------------------------------------
