@@ -201,17 +201,6 @@ def test_neighbours_in_a_file_are_one_chunk_also_from_several_sources() -> None:
     assert found[1].parts == (Part(("d", 0), 8, file.data + 48, 16),)
 
 
-def test_a_part_of_several_blocks_is_one_chunk_a_block() -> None:
-    (file,) = plan_files("model", [TensorEntry("a", "U8", (10_000,))], {}, 10**9)
-    found = chunks([file], {("model", "a"): [Part(("a", 0), 7, 100, 9_000)]}, 4096)
-    assert [(c.begin, c.nbytes, c.parts[0].offset) for c in found] == [
-        (4196, 3996, 7),
-        (8192, 4096, 4003),
-        (12288, 908, 8099),
-    ]
-    assert chunks([file], {("optimizer", "a"): [Part(("a", 0), 0, 0, 10)]}, 4096) == []
-
-
 # -- files -------------------------------------------------------------------------------------------------------------
 
 entry_lists = st.lists(st.integers(0, 40), max_size=8).map(

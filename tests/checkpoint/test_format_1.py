@@ -267,9 +267,7 @@ def test_a_folder_is_whole_names_its_class_and_a_newer_version_is_one_clear_erro
         assert group["optimizer_class"] == f"{of_class.__module__}.{of_class.__qualname__}"
     path = Path(shutil.copytree(folder, tmp_path / folder.name))
     edit_manifest(path, version=2)
-    told = (
-        r"checkpoint\.json: it has version 2 of the format, and this release of zero reads 1: read it with"
-    )
+    told = r"checkpoint\.json: it has version 2 of the format, and this release of zero reads 1: read it with"
     model = Small()
     with pytest.raises(ValueError, match=told):
         load(path, ZeroOptimizer(groups(model), of_class, module=model))

@@ -72,24 +72,6 @@ def test_the_optimizers_dict_is_the_plain_one(trained: tuple[Path, nn.Module, Ze
     ]
 
 
-def test_training_goes_on_with_equal_bits_in_plain_torch(
-    trained: tuple[Path, nn.Module, ZeroOptimizer],
-) -> None:
-    path, _, _ = trained
-    checkpoint = open_checkpoint(path)
-
-    undisturbed = built()
-    optimizer = ZeroOptimizer(undisturbed, torch.optim.AdamW, **ADAM)
-    train(undisturbed, optimizer, range(6))
-
-    plain = TiedModel()
-    plain.load_state_dict(checkpoint.model_state_dict())
-    of_torch = torch.optim.AdamW(plain.parameters(), lr=0.5)
-    of_torch.load_state_dict(checkpoint.optimizer_state_dict())
-    train(plain, of_torch, range(3, 6))
-    assert_same_model(plain, undisturbed)
-
-
 def test_master_weights_are_read_and_loaded(tmp_path: Path) -> None:
     def in_bf16(model: nn.Module) -> tuple[nn.Module, ZeroOptimizer]:
         return model, ZeroOptimizer(model, torch.optim.AdamW, mixed_precision=MixedPrecision(torch.bfloat16), **ADAM)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
+from zero import MixedPrecision, ZeroOptimizer
 
 from ...support.launched import launch
 from ...support.loops import PlainLoop, blocks_of, seeded
@@ -230,31 +230,6 @@ def test_training_goes_on_with_the_bits_of_the_plain_loop(written: tuple[Path, d
         expected = model.state_dict() | {f"master of {name}": value.detach() for name, value in updated.items()}
         for (stage, state), (name, value) in itertools.product(enumerate(states), expected.items()):
             assert_same_bits(state[name], value, f"case {case}, {text}, stage {stage}, {name}")
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_is_read_in_one_process_becomes_a_checkpoint(
-    case: str, written: tuple[Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    folder, _ = written
-    scope = {"path": folder / case, "stage": 2, "model": seeded(7, TiedAndFrozen), "torch": torch}
-    scope["ZeroOptimizer"] = ZeroOptimizer
-    exec(block("Reading it"), scope)
-    exec(block("Training on"), scope)
-    zero.save(tmp_path / "saved", scope["optimizer"], step=STEPS)
-    checkpoint = open_checkpoint(tmp_path / "saved")
-    checkpoint.verify()
-    found = reader()(folder / case)
-    assert checkpoint.step == STEPS
-    for name, value in checkpoint.model_state_dict().items():
-        assert_same_bits(value, found["model"][name], name)
-    assert_same_states(checkpoint.optimizer_state_dict(), found["optimizer"])
-    model = seeded(6, TiedAndFrozen)
-    named = dict(model.named_parameters())
-    groups = [{"params": [(name, named[name]) for name in g["params"]]} for g in checkpoint.param_groups]
-    optimizer = ZeroOptimizer(groups, torch.optim.AdamW, module=model)
-    zero.load(tmp_path / "saved", optimizer, rng=False)
-    assert_same_states(optimizer.state_dict(), found["optimizer"])
 
 
 class RunsCode:
