@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero.core.statetree import FormatError, decode, encode, encode_inline, encode_states, kinds_in
 
@@ -46,21 +46,14 @@ def a_cycle() -> list[Any]:
 REFUSED: dict[str, tuple[Any, str]] = {
     "a lambda": (lambda: 0, "is a function"),
     "a function": (a_cycle, "is a function"),
-    "a builtin": (len, "is a function"),
     "a class": (Own, "is a class"),
     "an object": (Own(), "is a Own"),
     "a set": ({1}, "is a set"),
-    "a frozenset": (frozenset([1]), "is a frozenset"),
     "a named tuple": (Point(1, 2), "is a Point"),
     "a size": (torch.ones(2).shape, "is a Size"),
     "an enum": (Level.LOW, "is a Level"),
     "a complex number": (1j, "is a complex"),
-    "a range": (range(3), "is a range"),
-    "a bytearray": (bytearray(b"a"), "is a bytearray"),
     "a default dict": (defaultdict(list), "is a defaultdict"),
-    "a module": (nn.Linear(1, 1), "is a Linear"),
-    "a dtype": (torch.float32, "is a dtype"),
-    "a generator": (torch.Generator(), "is a Generator"),
     "a sparse tensor": (torch.ones(2).to_sparse(), r"is a Tensor of torch\.float32, torch\.sparse_coo"),
     "a tensor of a class of its own": (torch.ones(2).as_subclass(OwnTensor), "is a OwnTensor"),
     "a tensor without memory": (
@@ -147,17 +140,11 @@ UNREADABLE: dict[str, Any] = {
     "no tag": {"$": 1},
     "a tag of a type": {"$type": "os.system"},
     "a tag beside another key": {"$tuple": [], "a": 1},
-    "a key beside a tag": {"a": 1, "$tuple": []},
-    "two tags": {"$tuple": [], "$dict": []},
     "a float that is none": {"$float": "one"},
-    "a float that is a number": {"$float": 1},
     "a float of 16 letters": {"$float": "zzzzzzzzzzzzzzzz"},
     "bytes that are none": {"$bytes": "A"},
-    "bytes that are a number": {"$bytes": 1},
     "bytes with a letter too many": {"$bytes": "AAE=!"},
     "a tuple of text": {"$tuple": "abc"},
-    "a tuple of null": {"$tuple": None},
-    "a dict of text": {"$dict": "ab"},
     "a dict of numbers": {"$dict": [1]},
     "a dict of three": {"$dict": [[1, 2, 3]]},
     "a dict with a list as key": {"$dict": [[[], 1]]},
@@ -174,12 +161,9 @@ UNREADABLE: dict[str, Any] = {
     "inline: another shape": {"$inline": {**ONE, "shape": [2]}},
     "inline: a shape to be guessed": {"$inline": {**ONE, "shape": [-1]}},
     "inline: a large shape": {"$inline": {**ONE, "shape": [2**70]}},
-    "inline: a shape of text": {"$inline": {**ONE, "shape": "1"}},
     "inline: half an element": {"$inline": {**ONE, "data": "AAA="}},
-    "inline: no data": {"$inline": {**ONE, "data": ""}},
     "inline: data of null": {"$inline": {**ONE, "data": None}},
     "a size of text": {"$size": ["a"]},
-    "a size of null": {"$size": None},
     "another dtype": {"$dtype": "F99"},
     "a dtype of a list": {"$dtype": []},
     "a subclass of null": {"$subclass": None},
