@@ -1,7 +1,8 @@
-"""Folders of whole tensors beside the model, by name: they are written, hashed, verified and read like the others."""
+"""Folders of whole tensors beside the model are hashed, verified and read by name like the others."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,25 +36,15 @@ def test_averages_come_back_by_name_with_and_without_this_library(tmp_path: Path
     checkpoint = open_checkpoint(path)
     checkpoint.verify()
     assert checkpoint.average_names == ["ema.0-9", "swa"]
+    assert checkpoint.content != open_checkpoint(save_trained(tmp_path / "without")).content
+    with pytest.raises(CheckpointError, match=r"has no averages 'ema', but \['ema.0-9', 'swa'\]"):
+        checkpoint.averages("ema")
     for name, expected in averages().items():
         file = path / f"averages/{name}/{name}-00001-of-00001.safetensors"
         for read in (checkpoint.averages(name), load_file(file)):
             assert read.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert_same_bits(read[key], tensor, key)
-
-
-def test_the_content_has_averages_and_is_that_of_before_without_any(tmp_path: Path) -> None:
-    first = averages()
-    first["swa"]["a"][1, 2] = 2
-    contents = {
-        open_checkpoint(write(tmp_path / str(number), found)).content
-        for number, found in enumerate(({}, averages(), first, {"ema": averages()["swa"]}))
-    }
-    assert len(contents) == 4
-    assert not (tmp_path / "0" / "averages").exists()
-    same = {name: averages()[name] for name in reversed(averages())}
-    assert open_checkpoint(write(tmp_path / "same", same)).content in contents
 
 
 @pytest.mark.parametrize(
@@ -68,51 +59,45 @@ def test_an_export_tells_that_it_has_no_averages(
     assert capsys.readouterr().out.rstrip().endswith(f"for {to}, without {without}")
 
 
-def test_averages_that_are_not_there_are_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no averages 'ema', but \['ema.0-9', 'swa'\]"):
-        open_checkpoint(write(tmp_path / "saved", averages())).averages("ema")
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-option", "a/b", "a\\b", "a\0", "a\n", "ä", "a" * 101])
-def test_averages_need_the_name_of_a_folder(name: str) -> None:
-    with pytest.raises(ValueError, match="bad name of averages"):
-        averages_folder(name)
+def test_averages_need_the_name_of_a_folder() -> None:
+    for name in ("", ".", "..", ".hidden", "-option", "a/b", "a\\b", "a\0", "a\n", "ä", "a" * 101):
+        with pytest.raises(ValueError, match="bad name of averages"):
+            averages_folder(name)
     assert averages_folder("a" * 100) == "averages/" + "a" * 100
-
-
-def test_only_folders_directly_below_averages_have_averages() -> None:
     paths = ["averages/b/x", "averages/b/y", "averages/a/x", "averages/file", "averages/c/d/x", "model/averages/x"]
     assert averages_in(paths) == ["a", "b"]
 
 
-@pytest.mark.parametrize("path", [FILE, INDEX])
-def test_a_broken_file_of_averages_is_named(path: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "saved", averages())
-    data = bytearray((folder / path).read_bytes())
-    data[-1] ^= 1
-    (folder / path).write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{path} is broken at block 0"):
-        open_checkpoint(folder).verify()
+def break_last_bit(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
 
-def test_a_folder_of_averages_has_exactly_its_files_and_its_index(tmp_path: Path) -> None:
-    folder = write(tmp_path / "saved", averages())
-    (folder / "averages/swa/more.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"averages/swa/more\.safetensors is no part of the checkpoint"):
-        open_checkpoint(folder).verify()
-    (folder / "averages/swa/more.safetensors").unlink()
+def drop_index(folder: Path) -> None:
     files = open_checkpoint(folder).manifest.files
     (folder / INDEX).unlink()
     forge(folder, files={path: sums for path, sums in files.items() if path != INDEX})
-    with pytest.raises(CheckpointError, match=rf"has no {INDEX}"):
-        open_checkpoint(folder).verify()
 
 
-def test_an_index_of_averages_names_their_files(tmp_path: Path) -> None:
-    folder = write(tmp_path / "saved", averages())
+def other_index(folder: Path) -> None:
     (folder / INDEX).write_text('{"weight_map": {"a": "swa-00001-of-00001.safetensors"}}')
     forge(folder)
-    with pytest.raises(CheckpointError, match=rf"{INDEX} does not name the files"):
+
+
+BROKEN: list[tuple[Callable[[Path], object], str]] = [
+    (lambda folder: break_last_bit(folder / FILE), f"{FILE} is broken at block 0"),
+    (lambda folder: break_last_bit(folder / INDEX), f"{INDEX} is broken at block 0"),
+    (lambda folder: (folder / "averages/swa/more").touch(), "averages/swa/more is no part of the checkpoint"),
+    (drop_index, f"has no {INDEX}"),
+    (other_index, f"{INDEX} does not name the files"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), BROKEN)
+def test_broken_averages_are_named(change: Callable[[Path], object], why: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "saved", averages())
+    change(folder)
+    with pytest.raises(CheckpointError, match=why):
         open_checkpoint(folder).verify()
 
 

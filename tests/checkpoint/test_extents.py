@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,9 +24,9 @@ from zero.checkpoint.format.tensorfile import TensorEntry, parse_header
 from zero.core.buckets import build
 from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, Dtypes, Layout, ParameterSpec
 from zero.core.stage import STAGES, Placement
-from zero.core.statetree import NAMES, FormatError
+from zero.core.statetree import NAMES
 
-MORE = settings(max_examples=10 * settings().max_examples)
+MORE = settings(max_examples=5 * settings().max_examples)
 FP32, BF16 = torch.float32, torch.bfloat16
 DTYPES = [Dtypes.all(FP32), Dtypes.all(torch.float64), Dtypes.all(BF16), Dtypes(BF16, FP32, FP32, FP32)]
 BLOCKS = [64, 100, 1000, 4096, 1 << 20]
@@ -84,36 +82,22 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 @given(topologies())
 @MORE
-def test_the_intervals_of_all_ranks_tile_every_bucket(topology: Topology) -> None:
-    for bucket in topology.layout.buckets:
-        written = Counter(
-            element for rank in topology.ranks for element in range(*topology.writers.interval(bucket, rank))
-        )
-        assert written == Counter(range(bucket.numel))
-
-
-@given(topologies())
-@MORE
 def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares(topology: Topology) -> None:
     writers = topology.writers
     for bucket in topology.layout.buckets:
         shares: dict[tuple[int, int], list[int]] = {}
+        written, first = Counter[int](), Counter[int]()
         for rank in topology.ranks:
             begin, end = writers.interval(bucket, rank)
             low, high = writers.stage.update_interval(bucket, rank % writers.shards)
             assert low <= begin <= end <= high
             shares.setdefault((low, high), []).append(end - begin)
+            written.update(range(begin, end))
+            first.update(writers.first_of(bucket, rank))
         for found in shares.values():
             assert max(found) - min(found) <= bucket.dtypes.alignment
-
-
-@given(topologies())
-@MORE
-def test_every_slot_has_one_rank_that_writes_its_first_element(topology: Topology) -> None:
-    """A slot without elements has one such rank, too: its scalars and its description have one writer."""
-    for bucket in topology.layout.buckets:
-        found = Counter(slot for rank in topology.ranks for slot in topology.writers.first_of(bucket, rank))
-        assert found == Counter(range(len(bucket.slots)))
+        assert written == Counter(range(bucket.numel))
+        assert first == Counter(range(len(bucket.slots))), "each slot has one rank that writes its first element"
 
 
 @given(st.integers(0, 1000), st.integers(1, 9))
@@ -124,16 +108,6 @@ def test_the_parts_of_a_whole_tensor_tile_it_evenly(nbytes: int, world_size: int
     assert all(low % ALIGNMENT_BYTES == 0 for low, high in parts if low < high)
     sizes = [-(-(high - low) // ALIGNMENT_BYTES) for low, high in parts]
     assert max(sizes) - min(sizes) <= 1
-
-
-@given(st.lists(st.integers(0, 4), max_size=4), st.randoms(use_true_random=False))
-@MORE
-def test_row_major_is_what_torch_calls_contiguous(shape: list[int], order: random.Random) -> None:
-    dimensions = list(range(len(shape)))
-    order.shuffle(dimensions)
-    stride = strides_of(tuple(shape), dimensions)
-    spec = ParameterSpec(("p",), tuple(shape), stride, DTYPES[0], "cpu", True, 0, 0)
-    assert is_row_major(spec) == torch.empty_strided(shape, stride, device="meta").is_contiguous()
 
 
 # -- which bytes -------------------------------------------------------------------------------------------------------
@@ -207,6 +181,9 @@ def test_all_ranks_together_write_every_byte_of_the_tensors_once(
         for chunk in found:
             assert chunk.begin // block_bytes == (chunk.begin + chunk.nbytes - 1) // block_bytes, "crosses a border"
             disk.write(chunk, memory)
+    for spec in layout.parameters:
+        whole = torch.empty_strided(spec.shape, spec.stride, device="meta")
+        assert is_row_major(spec) == whole.is_contiguous()
     for file in files:
         assert disk.times[file.path] == [0] * file.data + [1] * (file.nbytes - file.data)
         for entry in file.tensors:
@@ -222,17 +199,6 @@ def test_neighbours_in_a_file_are_one_chunk_also_from_several_sources() -> None:
     found = chunks([file], parts, 4096)
     assert [(chunk.begin - file.data, chunk.nbytes, len(chunk.parts)) for chunk in found] == [(0, 32, 2), (48, 16, 1)]
     assert found[1].parts == (Part(("d", 0), 8, file.data + 48, 16),)
-
-
-def test_a_part_of_several_blocks_is_one_chunk_a_block() -> None:
-    (file,) = plan_files("model", [TensorEntry("a", "U8", (10_000,))], {}, 10**9)
-    found = chunks([file], {("model", "a"): [Part(("a", 0), 7, 100, 9_000)]}, 4096)
-    assert [(c.begin, c.nbytes, c.parts[0].offset) for c in found] == [
-        (4196, 3996, 7),
-        (8192, 4096, 4003),
-        (12288, 908, 8099),
-    ]
-    assert chunks([file], {("optimizer", "a"): [Part(("a", 0), 0, 0, 10)]}, 4096) == []
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -258,14 +224,6 @@ def test_files_hold_whole_tensors_in_order_and_no_more_than_they_may(tensors: li
             assert file.nbytes - file.data + files[number].tensors[0].nbytes > most, "it had room for the next one"
 
 
-def test_a_folder_without_tensors_has_one_file() -> None:
-    (file,) = plan_files("optimizer", [], {"param_groups": "[]"}, 10)
-    assert (file.path, file.tensors) == ("optimizer/optimizer-00001-of-00001.safetensors", ())
-    assert parse_header(file.header[8:], file.nbytes).metadata == {"format": "pt", "param_groups": "[]"}
-    with pytest.raises(FormatError):
-        parse_header(file.header[8:], file.nbytes + 1)
-
-
 def test_nothing_ends_at_two_to_the_31() -> None:
     large = [TensorEntry("a", "F64", (2**31 + 3, 5)), TensorEntry("b", "BF16", (2**33,)), TensorEntry("c", "F32", ())]
     (file,) = plan_files("model", large, {}, 2**60)
@@ -277,3 +235,9 @@ def test_nothing_ends_at_two_to_the_31() -> None:
     tail = Part(("c", 0), 0, 0, 4)
     (chunk,) = chunks([file], {("model", "c"): [tail]}, 4 << 20)
     assert chunk.begin == file.nbytes - 4
+
+
+def test_a_folder_without_tensors_has_one_file() -> None:
+    (file,) = plan_files("optimizer", [], {"param_groups": "[]"}, 10)
+    assert (file.path, file.tensors) == ("optimizer/optimizer-00001-of-00001.safetensors", ())
+    assert parse_header(file.header[8:], file.nbytes).metadata == {"format": "pt", "param_groups": "[]"}

@@ -6,10 +6,7 @@ import json
 import math
 import random
 import struct
-import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from zero.checkpoint.format.tensorfile import METADATA, parse_json
+from zero.checkpoint.format.tensorfile import METADATA
 from zero.core.bits import as_bytes
 from zero.core.statetree import (
     DTYPES,
@@ -35,44 +32,13 @@ from zero.core.statetree import (
 from zero.step.equality import same
 
 from ..support.blockwise import BLOCK, Blocks
-from ..support.plain import bits
+from .values import difference, through_json
 
-MORE = settings(max_examples=10 * settings().max_examples)
+MORE = settings(max_examples=5 * settings().max_examples)
 NUMPY_DTYPES = [
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64"),
 ]
-
-
-def difference(a: Any, b: Any, place: str = "value") -> str | None:
-    """Return the first place at which two values differ in type, order or bits; None if they are the same."""
-    if type(a) is not type(b):
-        return f"{place}: {type(a)} {type(b)}"
-    if isinstance(a, dict):
-        keys = [(type(key), key) for key in a] == [(type(key), key) for key in b]
-        pairs = zip(a.items(), b.items(), strict=True) if keys else ()
-        found = (difference(x, y, f"{place}[{key!r}]") for (key, x), (_, y) in pairs)
-        return next(filter(None, found), None) if keys else f"{place}: {list(a)} {list(b)}"
-    if isinstance(a, (list, tuple)):
-        if len(a) != len(b):
-            return f"{place}: {len(a)} {len(b)}"
-        parts = (difference(x, y, f"{place}[{i}]") for i, (x, y) in enumerate(zip(a, b, strict=True)))
-        return next(filter(None, parts), None)
-    if isinstance(a, Tensor):
-        facts = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
-        same = facts and (not a.numel() or torch.equal(bits(a), bits(b)))
-    elif isinstance(a, (np.ndarray, np.generic)):
-        same = (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
-    elif isinstance(a, float):
-        same = struct.pack("d", a) == struct.pack("d", b)
-    else:
-        same = a == b
-    return None if same else f"{place}: {a!r} {b!r}"
-
-
-def through_json(value: Any) -> Any:
-    """Return a value after it was JSON's text."""
-    return parse_json(json.dumps(value, allow_nan=False).encode(), "tree")
 
 
 def round_trip(value: Any) -> Any:
@@ -82,7 +48,9 @@ def round_trip(value: Any) -> Any:
 
 
 def assert_survives(value: Any) -> None:
-    assert difference(round_trip(value), value) is None, difference(round_trip(value), value)
+    """Assert that a value comes back from a file and from inside the JSON."""
+    assert difference(round_trip(value), value) is None
+    assert difference(decode(through_json(encode_inline(value, "state")), {}), value) is None
 
 
 def from_bytes(data: bytes, dtype: torch.dtype) -> Tensor:
@@ -148,17 +116,46 @@ values = st.recursive(
 )
 
 
+def of_programs() -> dict[str, Any]:
+    """Return states that programs save: of schedulers, a scaler, generators and an optimizer, and rare tensors."""
+    parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
+    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1))
+    parameter.grad = torch.ones(2, 3)
+    optimizer.step()
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    linear, cosine = lr_scheduler.LinearLR(plain), lr_scheduler.CosineAnnealingLR(plain, 10)
+    schedulers = [
+        lr_scheduler.MultiStepLR(plain, [1, 2, 2]),
+        lr_scheduler.OneCycleLR(plain, 0.1, total_steps=10),
+        lr_scheduler.SequentialLR(plain, [linear, cosine], [2]),
+        lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(plain, 0.9)]),
+        lr_scheduler.ReduceLROnPlateau(plain),
+        lr_scheduler.LambdaLR(plain, lambda step: 0.9**step),
+        lr_scheduler.CyclicLR(plain, 0.1, 0.2),
+    ]
+    nans = ["7ff8000000000000", "fff8000000000000", "7ff0000000000001", "fff8dead00000001", "8000000000000000"]
+    return {
+        "schedulers": [scheduler.state_dict() for scheduler in schedulers],
+        "scaler": torch.amp.GradScaler("cpu").state_dict(),
+        "generators": [torch.get_rng_state(), np.random.get_state(), random.getstate()],
+        "bit_generator": np.random.default_rng(0).bit_generator.state,
+        "optimizer": optimizer.state_dict(),
+        "floats": [struct.unpack(">d", bytes.fromhex(data))[0] for data in nans],
+        "no elements": [np.empty(0)[::-1], torch.empty(0).as_strided((0, 3), (1, 7))],
+        "equal paths": {"a.b": torch.zeros(1), "a": {"b": torch.ones(1), "b_": torch.ones(2)}, METADATA: torch.ones(3)},
+    }
+
+
+@pytest.mark.parametrize("of", of_programs())
+def test_what_programs_save_survives(of: str) -> None:
+    value = of_programs()[of]
+    assert_survives(value)
+
+
 @given(values)
 @MORE
 def test_a_value_comes_back_with_its_types_its_order_and_its_bits(value: Any) -> None:
-    assert_survives(value)
     assert_survives({"a": value})
-
-
-@given(values)
-@MORE
-def test_a_value_survives_inside_the_json(value: Any) -> None:
-    assert difference(decode(through_json(encode_inline(value, "state")), {}), value) is None
 
 
 names = st.text(max_size=3).filter(lambda name: not name.startswith("$"))
@@ -179,75 +176,6 @@ def small_ones(tree: Any) -> bool:
     if isinstance(tree, dict) and "$inline" in tree:
         return math.prod(tree["$inline"]["shape"]) <= 1
     return all(map(small_ones, tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()))
-
-
-def test_a_tensor_inside_a_state_takes_no_name_of_another_one() -> None:
-    array = np.arange(4.0)
-    found, tensors = encode_states({"m": array}, "state", taken=["step"])
-    assert np.array_equal(decode_states(through_json(found), tensors)["m"], array)
-    with pytest.raises(TypeError, match=r"a state of the name 'm\.0', and a tensor of this name inside"):
-        encode_states({"m": [torch.ones(3)]}, "state", taken=["m.0"])
-
-
-@pytest.mark.parametrize(
-    ("states", "said"),
-    [
-        ({"$a": 1}, "a state whose name is no text, or begins with"),
-        ({"a": [torch.ones(2)], "a.0": torch.ones(2)}, "a state of the name 'a.0', and a tensor of this name inside"),
-    ],
-)
-def test_states_that_could_not_be_told_apart_are_refused(states: dict[str, Any], said: str) -> None:
-    with pytest.raises(TypeError, match=said):
-        encode_states(states, "state")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        "7ff8000000000000",
-        "fff8000000000000",
-        "7ff0000000000001",
-        "fff8dead00000001",
-        "7ff0000000000000",
-        "8000000000000000",
-    ],
-)
-def test_a_float_keeps_its_bits(data: str) -> None:
-    value = struct.unpack(">d", bytes.fromhex(data))[0]
-    assert struct.pack(">d", round_trip(value)).hex() == data
-
-
-@pytest.mark.parametrize(
-    "values", [[0.5], (1, None, 0.25), [True, -0.0], (7,)], ids=["floats", "numbers", "floats and flags", "indices"]
-)
-@pytest.mark.by_default
-def test_a_list_of_numbers_is_encoded_without_a_call_for_each_of_them(values: Any) -> None:
-    """A list of losses or indices may be long, and a save encodes it while training waits."""
-
-    def calls_for(value: Any) -> int:
-        found = 0
-
-        def count(frame: FrameType, event: str, argument: Any) -> None:
-            nonlocal found
-            found += event == "call"
-
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            encode({"history": value}, "state")
-        finally:
-            sys.setprofile(before)
-        return found
-
-    assert 0 < calls_for(values * 1000) == calls_for(values * 2)
-    assert_survives(values * 3)
-
-
-def test_an_empty_tensor_may_have_any_strides() -> None:
-    """NumPy gives an empty array of one dimension stride 0, for instance when it is reversed."""
-    for value in (np.empty(0)[::-1], torch.empty(0).as_strided((0,), (0,)), torch.empty(0).as_strided((0, 3), (1, 7))):
-        assert_survives([value])
-        assert difference(decode(through_json(encode_inline([value], "state")), {}), [value]) is None
 
 
 @pytest.mark.parametrize(
@@ -274,12 +202,15 @@ def test_the_form_of_a_value_is_that_of_the_format(value: Any, expected: Any) ->
     assert json.dumps(tree) == json.dumps(expected)
 
 
-def test_a_small_tensor_can_stand_inside_the_json() -> None:
-    expected = {"$inline": {"dtype": "BF16", "shape": [], "data": "gD8="}}
-    assert encode_inline(torch.tensor(1.0, dtype=torch.bfloat16), "lr") == expected
-    assert encode_inline([np.float32(1)], "lr") == [
-        {"$scalar": {"$inline": {"dtype": "F32", "shape": [], "data": "AACAPw=="}}}
-    ]
+def test_tensors_of_equal_paths_keep_apart_and_small_ones_can_stand_inside() -> None:
+    _, tensors = encode(of_programs()["equal paths"], "state")
+    assert len(tensors) == 4
+    assert METADATA not in tensors  # no tensor of a file may have this name
+    inline = {"dtype": "BF16", "shape": [], "data": "gD8="}
+    assert encode_inline([torch.tensor(1.0, dtype=torch.bfloat16)], "lr") == [{"$inline": inline}]
+    array = np.arange(4.0)
+    found, tensors = encode_states({"m": array}, "state", taken=["step"])
+    assert np.array_equal(decode_states(through_json(found), tensors)["m"], array)
 
 
 def test_a_tensor_subclass_is_rebuilt_by_its_class_from_what_it_wraps() -> None:
@@ -303,86 +234,11 @@ def test_a_tensor_subclass_is_rebuilt_by_its_class_from_what_it_wraps() -> None:
     assert same(states["a"], rebuilt(one, torch.clone))
 
 
-def test_tensors_of_equal_paths_keep_apart() -> None:
-    value = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1), "b_": torch.ones(2)}, METADATA: torch.ones(3)}
-    _, tensors = encode(value, "state")
-    assert len(tensors) == 4
-    assert METADATA not in tensors  # no tensor of a file may have this name
-    assert_survives(value)
-
-
-def test_a_parameter_comes_back_as_a_tensor_and_the_tensors_share_memory_until_they_are_copied() -> None:
+def test_tensors_share_memory_with_parameters_and_views_have_their_values() -> None:
     parameter = nn.Parameter(torch.arange(6.0).view(2, 3))
     _, tensors = encode({"a": parameter, "b": parameter.t()}, "state")
     assert tensors["a"].data_ptr() == parameter.data_ptr()
     found = round_trip([parameter, parameter.t(), parameter[:, 1]])
     assert difference(found, [parameter.detach(), parameter.detach().t(), parameter.detach()[:, 1]]) is None
-
-
-def test_conjugated_and_negated_views_have_their_values() -> None:
     value = torch.tensor([1 + 2j, 3 - 4j])
     assert difference(round_trip([value.conj(), value.conj().imag]), [value.conj().resolve_conj(), -value.imag]) is None
-
-
-# -- what programs save ------------------------------------------------------------------------------------------------
-
-Scheduler = Callable[[torch.optim.Optimizer], Any]
-SCHEDULERS: dict[str, Scheduler] = {
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [1, 2, 2]),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 10),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
-        o, [lr_scheduler.LinearLR(o), lr_scheduler.CosineAnnealingLR(o, 10)], [2]
-    ),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.ConstantLR(o), lr_scheduler.ExponentialLR(o, 0.9)]
-    ),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.9**step),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_the_state_of_a_scheduler_survives_and_goes_on(name: str) -> None:
-    def build() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
-        return optimizer, SCHEDULERS[name](optimizer)
-
-    def step(optimizer: torch.optim.Optimizer, scheduler: Any) -> float:
-        optimizer.step()
-        scheduler.step(*([0.5] if name == "ReduceLROnPlateau" else []))
-        return float(optimizer.param_groups[0]["lr"])
-
-    optimizer, scheduler = build()
-    for _ in range(3):
-        step(optimizer, scheduler)
-    assert_survives(scheduler.state_dict())
-    again, restored = build()
-    restored.load_state_dict(round_trip(scheduler.state_dict()))
-    again.load_state_dict(optimizer.state_dict())
-    assert [step(again, restored) for _ in range(3)] == [step(optimizer, scheduler) for _ in range(3)]
-
-
-def test_the_state_of_a_scaler_survives() -> None:
-    assert_survives(torch.amp.GradScaler("cpu").state_dict())
-
-
-def test_random_generators_go_on_where_they_were() -> None:
-    states = {"torch": torch.get_rng_state(), "numpy": np.random.get_state(), "random": random.getstate()}
-    drawn = (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random())
-    found = round_trip(states)
-    assert difference(found, states) is None
-    torch.set_rng_state(found["torch"])
-    np.random.set_state(found["numpy"])
-    random.setstate(found["random"])
-    assert (torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()) == drawn
-    assert_survives(np.random.default_rng(0).bit_generator.state)
-
-
-def test_the_dict_of_an_optimizer_survives() -> None:
-    parameter = nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([parameter], lr=torch.tensor(0.1))
-    parameter.grad = torch.ones(3)
-    optimizer.step()
-    assert_survives(optimizer.state_dict())

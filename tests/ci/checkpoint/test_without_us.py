@@ -13,26 +13,25 @@ import torch
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer, open_checkpoint, save
 
-from ..support.ports import reserved_port
-from .runs import Topology, run, step_folder
+from ...checkpoint.runs import Topology, run, step_folder
+from ...support.ports import reserved_port
 from .without_us_fsdp2 import network, train
 
 pytestmark = pytest.mark.contract
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_plain_torch_trains_on_with_our_bits(tmp_path: Path) -> None:
     run(tmp_path / "run", Topology(3, 3, 0.0005), 2)
     expected = run(tmp_path / "whole", Topology(2, 2, 0.0005), 5)
-    command = [sys.executable, "-m", "tests.checkpoint.without_us", str(step_folder(tmp_path / "run", 2)), "3", "2"]
+    command = [sys.executable, "-m", "tests.ci.checkpoint.without_us", str(step_folder(tmp_path / "run", 2)), "3", "2"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == expected
     assert open_checkpoint(step_folder(tmp_path / "whole", 5)).step == 5
 
 
-@pytest.mark.full
 def test_fsdp2_trains_on_with_our_bits(tmp_path: Path) -> None:
     def program(transport: Transport) -> str:
         model = network(0)
@@ -52,7 +51,7 @@ def test_fsdp2_trains_on_with_our_bits(tmp_path: Path) -> None:
             "WORLD_SIZE": "2",
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "tests.checkpoint.without_us_fsdp2", str(tmp_path / "saved"), "3", "2"]
+        command = [sys.executable, "-m", "tests.ci.checkpoint.without_us_fsdp2", str(tmp_path / "saved"), "3", "2"]
         ranks = [
             subprocess.Popen(
                 command, cwd=ROOT, env=world | {"RANK": rank}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

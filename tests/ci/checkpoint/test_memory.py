@@ -15,7 +15,7 @@ from torch import nn
 
 from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
 
-from ..support.pool import GlooPool
+from ...support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
 
@@ -73,8 +73,7 @@ def _process(group: dist.ProcessGroup, rank: int, stage: int, narrow: bool, path
     return saved, loaded
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("stage", "narrow"), [(0, False), (1, True), (2, False), (3, True)])
 def test_a_save_adds_the_parameters_and_a_load_a_few_blocks(
     gloo: GlooPool, stage: int, narrow: bool, tmp_path: Path
 ) -> None:
