@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from zero.checkpoint.read import restorer
 from zero.checkpoint.write.save_folder import SaveError
 from zero.core.bits import same_bits
 
+from ..support.models import Odd
 from ..support.warned import own
 from .saved import BLOCK, OPTIMIZER, save_small
 from .saves import Training
@@ -44,10 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(run: Path, tmp_path: Path) -> Path:
-    for path in run.rglob("*"):
-        target = tmp_path / path.relative_to(run)
-        target.mkdir() if path.is_dir() else target.write_bytes(path.read_bytes())
-    return tmp_path
+    return Path(shutil.copytree(run, tmp_path / "copied"))
 
 
 def no_change(path: Path) -> None:
@@ -79,22 +78,15 @@ def same(transport: Transport) -> ZeroOptimizer:
     return Training(transport, 1).optimizer
 
 
-def other_model(transport: Transport) -> ZeroOptimizer:
-    model = Training(None, 0).model
-    model.last = nn.Linear(13, 5)
-    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
+def changed(change: Callable[[Odd], object]) -> Callable[[Transport], ZeroOptimizer]:
+    """Return what builds an optimizer of another model."""
 
+    def build(transport: Transport) -> ZeroOptimizer:
+        model = Training(None, 0).model
+        change(model)
+        return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
 
-def fewer_parameters(transport: Transport) -> ZeroOptimizer:
-    model = Training(None, 0).model
-    del model.unused
-    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
-
-
-def other_dtype(transport: Transport) -> ZeroOptimizer:
-    model = Training(None, 0).model
-    model.register_buffer("offset", torch.zeros(13, dtype=torch.int64))
-    return ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2)
+    return build
 
 
 def two_groups(transport: Transport) -> ZeroOptimizer:
@@ -128,21 +120,21 @@ CASES: dict[str, tuple[Callable[[Path], None], Callable[[Transport], ZeroOptimiz
     "a file is gone": (gone, same, {}, r"state\.safetensors cannot be read \(No such file.*; older steps: 100"),
     "another shape": (
         no_change,
-        other_model,
+        changed(lambda model: setattr(model, "last", nn.Linear(13, 5))),
         {},
         r"'last\.weight' has shape \(7, 13\) in the checkpoint, but \(5, 13\) in the model: it is that of another model"
         rf"{WEIGHTS_ALONE}",
     ),
     "another model": (
         no_change,
-        fewer_parameters,
+        changed(lambda model: delattr(model, "unused")),
         {},
         rf"the model has no 'unused', which the checkpoint has: it is that of another model{WEIGHTS_ALONE}",
     ),
     "another class": (no_change, other_class, {}, r"was trained by torch\.optim\.adamw\.AdamW, but this optimizer is"),
     "another dtype": (
         no_change,
-        other_dtype,
+        changed(lambda model: model.register_buffer("offset", torch.zeros(13, dtype=torch.int64))),
         {},
         r"'offset' is torch\.float32 in the checkpoint, but torch\.int64 in the model",
     ),
