@@ -2,12 +2,13 @@
 
 Knows: the functions of that module, and what of a file system survives a crash. Does not know: checkpoints.
 
-A crash keeps what was synced. Of the rest, which a real system may keep or lose in parts, there are four worlds:
+A crash keeps what was synced. Of the rest, which a real system may keep or lose in parts, there are five worlds:
 
     everything    all of it is kept, as after the death of a process alone
     nothing       neither entries of folders nor data of files
     entries       entries, but no data: files are as long as their data that was synced
     data          data, but no entries
+    last          of the changes of each folder since it was synced the last one alone
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ import pytest
 
 from zero.checkpoint import files
 
-PATIENCE = 30.0  # seconds for which anything here waits at most
 THREAD = "zero-checkpoint rank "
-WORLDS = ("everything", "nothing", "entries", "data")
+WORLDS = ("everything", "nothing", "entries", "data", "last")
 ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
 
@@ -47,15 +47,6 @@ class DiedError(BaseException):
 
 
 @dataclass
-class Hold:
-    """A call that waits until it is released."""
-
-    when: Callable[[Call], bool]
-    reached: threading.Event = field(default_factory=threading.Event)
-    released: threading.Event = field(default_factory=threading.Event)
-
-
-@dataclass
 class Node:
     """A file or a folder: its content now, and the content that a crash keeps."""
 
@@ -64,11 +55,21 @@ class Node:
     safe_data: bytes = b""
     entries: dict[str, Node] = field(default_factory=dict)
     safe_entries: dict[str, Node] = field(default_factory=dict)
+    last: dict[str, Node | None] = field(default_factory=dict)
+
+    def change(self, changes: dict[str, Node | None]) -> None:
+        """Give the folder new entries, in one step. None: there is none any more."""
+        self.last = changes
+        self.entries = {name: node for name, node in {**self.entries, **changes}.items() if node is not None}
 
     def tree(self, world: str, prefix: str = "") -> Iterator[tuple[str, bytes | None]]:
         """Yield the paths below this folder that are there after a crash, and the data of files."""
-        entries = self.entries if world in ("everything", "entries") else self.safe_entries
+        entries: dict[str, Node | None] = {**self.safe_entries, **(self.last if world == "last" else {})}
+        if world in ("everything", "entries"):
+            entries = {**self.entries}
         for name, node in sorted(entries.items()):
+            if node is None:
+                continue
             path = f"{prefix}{name}"
             if node.is_folder:
                 yield path, None
@@ -90,7 +91,6 @@ class Disk:
         self._locks: dict[int, int] = {}  # descriptor -> rank
         self._failing: list[Callable[[Call], int | None]] = []
         self._dead: set[int] = set()
-        self._holds: list[Hold] = []
         self._open = files.opened
         monkeypatch.setattr(files, "opened", self._opened)
         for name in ("reserve", "write_at", "read_at", "sync", "overwrite", "lock"):
@@ -142,8 +142,11 @@ class Disk:
         """Return whether a rank has died."""
         return rank in self._dead
 
-    def revive(self) -> None:
-        """Let all calls be made again, by the next run."""
+    def revive(self, seconds: float) -> None:
+        """Let all calls be made again, by the next run, when the threads of the last one have ended."""
+        for thread in threading.enumerate():
+            if thread.name.startswith(THREAD):
+                thread.join(seconds)
         self._dead.clear()
         self._failing.clear()
 
@@ -154,12 +157,6 @@ class Disk:
                 if owner == rank:
                     del self._locks[number]
                     os.dup2(nothing.fileno(), number, inheritable=False)
-
-    def hold(self, when: Callable[[Call], bool]) -> Hold:
-        """Hold the calls of which ``when`` is true until they are released."""
-        made = Hold(when)
-        self._holds.append(made)
-        return made
 
     def tree(self, world: str) -> dict[str, bytes | None]:
         """Return what a crash now would leave."""
@@ -195,10 +192,6 @@ class Disk:
                 raise DiedError
         if numbers:
             raise OSError(numbers[0], os.strerror(numbers[0]), str(path))
-        for hold in self._holds:
-            if hold.when(call):
-                hold.reached.set()
-                assert hold.released.wait(PATIENCE), f"{call} was never released"
         return call
 
     @contextmanager
@@ -210,7 +203,7 @@ class Disk:
                 self._paths[number] = path
                 parent = self._at(path.parent, missing=True) if creates else None  # it may have been removed since
                 if parent is not None and (path.name not in parent.entries or flags[0] & os.O_TRUNC):
-                    parent.entries[path.name] = Node(is_folder=False)
+                    parent.change({path.name: Node(is_folder=False)})
             yield number
 
     def _of_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -239,7 +232,7 @@ class Disk:
             node.data.extend(bytes(max(0, offset + len(data) - len(node.data))))
             node.data[offset : offset + len(data)] = data
         elif node.is_folder:
-            node.safe_entries = dict(node.entries)
+            node.safe_entries, node.last = dict(node.entries), {}
         else:
             node.safe_data = bytes(node.data)
 
@@ -248,17 +241,19 @@ class Disk:
             made = self._begin(name, path)
             with self._lock:
                 found = call(path, *others)
-                entries = self._at(path.parent).entries
+                parent = self._at(path.parent)
                 if name == "make_folder":
-                    entries[path.name] = Node(is_folder=True)
+                    parent.change({path.name: Node(is_folder=True)})
                 elif name == "open_lock":
                     self._paths[found], self._locks[found] = path, made.rank
-                    entries.setdefault(path.name, Node(is_folder=False))
+                    if path.name not in parent.entries:
+                        parent.change({path.name: Node(is_folder=False)})
                 elif name == "rename":
-                    moved = entries.pop(path.name, None) or _existing(others[0])
-                    self._at(others[0].parent).entries[others[0].name] = moved
+                    assert path.parent == others[0].parent
+                    moved = parent.entries.get(path.name) or _existing(others[0])
+                    parent.change({path.name: None, others[0].name: moved})
                 else:
-                    entries.pop(path.name, None)
+                    parent.change({path.name: None})
                 self.after(made)
             return found
 
@@ -288,8 +283,3 @@ def materialize(tree: dict[str, bytes | None], folder: Path) -> None:
             (folder / path).mkdir()
         else:
             (folder / path).write_bytes(data)
-
-
-def reading(call: Call) -> bool:
-    """Return whether a call changes nothing."""
-    return call.name in ("open", "read_at", "lock")

@@ -17,7 +17,9 @@ from ..support.models import Odd, odd_batches, odd_loss
 from ..support.programs import locked_build
 
 MICRO_BATCHES = 12
+SMALL = 0.0005  # MiB of a bucket
 BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+FP16 = MixedPrecision(torch.float16, buffer_dtype=torch.float16)
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero import ZeroOptimizer
+from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import manager, single
 from zero.checkpoint.folder.lock import LEASE
 from zero.checkpoint.format.extents import Chunk
 from zero.checkpoint.write import snapshot
 from zero.checkpoint.write.saver import SaveRequest
 
+from ..support.limits import PATIENT
 from ..support.models import odd_batches, odd_loss
 from ..support.programs import locked_build
-
-PATIENCE = 30.0  # seconds for which anything here waits at most
 
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, nbytes: int = 512) -> None:
@@ -87,7 +86,7 @@ class Taker:
             if allowed is not None and self._taken.get(rank, 0) >= allowed:
                 self._stuck.add(rank)
                 self._changed.notify_all()
-                assert self._changed.wait_for(lambda: self._allowed[rank] is None, PATIENCE), "never released"
+                assert self._changed.wait_for(lambda: self._allowed[rank] is None, PATIENT), "never released"
             self._taken[rank] = self._taken.get(rank, 0) + 1
             self._changed.notify_all()
 
@@ -104,7 +103,7 @@ class Taker:
         """Return when the rank's thread has taken so many chunks, and is stuck if it wants more."""
         with self._changed:
             done = self._changed.wait_for(
-                lambda: self._taken[rank] >= count and (rank in self._stuck or self._allowed[rank] != count), PATIENCE
+                lambda: self._taken[rank] >= count and (rank in self._stuck or self._allowed[rank] != count), PATIENT
             )
             assert done, f"rank {rank} has taken {self._taken[rank]} chunks"
 
@@ -131,3 +130,29 @@ def own_file(folder: Path, rank: int) -> bytes:
 def entries(folder: Path) -> list[str]:
     """Return the names in a folder, but for the file that stands for a lock on some file systems."""
     return sorted(entry.name for entry in folder.iterdir() if entry.name != LEASE)
+
+
+def saved(folder: Path, optimizer: ZeroOptimizer, *steps: int) -> None:
+    """Write checkpoints of these steps."""
+    with CheckpointManager(folder, optimizer) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, blocking=True)
+
+
+def break_one(folder: Path, step: int) -> Path:
+    """Change one byte of a checkpoint."""
+    path = folder / f"step-{step:08d}" / "model" / "model-00001-of-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def names(*steps: int) -> list[str]:
+    """Return the entries of a folder that has these steps."""
+    return [".lock", *(f"step-{step:08d}" for step in steps)]
+
+
+def tree(folder: Path) -> list[str]:
+    """Return the paths of everything below a folder."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

@@ -1,13 +1,20 @@
-"""`StopOnSignal`: a signal to one rank is heard by all ranks in the same step."""
+"""A signal to one rank is heard by all ranks in the same step, and handled as before after the block."""
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Iterator
 from typing import Any
 
-from zero import StopOnSignal
+import pytest
+import torch
+from torch import nn
 
+from zero import StopOnSignal, ZeroOptimizer
+
+from ..support.parts import parts_of
 from ..support.pool import GlooPool
 from .saves import Training
 
@@ -22,9 +29,64 @@ def _stops(group: Any, rank: int) -> tuple[int, str | None]:
                 os.kill(os.getpid(), signal.SIGTERM)
             training.step(step)
             if stop.requested:
-                return step, stop.why
-    return -1, None
+                break
+    assert not parts_of(training.optimizer).update.watchers
+    return step, stop.why
 
 
 def test_all_ranks_hear_of_a_signal_in_the_same_step(gloo: GlooPool) -> None:
     assert gloo.run(_stops, ranks=(0, 1, 2)) == [(2, "rank 1 got SIGTERM")] * 3
+
+
+@pytest.fixture
+def caught() -> Iterator[list[int]]:
+    """Return the SIGTERMs that this process gets during a test."""
+    got: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: got.append(number))
+    yield got
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it(
+    caught: list[int],
+) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not stop.requested
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        assert stop.requested
+    assert caught == []
+    with StopOnSignal(optimizer) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert not stop.requested
+    assert caught == [signal.SIGTERM], "no step came after it, so the process gets it at the end of the block"
+
+    def lose_the_others() -> None:
+        with StopOnSignal(optimizer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise KeyError("what a rank reports that has lost the others, although its agent has sent SIGTERM")
+
+    with pytest.raises(KeyError):
+        lose_the_others()
+    assert caught == [signal.SIGTERM]
+
+
+def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
+    optimizer = ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+    with pytest.raises(ValueError, match="signals has SIGKILL, which no process can handle: leave it out"):
+        StopOnSignal(optimizer, [signal.SIGTERM, signal.SIGKILL])
+    errors: list[Exception] = []
+
+    def enter() -> None:
+        try:
+            StopOnSignal(optimizer).__enter__()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(errors[0])

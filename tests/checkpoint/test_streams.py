@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 import zero
@@ -44,14 +43,3 @@ def test_each_process_has_its_own_random_streams_back(gloo: GlooPool, tmp_path: 
     found = gloo.run(_of_a_process, str(tmp_path / "saved"), ranks=(0, 1, 2))
     assert all(drawn == expected for expected, drawn in found)
     assert len({str(expected) for expected, _ in found}) == 3
-
-
-def test_streams_of_a_device_that_is_missing_here_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(None, 0)
-    with monkeypatch.context() as patch:
-        of_gpu = {**generators(), "cuda": torch.zeros(16, dtype=torch.uint8)}
-        patch.setattr("zero.checkpoint.write.saver.generators", lambda: of_gpu)
-        zero.save(tmp_path / "saved", training.optimizer)
-    with pytest.warns(RuntimeWarning, match="random generators of cuda"):
-        restored = zero.load(tmp_path / "saved", training.optimizer)
-    assert [text for text in restored.not_restored if "cuda" in text]

@@ -1,0 +1,239 @@
+"""One run alone writes into a folder: another one is refused, and a run that lost its lock changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from collectives import Transport, on_threads
+from zero import CheckpointManager
+from zero.checkpoint.folder.directory import LockedDirectory
+from zero.checkpoint.folder.lock import LEASE, LOCK, FolderLock, Holder
+from zero.checkpoint.write.save_folder import SaveFolder
+
+from ..support.limits import PATIENT
+from ..support.parts import parts_of
+from .file_systems import FILE_SYSTEMS
+from .saves import Training, entries
+
+HERE = rf"pid {os.getpid()} on host {re.escape(socket.gethostname())} \(this process: .*still trains into "
+LOCKED = (LOCK, LEASE)  # the file of a lock, and what takes its place where there are none
+
+
+def manager(folder: Path, **arguments: Any) -> CheckpointManager:
+    return CheckpointManager(folder, Training(None, 0).optimizer, **arguments)
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    FILE_SYSTEMS["no flock"].use(monkeypatch)
+
+
+def test_a_second_run_is_refused_and_names_the_first_on_every_rank(tmp_path: Path) -> None:
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        with pytest.raises(ValueError, match=rf"rank 0: {HERE}") as caught:
+            CheckpointManager(tmp_path, training.optimizer)
+        assert not parts_of(training.optimizer).update.watchers
+        return str(caught.value)
+
+    dropped = manager(tmp_path)
+    assert len(set(on_threads(2, program))) == 1
+    del dropped
+    gc.collect()
+    manager(tmp_path).close()
+
+
+@pytest.mark.usefixtures("without_locks")
+@pytest.mark.filterwarnings("ignore:.*where no file can be locked")
+def test_a_second_run_is_refused_without_locks_too_and_told_what_to_remove(tmp_path: Path) -> None:
+    lease = tmp_path / LEASE
+    with manager(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=rf"still trains into .* if it has, remove {re.escape(str(lease))}$"):
+            manager(tmp_path)
+        checkpoints.save(1, blocking=True)
+        assert json.loads(lease.read_text())["pid"] == os.getpid()
+    assert not lease.exists()
+    dropped = manager(tmp_path)
+    del dropped
+    gc.collect()
+    assert not lease.exists()
+
+
+def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path) -> None:
+    checkpoints = manager(tmp_path)
+    reading, writing = os.pipe()
+    is_there, was_there = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        os.write(was_there, b"x")
+        os.read(reading, 1)  # until the test closes its end
+        os._exit(0)
+    os.close(reading)
+    os.read(is_there, 1)
+    try:
+        checkpoints.close()
+        manager(tmp_path).close()
+    finally:
+        for number in (writing, is_there, was_there):
+            os.close(number)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["running", "stopped"])
+def test_a_process_that_lives_keeps_the_lock_and_one_that_is_killed_loses_it(is_stopped: bool, tmp_path: Path) -> None:
+    told, tell = os.pipe()
+    first = os.fork()
+    if not first:
+        held = LockedDirectory(tmp_path, "0" * 16)
+        os.write(tell, b"x")
+        signal.pause()
+        held.close()
+        os._exit(0)
+    try:
+        assert os.read(told, 1) == b"x"
+        if is_stopped:
+            os.kill(first, signal.SIGSTOP)
+            os.waitpid(first, os.WUNTRACED)
+        words = rf"pid {first} on host {re.escape(socket.gethostname())} still trains into .*: stop it, or use another"
+        with pytest.raises(ValueError, match=words):
+            LockedDirectory(tmp_path, "1" * 16)
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.close(told)
+        os.close(tell)
+        os.waitpid(first, 0)
+    LockedDirectory(tmp_path, "1" * 16).close()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_a_lease_of_a_process_that_has_ended_is_taken_over(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        held = FolderLock(tmp_path, "0" * 16)
+        os.kill(os.getpid(), 0 if held.remark is None else signal.SIGKILL)
+        os._exit(1)
+    assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT) is not None  # it has ended, and is not waited for
+    assert json.loads((tmp_path / LEASE).read_text())["pid"] == child
+    lock = FolderLock(tmp_path, "1" * 16)
+    assert json.loads((tmp_path / LEASE).read_text())["nonce"] == "1" * 16
+    lock.check()
+    lock.close()
+    assert os.listdir(tmp_path) == [LOCK]
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("changes", [{"host": "another"}, {"system": "another boot"}, {"started": 0}, None])
+def test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_that_names_it(
+    changes: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """Also for a run that finds locks: the file system may be mounted otherwise on another host."""
+    mine = {**json.loads(Holder.me("0" * 16).pack()), "pid": 2**22 + 1}
+    text = "" if changes is None else json.dumps({**mine, **changes})
+    (tmp_path / LEASE).write_text(text)
+    with pytest.raises(ValueError, match=rf"nothing shows whether it has ended: if it has, remove {tmp_path}/.lease"):
+        FolderLock(tmp_path, "1" * 16)
+    assert (tmp_path / LEASE).read_text() == text
+
+
+# -- a lock that is lost -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.assumes("flock")
+@pytest.mark.filterwarnings("ignore:.*where no file can be locked")
+@pytest.mark.parametrize("row", [".lock replaced", ".lock removed", ".lease replaced", ".lease removed"])
+def test_a_run_whose_lock_was_replaced_neither_commits_nor_removes(
+    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, how = row.split()
+    if name == LEASE:
+        FILE_SYSTEMS["no flock"].use(monkeypatch)
+    old = manager(tmp_path, max_to_keep=1)
+    old.save(1, blocking=True)
+    (tmp_path / name).unlink()
+    new = manager(tmp_path) if how == "replaced" else None
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name not in LOCKED}
+    with pytest.raises(RuntimeError, match=rf"\{name} (belongs to another run|is gone)"):
+        old.save(3)
+    old.close()
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name not in LOCKED} == before
+    if new is not None:
+        assert (tmp_path / name).exists()
+        new.close()
+
+
+@pytest.mark.assumes("flock")
+@pytest.mark.parametrize("moment", ["collect", "commit"])
+def test_a_lock_that_is_lost_while_a_save_is_under_way_fences_what_follows(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commit, and after it the removal of older checkpoints."""
+    old = manager(tmp_path, max_to_keep=1)
+    old.save(1, blocking=True)
+    call: Callable[..., Any] = getattr(SaveFolder, moment)
+
+    def loses_the_lock(this: SaveFolder, *arguments: Any) -> Any:
+        found = call(this, *arguments)
+        (tmp_path / LOCK).unlink()
+        (tmp_path / LOCK).touch()
+        return found
+
+    monkeypatch.setattr(SaveFolder, moment, loses_the_lock)
+    if moment == "collect":
+        with pytest.raises(RuntimeError, match=r"rank 0 could not save .*\.lock belongs to another run"):
+            old.save(2, blocking=True)
+    else:
+        with pytest.warns(RuntimeWarning, match=r"could not be removed: .*\.lock belongs to another run"):
+            old.save(2, blocking=True)
+    old.close()
+    assert entries(tmp_path) == [LOCK, "step-00000001", "step-00000002"][: 2 if moment == "collect" else 3]
+
+
+# -- a folder that is removed ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_is_removed_under_the_run_fails_saves_until_the_user_makes_it_again(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    reason = r"rank 0 could not save .*/run/step-0000000\d: .*/run was removed.*: make it again, and saves go on"
+
+    def program(transport: Transport) -> str:
+        training = Training(transport, 1)
+        checkpoints = CheckpointManager(run, training.optimizer)
+
+        def on_rank_0(act: Callable[[], object]) -> None:
+            training.optimizer.exchange(b"")
+            if transport.rank == 0:
+                act()
+            training.optimizer.exchange(b"")
+
+        checkpoints.save(1, blocking=True)
+        on_rank_0(lambda: shutil.rmtree(run))
+        saving = checkpoints.save(2)
+        saving.wait()
+        training.step(1)
+        with pytest.raises(RuntimeError, match=reason):
+            saving.result()
+        assert (checkpoints.all_steps(), checkpoints.restore(), run.exists()) == ([], None, False)
+        on_rank_0(run.mkdir)
+        checkpoints.save(3, blocking=True)
+        if transport.rank == 0:
+            with pytest.raises(ValueError, match=HERE):
+                LockedDirectory(run, "0" * 16)
+        training.optimizer.exchange(b"")
+        checkpoints.close()
+        return training.optimizer.check_replicas()
+
+    with pytest.warns(RuntimeWarning, match=f"has failed, and training goes on: {reason}; the next save tries again"):
+        assert len(set(on_threads(2, program, timeout=PATIENT))) == 1
+    assert entries(run) == [LOCK, "step-00000003"]
