@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 TIERS = ("default", "full", "slow")
-ROOMS = ("tests/checkpoint/", "tests/commands/", "tests/planning/")
+ROOMS = ("tests/commands/",)
 COLLECTED = pytest.StashKey[dict[str, str]]()
 """The tier of every collected test, by its name from its file on: ``test_layout.py::test_...[...]``."""
 

@@ -1,1 +1,1 @@
-"""Tests of `zero.planning` that a commit must not break: the accuracy of the score."""
+"""The score of the planner, and its commands."""

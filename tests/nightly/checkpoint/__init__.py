@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoints, 200 saves, file systems."""

@@ -1,1 +1,1 @@
-"""Tests of `zero.planning` over every setting."""
+"""Every planned setting."""
