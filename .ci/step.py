@@ -1,7 +1,8 @@
 """`python3 .ci/step.py NAME BUDGET COMMAND…`: run a step of `.ci/run`, print its processor seconds, hold its budget.
 
-Processor seconds are those of the command and of all processes below it that were waited for. They depend little on
-what else the machine does, and minutes do. A step above its budget fails, also if its command succeeds.
+Processor seconds are those of the command and of all processes below it that were waited for. They depend less on what
+else the machine does than minutes do, yet a busy one needs up to twice as many: a budget is about twice what an idle
+machine takes. A step above its budget fails, also if its command succeeds.
 """
 
 from __future__ import annotations

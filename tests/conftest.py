@@ -47,10 +47,6 @@ LONGEST = (
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slice", metavar="K/N", help="run the files of slice K of N alone; by turns they are all files")
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         spare_matrix_unit()
@@ -60,11 +56,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker still runs one when the others are done."""
     assign(config, items)
-    if config.getoption("slice"):
-        number, count = map(int, config.getoption("slice").split("/"))
-        files = sorted({item.path for item in items})[number::count]
-        config.hook.pytest_deselected(items=[item for item in items if item.path not in files])
-        items[:] = [item for item in items if item.path in files]
     if not hasattr(config, "workerinput"):
         return  # without workers, keep pytest's order
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
