@@ -55,14 +55,6 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
-def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
-    try:
-        call(*arguments, **named)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
 def zero(model: Any, group: Any, stage: int = 3, **arguments: Any) -> ZeroOptimizer:
     given = {"optimizer_class": torch.optim.SGD, "lr": 0.5, **arguments}
     return ZeroOptimizer(model, stage=stage, process_group=group, **given)
@@ -83,14 +75,6 @@ def plain(steps: int, *, doubled: bool = False) -> Net:
     for _ in range(steps):
         train(model, optimizer)
     return model
-
-
-def is_plain(model: nn.Module) -> bool:
-    """Return True if the optimizer left nothing on a model."""
-    hooks: list[Any] = [h for part in model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
-    hooks += [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks, p._backward_hooks)]
-    ours = [hook for some in hooks for hook in (some or {}).values() if hook.__module__.startswith("zero.")]
-    return not ours and not any(type(parameter).__module__.startswith("zero.") for parameter in model.parameters())
 
 
 def then_train(

@@ -23,9 +23,10 @@ from zero.core.parameter_specs import check_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
 
+from ..support.errors import error_of
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
-from .stage3 import INPUTS, Net, error_of, loss_of, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 GPU = torch.device("cuda", 1)
 

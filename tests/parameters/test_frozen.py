@@ -14,10 +14,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
+from ..support.errors import error_of
 from ..support.loops import PlainLoop, seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, share
 from ..support.quantised import COPIED, WIDTH, Packed, Quantised, assert_same_qlora, inside, qlora
-from .stage3 import error_of
 
 pytestmark = pytest.mark.contract
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from collectives import Transport
 
-from .stage3 import Blocks, error_of, zero
+from ..support.errors import error_of
+from .stage3 import Blocks, zero
 from .unit_cases import Opaque
 from .worlds import TOGETHER, on, size_of
 

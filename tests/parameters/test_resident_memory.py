@@ -14,8 +14,9 @@ from collectives import Transport
 from zero import ZeroOptimizer
 from zero.parameters.unit_manager import UnitManager
 
+from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import SLOWLY, Blocks, error_of, plain_blocks, then_train, train, zero
+from .stage3 import SLOWLY, Blocks, plain_blocks, then_train, train, zero
 from .worlds import TOGETHER, on, size_of
 
 TOLD = "'1.weight' was edited while its unit was gathered"

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from collectives import Transport, on_threads
 
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits
 from ..support.sockets import on_sockets
-from .stage3 import SLOWLY, Blocks, error_of, train, zero
+from .stage3 import SLOWLY, Blocks, train, zero
 
 RANKS = {"travel": on_threads, "common": on_sockets}
 NUMBERS = st.integers(0, 2)

@@ -13,8 +13,9 @@ from collectives import Transport
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import as_plain
 
+from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, error_of, loss_of, plain, then_train, train, zero
+from .stage3 import INPUTS, Net, loss_of, plain, then_train, train, zero
 from .worlds import on
 
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"

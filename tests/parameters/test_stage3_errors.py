@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support.errors import error_of, is_plain
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, error_of, is_plain, loss_of, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 pytestmark = pytest.mark.contract
 

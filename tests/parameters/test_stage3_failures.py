@@ -15,9 +15,10 @@ from torch import nn
 from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, error_of, loss_of, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 pytestmark = pytest.mark.contract
 

@@ -24,6 +24,8 @@ from ..support.plain import assert_same_bits, assert_same_model
 from ..support.pool import GlooPool
 from .layers import BATCH, backward, build, plain, train, zero
 
+pytestmark = pytest.mark.contract
+
 # -- parameters that are no longer those of the optimizer --------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from ..support.limits import BOUND
 from ..support.plain import assert_same_model
 from .layers import backward, build, plain, train, zero
 
+pytestmark = pytest.mark.contract
+
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support.errors import error_of
 from ..support.plain import assert_same_model, plain_step
 from ..support.small import blocks
 
@@ -37,14 +38,6 @@ def built(model: nn.Module, group: Any, stage: int) -> ZeroOptimizer:
 def loss_of(model: nn.Module, scale: float) -> torch.Tensor:
     found: torch.Tensor = model(X * scale).square().sum()
     return found
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def fresh() -> nn.Parameter:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import nn
 
 from collectives import Transport, on_threads
-from zero.core.parameter_specs import is_released
 
 from .limits import BOUND
 
@@ -40,8 +39,8 @@ def warned() -> Iterator[list[str]]:
 
 
 def is_plain(model: nn.Module) -> bool:
-    """Return whether no optimizer has a hook on a model, or holds a parameter's values."""
+    """Return True if the optimizer left nothing on a model."""
     hooks: list[Any] = [h for part in model.modules() for h in (part._forward_pre_hooks, part._forward_hooks)]
     hooks += [h for p in model.parameters() for h in (p._post_accumulate_grad_hooks, p._backward_hooks)]
     ours = [hook for some in hooks for hook in (some or {}).values() if hook.__module__.startswith("zero.")]
-    return not ours and not any(is_released(parameter) for parameter in model.parameters())
+    return not ours and not any(type(parameter).__module__.startswith("zero.") for parameter in model.parameters())

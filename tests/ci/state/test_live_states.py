@@ -17,6 +17,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 
+from ...support.errors import error_of
 from ...support.loops import seeded
 from ...support.narrowed import PRECISIONS
 from ...support.plain import assert_same_bits, assert_same_model, plain_step
@@ -173,14 +174,6 @@ def test_every_write_but_an_edit_in_place_is_an_error(stage: int) -> None:
         assert type(copy.copy(optimizer.state)) is dict
 
     on_threads(6, run, timeout=10)
-
-
-def error_of(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
 
 
 def test_states_are_not_reset_where_ranks_differ() -> None:
