@@ -26,9 +26,8 @@ from collectives import build as build_collective
 
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
-from .core.buckets import build as build_layout
 from .core.buckets import extended
-from .core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
@@ -182,7 +181,8 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         storage.check_replicas(new.replicated)
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.materialize()
-        layout = _extended(storage, parts.bucket_sizes, new.specs)
+        sizes, across = parts.bucket_sizes, storage.buckets_cross_units
+        layout = extended(storage.layout, new.specs, sizes.most, first_bytes=sizes.first, across_units=across)
         states = _NewStates(parts, all_groups, layout, len(storage.buckets))
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.replicated.update(new.replicated)
@@ -279,15 +279,6 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
         *(f"buffer {name} {list(buffer.shape)} {buffer.dtype} {type(buffer).__name__}" for name, buffer in buffers),
         *(f"replicated {spec.line()} {type(parameter).__name__}" for parameter, spec in new.replicated.items()),
     ]
-
-
-def _extended(storage: ParameterStorage, sizes: BucketSizes, described: Sequence[ParameterSpec]) -> Layout:
-    """Return the layout with further parameters, in buckets of their own."""
-    across = storage.buckets_cross_units
-    if storage.buckets:
-        return extended(storage.layout, described, sizes.most, across_units=across)
-    ranks = storage.layout.world_size
-    return build_layout(described, ranks, sizes.most, first_bytes=sizes.first, across_units=across)
 
 
 class _NewStates:

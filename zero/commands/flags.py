@@ -15,8 +15,6 @@ from collectives import Algorithm
 
 from ..config import PRECISIONS, MixedPrecision, Offload, PrecisionName
 
-__all__ = ["Flag", "flags_of", "from_flags", "option_of", "require", "to_flags"]
-
 Settings = TypeVar("Settings")
 
 

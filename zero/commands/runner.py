@@ -244,8 +244,3 @@ def process_group(meeting: Path | None = None, **how: Any) -> Iterator[None]:
         except Exception as error:
             record_error(error)
             raise
-
-
-def barrier() -> None:
-    """Wait for every rank of the default process group. All ranks must call it."""
-    dist.barrier()

@@ -293,26 +293,23 @@ class BucketStates:
 
     def scalar_bytes(self) -> int:
         """Return the bytes of a run's states of one element; 0 if there are no runs."""
-        sizes = (self._scalars_of(run) for run in self.runs)
-        return max((sum(tensor.nbytes for tensor in tensors) for tensors in sizes), default=0)
-
-    def _scalars_of(self, run: _FlatParam) -> Iterator[Tensor]:
-        for name, value in self.instance.state.get(run.parameter, {}).items():
-            if name not in run.views:
-                yield from (tensor for tensor in _tensors_in(value) if tensor.numel() <= 1)
+        sizes = (sum(tensor.nbytes for tensor in self._others_of(run) if tensor.numel() <= 1) for run in self.runs)
+        return max(sizes, default=0)
 
     def large_bytes(self) -> int:
         """Return the bytes of the runs' states of more than one element that are not as large as the parameter."""
         return sum(tensor.nbytes for tensor in self._others() if tensor.numel() > 1)
 
     def _others(self) -> Iterator[Tensor]:
-        """Yield the tensors among the runs' states that are not flat."""
+        """Yield the tensors among the states that are not flat."""
         for run in self.runs:
-            for name, value in self.instance.state.get(run.parameter, {}).items():
-                if name not in run.views:
-                    yield from _tensors_in(value)
+            yield from self._others_of(run)
         for state in self._states if self.one_owner else ():  # of parameters that the last step left alone
             yield from () if state is None else _tensors_in(dict(state.scalars))
+
+    def _others_of(self, run: _FlatParam) -> Iterator[Tensor]:
+        states = self.instance.state.get(run.parameter, {})
+        return _tensors_in({name: value for name, value in states.items() if name not in run.views})
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 

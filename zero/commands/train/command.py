@@ -27,8 +27,6 @@ from .rank import work
 from .saves import check_resume
 from .settings import TrainConfig
 
-__all__ = ["run"]
-
 DEFAULT_RANKS = 2
 TRACEBACK = "error.txt"
 

@@ -20,8 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batch", "Corpus", "load_corpus"]
-
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-__all__ = ["GPT", "PRESETS", "Shape", "build", "build_model", "loss_fn", "parameters_sha256"]
-
 VOCABULARY: Final = 256
 INIT_STD: Final = 0.02
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from ... import ZeroOptimizer
 from .settings import TrainConfig
 
-__all__ = ["make_optimizer"]
-
 MUON = "muon"  # the one optimizer of two classes
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from collectives.messages import Traffic
 
@@ -33,15 +34,13 @@ from ...runtime.process_group import bind_to_parent, under_launcher
 from ...state.describe import Description
 from ..console import Console
 from ..flags import from_flags, to_flags
-from ..runner import barrier, process_group, run_rank
+from ..runner import process_group, run_rank
 from .data import load_corpus
 from .model import build_model, loss_fn, parameters_sha256
 from .optimizer import make_optimizer
 from .report import write_report
 from .saves import Saves, saving
 from .settings import TrainConfig
-
-__all__ = ["RankTraining", "work"]
 
 VALIDATION_WINDOWS = 256
 
@@ -63,7 +62,7 @@ def work(config: TrainConfig) -> None:
         if console is not None:
             write_report(record, config.out, console)
         if not alone:
-            barrier()
+            dist.barrier()
 
 
 class RankTraining:

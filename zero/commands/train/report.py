@@ -18,8 +18,6 @@ from ... import __version__
 from ..console import INSTALL_HINT, Console
 from ..plots import can_draw, draw_loss, draw_memory
 
-__all__ = ["KINDS", "write_report"]
-
 KINDS = {
     "parameters": "parameters",
     "gradients": "gradients",

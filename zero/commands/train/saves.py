@@ -25,8 +25,6 @@ from ..flags import option_of, to_flags
 from ..runner import StoppedError
 from .settings import TrainConfig
 
-__all__ = ["Saves", "check_resume", "saving"]
-
 DECIDING = (
     *("preset", "seed", "micro_batches", "batch", "sequence", "precision", "optimizer", "fused", "clip", "lr"),
     *("weight_decay", "threads"),

@@ -15,8 +15,6 @@ from ...config import ShardingOptions
 from ...core.layout import DEFAULT_CAP_MB
 from ..flags import require
 
-__all__ = ["TrainConfig"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(ShardingOptions):

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from ...core.bits import INTEGERS
 
-__all__ = ["Difference", "Run", "first_difference", "ulps_between"]
-
 
 @dataclass(frozen=True)
 class Difference:

@@ -15,8 +15,6 @@ from ..runner import check_alone, checking_input, reports_errors
 from .spec import resolve
 from .verification import verify
 
-__all__ = ["run"]
-
 HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
 
 

@@ -24,8 +24,6 @@ import torch
 from ...config import MixedPrecision
 from ...step.clip import check_norm_arguments
 
-__all__ = ["RESULTS", "VerifySpec", "as_batches", "plain_data", "reference", "resolve"]
-
 FILE = "spec.pt"
 RESULTS = "runs.jsonl"
 

@@ -27,8 +27,6 @@ from ...step.arguments import check_class
 from .bit_diff import Run
 from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
 
-__all__ = ["Verification", "verify"]
-
 NOT_DETERMINISTIC = (
     "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
     "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."

@@ -16,7 +16,7 @@ from typing import Any, Final
 from torch import nn
 
 from ...core.parameter_specs import bindings
-from ...core.units import ROOT, Predicate, find_units
+from ...core.units import ROOT, find_units
 from ..model import Model, ParameterShape, Transformer
 from .families import FAMILIES, SIZES, Config, Family
 from .parameter_lists import in_units
@@ -66,15 +66,9 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "the config")
     return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
 
 
-def model_of(module: nn.Module, name: str, units: Predicate | None = None) -> Model:
-    """Return the description of a module, which may be on the meta device.
-
-    Args:
-        module: what `zero.ZeroOptimizer` would be built over.
-        name: what the plan calls it.
-        units: which modules are units, as for `zero.ZeroOptimizer`; None for its default.
-    """
-    found = find_units(module, units)
+def model_of(module: nn.Module, name: str) -> Model:
+    """Return the description of a module, which may be on the meta device, with the units of `zero.ZeroOptimizer`."""
+    found = find_units(module, None)
     numbers = found.numbers()
     names: dict[int, list[str]] = {}
     for binding in bindings(module):

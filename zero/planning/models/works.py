@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...core.units import Predicate, Units, find_units
+from ...core.units import Units, find_units
 from ..model import Model, UnitWork
 from .counting import OperationCounter, bytes_of, count, tensors_in
 from .reference import ReferenceModel
@@ -73,24 +73,15 @@ def count_transformer(
     return (together(root), *blocks)
 
 
-def count_module(
-    module: nn.Module, run: Callable[[nn.Module], Tensor], units: Predicate | None = None
-) -> tuple[UnitWork, ...]:
-    """Return the work of each unit of a module on the meta device.
+def count_module(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple[UnitWork, ...]:
+    """Return the work of each unit of a module on the meta device, in the dtype in which it computes.
 
-    Units with equal parameters and inputs are counted once.
-
-    Args:
-        module: the module, in the dtype in which it computes.
-        run: calls it with a micro-batch on the meta device, and returns the loss.
-        units: which modules are units, as for `zero.ZeroOptimizer`; None for its default.
-
-    Raises:
-        ValueError: it cannot run without values.
+    Units with equal parameters and inputs are counted once. ``run`` calls the module with a micro-batch on the meta
+    device, and returns the loss. Raises `ValueError` if it cannot run without values.
     """
     counter = OperationCounter()
     with contextlib.ExitStack() as hooks:
-        watch = _UnitWatch(counter, find_units(module, units), hooks)
+        watch = _UnitWatch(counter, find_units(module, None), hooks)
         counter.exclude((*module.parameters(), *module.buffers()))
         try:
             with counter.counting():
