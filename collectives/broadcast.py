@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .algorithms.running import begun, nothing
+from .algorithms.base import begun, nothing
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 

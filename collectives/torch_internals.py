@@ -13,8 +13,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
     _timeout                        its options      collectives.backends.gloo (as above)
     _version                        Tensor           zero.runtime.accumulator, zero.parameters.unit_buffer,
-                                                     zero.parameters.gathered.saved_tensor_index,
-                                                     zero.parameters.gathered.saved_tensor_hooks,
+                                                     zero.parameters.gathered.saved_tensors,
                                                      zero.commands.verify.ranks
     _base                           Tensor           zero.parameters.module_hooks
     _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released

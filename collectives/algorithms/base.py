@@ -1,14 +1,15 @@
-"""The protocol of an algorithm, for ``collective=`` as a class."""
+"""The protocol of an algorithm, for ``collective=`` as a class, and a collective of a backend that is under way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
-from ..messages import Tag, Work
-from ..transport import Transport
+from ..backend import Pending
+from ..messages import PeerError, Tag, Work
+from ..transport import Transport, as_a_whole
 
 
 class Collective(Protocol):
@@ -43,3 +44,66 @@ class Collective(Protocol):
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""
+
+
+ADDING_UP = "while adding up"  # half a sum is no sum
+
+
+class Running:
+    """A collective of the backend, and the work that is left when its bytes are here."""
+
+    def __init__(self, transport: Transport, tag: Tag, pending: Pending | None, finish: Callable[[], None]) -> None:
+        self._transport, self._tag, self._pending = transport, tag, pending
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        if self._finish is None:
+            return
+        t = self._transport
+        t.check()
+        if self._pending is not None:
+            try:
+                self._pending.wait(t.timeout)
+            except PeerError as error:
+                raise lost(t, self._tag, error) from error
+        finish, self._finish, self._pending = self._finish, None, None
+        with as_a_whole(t, ADDING_UP):
+            finish()
+
+
+class Several:
+    """Transfers of the backend that are under way together."""
+
+    def __init__(self, pendings: Sequence[Pending]) -> None:
+        self._pendings = pendings
+
+    def wait(self, timeout: float) -> None:
+        for pending in self._pendings:
+            pending.wait(timeout)
+
+
+def begun(transport: Transport, tag: Tag, call: Callable[[], Pending | None], finish: Callable[[], None]) -> Running:
+    """Begin a collective of the backend that the other ranks have begun, or will. ``finish`` runs when it is done."""
+    with as_a_whole(transport, f"in {tag.label}"):
+        try:
+            pending = call()
+        except PeerError as error:
+            raise lost(transport, tag, error) from error
+    return Running(transport, tag, pending, finish)
+
+
+def nothing() -> None:
+    """The end of a collective whose bytes are all that is wanted."""
+
+
+def lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
+    """Abort after a failed collective of the backend, and return the error to raise.
+
+    The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
+    it. After a time limit in the middle of a collective the error names no rank: gloo then closes connections at will,
+    and all the other ranks wait as this one does.
+    """
+    reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
+    unreached = transport.abort(reason)
+    who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
+    return PeerError(reason + who)

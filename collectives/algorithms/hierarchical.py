@@ -29,9 +29,9 @@ from torch import Tensor
 from ..exposed_buffers import PeerBuffers
 from ..messages import Chain, Tag, Work
 from ..transport import Transport, as_a_whole, chunks
+from .base import ADDING_UP
 from .ordered_sum import ordered_sum
 from .plans import Hosts, Plan, plans
-from .running import ADDING_UP
 
 
 class Hierarchical:

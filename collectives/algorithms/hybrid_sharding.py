@@ -30,8 +30,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole
-from .base import Collective
-from .running import begun, nothing
+from .base import Collective, begun, nothing
 
 PASSING = "while passing a sum on"
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..messages import Chain, Tag, Work
 from ..transport import GRAIN, Transport, as_a_whole, chunks
+from .base import ADDING_UP
 from .ordered_sum import ordered_sum
-from .running import ADDING_UP
 
 
 class _PairwiseReduceScatter:

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
+from .base import Running, Several, begun, nothing
 from .ordered_sum import ordered_sum
-from .running import Running, Several, begun, nothing
 
 MOST_PADDING = 0.5  # of the elements of an all-gather
 

@@ -16,7 +16,7 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.checkpoint.read import loader, restorer
 from zero.checkpoint.read.file_reader import FileReader
-from zero.checkpoint.read.parts import PartReader
+from zero.checkpoint.read.loader import PartReader
 
 from .saved import BLOCK, MODEL, save_small
 

@@ -15,7 +15,7 @@ import zero
 from zero.commands import cli
 from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
-from zero.commands.plan.start import start_of
+from zero.commands.plan.written import start_of
 from zero.config import PRECISIONS
 from zero.planning.choose import SAME
 from zero.planning.hardware import presets

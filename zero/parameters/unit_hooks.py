@@ -39,7 +39,7 @@ from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd,
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .gathered.prefetch_order import PrefetchOrder
-from .gathered.saved_tensor_hooks import SavedTensorHooks
+from .gathered.saved_tensors import SavedTensorHooks
 from .module_hooks import ForwardMethod, ModuleHooks
 from .released import refuse_transforms
 from .unit_manager import UnitManager

@@ -21,8 +21,7 @@ from ..core.layout import Dtypes, ParameterSpec
 from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
 from ..runtime.flat_states import Options, is_elementwise
 from .equality import equal_values, same
-from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, Setting
-from .throwaway_shapes import large_shapes, placed, shortened
+from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, Setting, large_shapes, placed, shortened
 from .user_optimizer import NO_OPTIONS, NotElementwiseError, UserOptimizer
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)

@@ -9,13 +9,16 @@ is chosen, how ranks agree.
     model/                              the parameter, if it has this dtype; else it is the widest weights, rounded
     optimizer/                          the states; a state in the dtype of the widest weights follows their new dtype
 
-Files are read in their order, each block once, and compared with its checksum again (`parts`). Where every rank has the
-whole of a bucket, the shards are gathered.
+Files are read in their order, each block once, by several threads, and compared with its checksum again. Where every
+rank has the whole of a bucket, the shards are gathered.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -32,12 +35,11 @@ from ...runtime.flat_buffer import FlatBuffer, redistribute
 from ...runtime.flat_states import BucketStates, PieceState
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
-from ..format.extents import Part, is_row_major, slot_part
+from ..format.extents import Part, TensorFile, chunks, is_row_major, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
-from .file_reader import threads_of_rank
+from .file_reader import FileReader, each_block, threads_of_rank
 from .fit import Fit, Saved
-from .parts import PartReader
 from .reader import Checkpoint
 
 _SCALARS = ("scalars", 0)
@@ -259,3 +261,74 @@ class Loader:
         kinds = self._contents.parts.classes[bucket.specs[0].optimizer_class].kinds
         found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})
+
+
+Target = tuple[str, int]
+
+
+class PartReader:
+    """Reads parts of tensors of one checkpoint. `want` says which, `read` reads all of them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._parts: dict[tuple[str, str], list[Part]] = {}
+        self._memory: dict[Target, Tensor] = {}
+        self._left: Counter[Target] = Counter()  # bytes of each that are still to be read
+        self._then: dict[Target, list[Callable[[], object]]] = {}
+        self._lock = threading.Lock()  # of these three, while several threads read
+
+    def memory(self, target: Target, make: Callable[[], Tensor]) -> Tensor:
+        """Return the memory of a target, a contiguous tensor on the CPU: ``make()`` at the first time.
+
+        It is kept until all parts of the target were read.
+        """
+        if target not in self._memory:
+            self._memory[target] = make()
+        return self._memory[target]
+
+    def want(self, folder: str, name: str, part: Part, then: Callable[[], object] | None = None) -> None:
+        """Read a part of a tensor to its source, a target. ``then``: called when all parts of that target are there."""
+        self._parts[folder, name] = [part]
+        self._left[part.source] += part.nbytes
+        if then is not None:
+            self._then.setdefault(part.source, []).append(then)
+
+    def read(self, threads: int) -> None:
+        """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
+        found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in self._parts)
+        headers = {path: found.header(path) for folder in folders for path in found.paths(folder)}
+        saved = [TensorFile(path, header.data, header.tensors) for path, header in headers.items()]
+        block_bytes = found.manifest.block_bytes
+        wanted = chunks(saved, self._parts, block_bytes)
+        for path, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.path):
+            blocks = [
+                (block, [part for chunk in of_block for part in chunk.parts])
+                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)
+            ]
+            with found.file(path) as reader:
+                each_block(blocks, functools.partial(self._read_block, reader), threads)
+
+    def _read_block(self, reader: FileReader, wanted: tuple[int, Sequence[Part]]) -> None:
+        """Read a block: its parts to their places, and what lies between them to nowhere."""
+        block, parts = wanted
+        begin, length = reader.span(block)
+        with self._lock:
+            memory = {source: memory_of(as_bytes(self._memory[source])) for source in {part.source for part in parts}}
+        end, pieces = begin, []
+        for part in parts:
+            into = memory[part.source][part.offset : part.offset + part.nbytes]
+            pieces += [_nowhere(part.begin - end), into]
+            end = part.begin + part.nbytes
+        reader.read_block(block, *(piece for piece in (*pieces, _nowhere(begin + length - end)) if piece))
+        with self._lock:
+            for part in parts:
+                self._left[part.source] -= part.nbytes
+            done = {part.source for part in parts if not self._left[part.source]}
+        for target in done:
+            for action in self._then.pop(target, ()):
+                action()
+            del self._memory[target]
+
+
+def _nowhere(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))

@@ -21,8 +21,7 @@ from ..runner import check_output, checking_input, fail, reports_errors
 from .inputs import Asked, asked_of, training_of
 from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
-from .start import cap_argument, start_of
-from .written import write
+from .written import cap_argument, start_of, write
 
 NOTHING_FITS = 1
 FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")

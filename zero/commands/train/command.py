@@ -22,8 +22,7 @@ from ..runner import (
 )
 from .data import load_corpus
 from .model import build_model
-from .optimizer import make_optimizer
-from .rank import work
+from .rank import make_optimizer, work
 from .saves import check_resume
 from .settings import TrainConfig
 

@@ -30,7 +30,7 @@ from ...runtime.joining import Joining
 from ..edit_detector import EditDetector
 from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
-from .saved_tensor_index import SavedTensorIndex
+from .saved_tensors import SavedTensorIndex
 
 
 class GatheredUnits:
