@@ -105,6 +105,7 @@ def describe(
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
     states = [tensor for bucket in buckets for tensor in bucket.states.tensors()]
     offloaded = [tensor for bucket in buckets for tensor in bucket.states.kept()]
+    units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
     formula = formula_bytes(
         layout,
         stage,
@@ -112,9 +113,7 @@ def describe(
         lambda spec: _kept(buckets[spec.index]),
         storage.unlisted_layout,
         reshard_group_size,
-        shards_are_exposed=bool(stage.gathers(1))
-        and storage.unit_hooks.needs_gather
-        and shard_group.memory is not None,
+        shards_are_exposed=bool(stage.gathers(1)) and units_need_gather and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
@@ -151,8 +150,8 @@ def describe(
             backwards,
             synchronised,
             storage.unlisted_layout,
-            units_need_gather=storage.unit_hooks.needs_gather,
-            means_are_shown=reducer.means_are_shown,
+            units_need_gather=units_need_gather,
+            means_are_shown=means_are_shown,
             replicas=transport.world_size // shard_group.world_size,
             reshard_group_size=reshard_group_size,
         ),
