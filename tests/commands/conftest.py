@@ -1,58 +1,23 @@
-"""Fixtures of the tests of the commands: a text, a run of `zero train` that many tests read."""
+"""Fixtures of the tests of the commands: a text, a run of `zero train` that many tests read, processes that are not."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from zero.commands import cli
+from zero.commands import cli, runner
 
-ROOT = Path(__file__).parents[2]
-LIMIT = 100  # seconds for a command; it takes about ten
+from .runs import ROOT, STEPS, RunOutput, Train, flags, run_json
+
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
-
-
-@dataclass(frozen=True)
-class RunOutput:
-    """What a run of `zero train` has left and printed. ``record``: the content of run.json."""
-
-    out: Path
-    record: dict[str, Any]
-    shown: str
-    checkpoints: Path
-
-
-def flags(text: Path, out: Path, *more: str) -> list[str]:
-    """Return the flags of a tiny run of `zero train`."""
-    sizes = ("--preset=tiny", "--steps=3", "--micro-batches=4", "--batch=2", "--sequence=24")
-    return [*sizes, f"--data={text}", f"--out={out}", *more]
-
-
-def run_json(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "run.json").read_text())
-    return found
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python with these arguments in the root of the repository."""
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-    )
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove the variables of a launcher, and restore the number of threads."""
     import torch
@@ -96,3 +61,58 @@ def one_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOutput:
     torch.set_num_threads(threads)
     out = folder / "deep" / "out"
     return RunOutput(out, run_json(out), shown.getvalue(), folder / "checkpoints")
+
+
+@pytest.fixture
+def trained(text: Path, tmp_path: Path, bare: None) -> Train:
+    """Return a function that trains on one rank in this process, and returns the record of the run."""
+
+    def run(*more: str, steps: int = STEPS) -> dict[str, Any]:
+        out = tmp_path / "out"
+        assert cli.main(flags(text, out, "--ranks=1", f"--steps={steps}", *more), "train") == 0
+        return run_json(out)
+
+    return run
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zero.commands.train import command as train
+
+    for module in (runner, train):
+        monkeypatch.setattr(module, "launch_ranks", lambda *_: pytest.fail("processes were started"))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run the program of a single launched process here; its error is returned as a launcher would."""
+    from zero.commands.verify import ranks as verify_ranks
+
+    def run(module: str, settings: dict[str, str], ranks: int) -> None:
+        assert (module, ranks) == ("zero.commands.verify.ranks", 1)
+        error_file = tmp_path / f"error-{settings['loop']}.json"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+                patch.setenv(name, value)
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+            patch.setattr(sys, "argv", ["", json.dumps(settings)])
+            patch.setattr(sys, "path", list(sys.path))
+            code = runner.run_rank(verify_ranks.work)
+        assert code == error_file.exists()
+        if code:
+            details = json.loads(error_file.read_text())["message"]["extraInfo"]
+            raise runner.RankError(0, details["line"], details["py_callstack"])
+
+    monkeypatch.setattr(runner, "launch_ranks", run)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Give processes a folder of temporary files, which must be empty in the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield
+    assert not list(folder.iterdir()), "left behind"
