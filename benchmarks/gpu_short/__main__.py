@@ -115,7 +115,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for the results of each section, tables and a log.")],
-    sections: Annotated[str, typer.Option(help="Which, as in bc.")] = "".join(SECTIONS),
+    sections: Annotated[str, typer.Option(help="Which, as in bc; '': none, show what the folder has.")] = "".join(
+        SECTIONS
+    ),
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
     quick: Annotated[bool, typer.Option("--quick", help="Tiny models, few steps: to see that it works.")] = False,
     world: Annotated[str, typer.Option(help="c: of how many ranks this one is the last, with commas.")] = "8",
@@ -125,24 +127,27 @@ def main(
     unknown = [name for name in sections if name not in SECTIONS]
     if unknown or len(set(sections)) < len(sections):
         raise typer.BadParameter(f"--sections takes letters of {''.join(SECTIONS)!r}, not {sections!r}")
-    console = shown.console(stderr=False)
     folder = out.resolve()
-    flags = f"--sections {sections} --device {device}{' --quick' if quick else ''} --world {world} --pairs {pairs}"
-    job = ShortJob(
-        str(folder),
-        sections,
-        checked_device(device),
-        quick,
-        _numbers(world),
-        3 if quick else pairs,
-        f"python -m benchmarks.gpu_short {flags} --out DIR",
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    factor = TIMES_ON_THE_CPU if device == "cpu" else 1.0
-    limits = {name: section.limit * factor for name, section in SECTIONS.items()}
-    run(job, [sys.executable, "-m", "benchmarks.gpu_short.worker"], limits)
+    if sections:
+        flags = f"--sections {sections} --device {device}{' --quick' if quick else ''} --world {world} --pairs {pairs}"
+        job = ShortJob(
+            str(folder),
+            sections,
+            checked_device(device),
+            quick,
+            _numbers(world),
+            3 if quick else pairs,
+            f"python -m benchmarks.gpu_short {flags} --out DIR",
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        factor = TIMES_ON_THE_CPU if device == "cpu" else 1.0
+        limits = {name: section.limit * factor for name, section in SECTIONS.items()}
+        run(job, [sys.executable, "-m", "benchmarks.gpu_short.worker"], limits)
     found = Found(folder)
-    console.print(found.reports[sections[0]].line(), markup=False)
+    if not found.reports:
+        raise typer.BadParameter(f"{out} has no results")
+    console = shown.console(stderr=False)
+    console.print(next(iter(found.reports.values())).line(), markup=False)
     console.print(*(table.rich() for table in tables(found)), sep="\n")
     if any(outcome_of(found.reports[name])["outcome"] != WHOLE for name in sections):
         raise typer.Exit(1)
