@@ -11,6 +11,7 @@ from torch import nn
 
 from zero import ZeroOptimizer, save
 from zero.commands import cli
+from zero.commands.runner import record_error
 from zero.commands.train import data
 
 from ..planning.configs import SMALL
@@ -79,7 +80,7 @@ WRONG = {  # words with gaps
     "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
     "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
     "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
-    "checkpoint export {}/runs --to=torch {}/out": "is a folder of checkpoints, and the newest is {}/runs/step-00000003\n",
+    "checkpoint export {}/runs --to=torch {}/out": "and the newest is {}/runs/step-00000003\n",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file/out": "error: ",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
 }
@@ -141,3 +142,10 @@ def test_a_command_without_the_extra_says_what_to_install(
     monkeypatch.setitem(sys.modules, "rich", None)
     assert cli.main(["--help"], command) == 1
     assert f"{program} needs typer and rich: " in capsys.readouterr().err
+
+
+def test_the_first_error_of_a_rank_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    for error in (ValueError("the first\nerror"), ValueError("what came of it")):
+        record_error(error)
+    assert json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]["line"] == "the first error"

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from zero.commands.train.data import Corpus, load_corpus
+from zero.commands.train.data import load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
 
 SEQUENCE = 16
@@ -20,11 +17,6 @@ def write(path: Path, size: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(bytes([i // 256 + 1, i % 256]) for i in range(size))[:size])
     return path
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Corpus:
-    return load_corpus(write(tmp_path / "text", 1000), SEQUENCE)
 
 
 def text_of(row: torch.Tensor) -> bytes:
@@ -39,29 +31,17 @@ def test_a_folder_is_read_in_order_of_its_paths_without_what_is_hidden(tmp_path:
     assert text_of(corpus.train) + text_of(corpus.validation) == expected
 
 
-def test_the_bytes_of_a_known_micro_batch_stay_what_they_are(corpus: Corpus) -> None:
+def test_a_known_micro_batch_stays_what_it_is_and_its_targets_are_the_next_bytes(tmp_path: Path) -> None:
+    corpus = load_corpus(write(tmp_path / "text", 1000), SEQUENCE)
+    assert (len(corpus.train), len(corpus.validation)) == (900, 100)
+    corpus.micro_batch(seed=1, step=7, index=0, batch=2, sequence=4)
     batch = corpus.micro_batch(seed=1, step=2, index=3, batch=2, sequence=4)
     train = text_of(corpus.train)
     assert [train.index(text_of(row)) for row in batch.inputs] == [863, 600]
-
-
-@given(
-    size=st.integers(200, 2000),
-    sequence=st.integers(1, 19),
-    batch=st.integers(1, 5),
-    seed=st.integers(0, 2**32 - 1),
-    step=st.integers(0, 10**6),
-)
-def test_targets_are_the_next_bytes_and_all_come_from_the_training_part(
-    tmp_path_factory: pytest.TempPathFactory, size: int, sequence: int, batch: int, seed: int, step: int
-) -> None:
-    corpus = load_corpus(write(tmp_path_factory.mktemp("data") / "text", size), sequence)
-    found = corpus.micro_batch(seed, step, 0, batch, sequence)
-    assert found.inputs.shape == found.targets.shape == (batch, sequence)
-    assert found.inputs.dtype == found.targets.dtype == torch.int64
-    for inputs, targets in zip(found.inputs, found.targets, strict=True):
-        assert text_of(inputs[1:]) == text_of(targets[:-1])
-        assert text_of(inputs) + text_of(targets[-1:]) in text_of(corpus.train)
+    assert [train.index(text_of(row)) for row in batch.targets] == [864, 601]
+    validation = corpus.validation_batches(batch=3, sequence=SEQUENCE, windows=4)
+    places = [text_of(corpus.validation).index(text_of(row)) for found in validation for row in found.targets]
+    assert places == [1, 28, 56, 84], "from its first byte on, without overlap"
 
 
 def test_the_weights_are_a_function_of_the_seed_and_leave_the_global_state_alone() -> None:

@@ -83,14 +83,6 @@ def other_at_each_call() -> Squares:
     return model
 
 
-def other_on_the_ranks() -> nn.Module:
-    return nn.Linear(3 if torch.distributed.is_initialized() else 2, 1)
-
-
-def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch[:, : model.in_features]).sum()
-
-
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
@@ -122,10 +114,6 @@ def penalty(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
 
 def no_loss(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     return model(*batch).detach()
-
-
-def predictions(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
-    return model.layers(batch[0])
 
 
 def pairs(count: int = 4) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What holds of every plan: which rank holds most, what offload moves, and what is refused."""
+"""What holds of every plan: which rank holds most, and what is refused."""
 
 from __future__ import annotations
 
@@ -66,22 +66,6 @@ def test_no_rank_holds_more_than_the_largest_and_all_slices_are_the_whole(
     spare = (setting.optimizer == "muon") * len(first) * ALIGNMENT_BYTES * 8  # an alignment of each bucket
     for kind in ("resident",) if spare else ("parameters", "gradients", "states", "masters"):
         assert max(getattr(rank, kind) for rank in found) <= getattr(largest, kind) + spare, kind
-
-
-@given(models(), arguments(), st.integers(0, 3), st.integers(1, 8))
-def test_offload_changes_where_bytes_are_and_one_rank_sends_nothing(
-    model: Model, chosen: dict[str, Any], stage: int, ranks: int
-) -> None:
-    plan = MemoryPlan(model)
-    here, away = (
-        plan.of_rank(PlanSetting(stage=stage, world_size=ranks, offload=offload, **chosen), 0)
-        for offload in (None, Offload("."))
-    )
-    assert (here.parameters, here.gradients, here.states) == (away.parameters, away.gradients, away.states)
-    assert here.resident == here.parameters + here.gradients + here.optimizer
-    assert away.resident == away.parameters + away.gradients + away.step_counts
-    assert here.offloaded == here.staged_peak == 0
-    assert plan.sent(PlanSetting(stage=stage, **chosen), 3, 2) == 0
 
 
 def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:

