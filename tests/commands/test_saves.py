@@ -17,7 +17,7 @@ from zero.commands import cli
 from zero.commands.train.data import Batch, Corpus
 from zero.commands.train.rank import RankTraining
 
-from .runs import MICRO_BATCHES, RunOutput, Train, equal_part, flags, saved_steps
+from .conftest import MICRO_BATCHES, RunOutput, Train, equal_part, flags, saved_steps
 
 STEPS = 6
 Flags = tuple[str, ...]

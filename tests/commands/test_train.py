@@ -23,7 +23,7 @@ from zero.commands.train.model import build_model, parameters_sha256
 from zero.commands.train.rank import RankTraining, check_same_text
 from zero.commands.train.settings import TrainConfig
 
-from .runs import SEQUENCE, STEPS, RunOutput, Train, flags, plain_sha256
+from .conftest import SEQUENCE, STEPS, RunOutput, Train, flags, plain_sha256
 
 KINDS = ("parameters", "gradients", "optimizer")
 

@@ -150,3 +150,6 @@ def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: P
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0
             assert found.bytes[kind] <= bound == formula, (row, rank)
     assert sum(spent for _, spent in results) == plan.sent(setting), row
+    largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
+    for kind in ("parameters", "gradients", "states", "masters") if setting.optimizer != "muon" else ():
+        assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.commands import verified
-from tests.commands.runs import ROOT
+from tests.commands.conftest import ROOT
 from tests.support.narrowed import PRECISIONS
 from zero import verify
 from zero.commands import cli
