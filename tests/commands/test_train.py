@@ -19,6 +19,7 @@ from zero.commands import cli, plots
 from zero.commands.console import Console
 from zero.commands.flags import from_flags, to_flags
 from zero.commands.train import command as train
+from zero.commands.train.data import load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
 from zero.commands.train.rank import RankTraining, check_same_text
 from zero.commands.train.settings import TrainConfig
@@ -89,6 +90,41 @@ def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:
     assert plots._windows([0.0, 3.0, 6.0, 9.0], 3) == [[0.0, 3.0], [0.0, 3.0, 6.0], [3.0, 6.0, 9.0], [6.0, 9.0]]
     plots.draw_loss(tmp_path / "loss.png", "a long run", [float(step) for step in range(60)], 8.0)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+# -- the text ----------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, size: int) -> Path:
+    """Write a file of bytes in which any 4 in a row occur once (for size up to 256 * 256)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(bytes([i // 256 + 1, i % 256]) for i in range(size))[:size])
+    return path
+
+
+def text_of(row: torch.Tensor) -> bytes:
+    return bytes(row.tolist())
+
+
+def test_a_folder_is_read_in_order_of_its_paths_without_what_is_hidden(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/c/y.bin", "c", ".git/config", "a/.secret", "a/__pycache__/m.pyc"):
+        write(tmp_path / name, 100).write_bytes(name.encode() * 20)
+    corpus = load_corpus(tmp_path, 16)
+    expected = b"".join(name.encode() * 20 for name in ("a/c/y.bin", "a/z.txt", "b.txt", "c"))
+    assert text_of(corpus.train) + text_of(corpus.validation) == expected
+
+
+def test_a_known_micro_batch_stays_what_it_is_and_its_targets_are_the_next_bytes(tmp_path: Path) -> None:
+    corpus = load_corpus(write(tmp_path / "text", 1000), 16)
+    assert (len(corpus.train), len(corpus.validation)) == (900, 100)
+    corpus.micro_batch(seed=1, step=7, index=0, batch=2, sequence=4)
+    batch = corpus.micro_batch(seed=1, step=2, index=3, batch=2, sequence=4)
+    train = text_of(corpus.train)
+    assert [train.index(text_of(row)) for row in batch.inputs] == [863, 600]
+    assert [train.index(text_of(row)) for row in batch.targets] == [864, 601]
+    validation = corpus.validation_batches(batch=3, sequence=16, windows=4)
+    places = [text_of(corpus.validation).index(text_of(row)) for found in validation for row in found.targets]
+    assert places == [1, 28, 56, 84], "from its first byte on, without overlap"
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------
@@ -171,35 +207,26 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     assert parameters_sha256(model) == expected.hexdigest()
 
 
-TABLE = ("title", ["bytes", "measured"], [["sent by all ranks", "1,234"], ["none", "0"]])
-LINES = [
-    "title",
-    "bytes              measured",
-    "-----------------  --------",
-    "sent by all ranks     1,234",
-    "none                      0",
-    "[bold] :snake: {'a': 1} " + 100 * "-",
-]
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_a_file_has_ten_lines_of_progress_a_terminal_a_bar_and_both_plain_and_whole_tables(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool
+def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    if terminal:
-        written = SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
-        monkeypatch.setattr(sys, "stdout", written)
-        monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "10")
     console = Console(steps=250)
     for step in range(1, 251):
         console.advance(step, "loss 1.000")
     console.finish()
-    shown = capsys.readouterr().out
-    if terminal:
-        assert all(part in shown for part in ("250/250", "loss 1.000", "\x1b["))
-    else:
-        assert shown.splitlines() == [f"step {step}/250  loss 1.000" for step in range(25, 251, 25)]
-    console.table(*TABLE)
-    console.line(LINES[-1])
-    assert capsys.readouterr().out.splitlines() == LINES
+    assert capsys.readouterr().out.splitlines() == [f"step {step}/250  loss 1.000" for step in range(25, 251, 25)]
+    console.table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
+    line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
+    assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]
+
+
+def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    console = Console(steps=2)
+    console.advance(2, "loss 1.000")
+    console.finish()
+    output = capsys.readouterr().out
+    assert all(part in output for part in ("2/2", "loss 1.000", "\x1b["))

@@ -1,4 +1,4 @@
-"""What is planned is what ranks hold and send, to the byte, for each pair of settings.
+"""What is planned is what ranks hold and send, to the byte, and what the paper of ZeRO states.
 
 Each model runs each of its units once, in order of registration, and a backward reaches every unit, as the formulas
 assume; those of `support` do not.
@@ -7,6 +7,7 @@ assume; those of `support` do not.
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from collectives import Loopback, Transport
 from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.planning.memory import MemoryPlan
-from zero.planning.model import Model
+from zero.planning.model import Model, ParameterShape
 from zero.planning.models.shapes import model_of
 from zero.planning.setting import PlanSetting
 
@@ -153,3 +154,45 @@ def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: P
     largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
     for kind in ("parameters", "gradients", "states", "masters") if setting.optimizer != "muon" else ():
         assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
+
+
+TABLE_1 = """
+    1     120  120  120    2048 2048 2048    16000 16000 16000
+    4     52.5 41.3 30     896  704  512     7000  5500  4000
+    16    35.6 21.6 7.5    608  368  128     4750  2875  1000
+    64    31.4 16.6 1.88   536  284  32      4187  2218  250
+    256   30.4 15.4 0.47   518  263  8       4046  2054  62.5
+    1024  30.1 15.1 0.12   513  257  2       4011  2013  15.6
+"""
+"""Ranks, and GB of a rank of 7.5, 128 and 1,000 billion parameters, each with P_os, P_os+g and P_os+g+p: Rajbhandari
+et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (arXiv 1910.02054), Table 1. K = 12,
+16-bit gradients."""
+
+
+def states(model: Model, ranks: int, stage: int) -> int:
+    """Return the model states of the last rank with bf16 and Adam, without step counts."""
+    precision = MixedPrecision(torch.bfloat16, accumulate_dtype=torch.bfloat16)
+    found = MemoryPlan(model).of_largest(PlanSetting(stage=stage, world_size=ranks, mixed_precision=precision))
+    return found.parameters + found.gradients + found.states + found.masters
+
+
+def as_printed(nbytes: int) -> float:
+    """Return GB as Table 1 prints them: from 100 on without decimals, cut off; else three digits, at most two of them
+    decimals, half rounded up."""
+    gigabytes = nbytes / 1e9
+    if gigabytes >= 100:
+        return math.floor(gigabytes)
+    decimals = 1 if gigabytes >= 10 else 2
+    return math.floor(gigabytes * 10**decimals + 0.5) / 10.0**decimals
+
+
+def test_all_54_cells_of_table_1_of_the_zero_paper() -> None:
+    cells = 0
+    for ranks, *row in map(str.split, TABLE_1.split("\n")[1:-1]):
+        for column, printed in enumerate(row):
+            numel, stage = (7.5e9, 128e9, 1e12)[column // 3], column % 3 + 1
+            model = Model("one matrix", (ParameterShape(("weight",), (int(numel),)),))
+            found = states(model, int(ranks), stage)
+            assert as_printed(found) == float(printed), "padding is below the last digit"
+            cells += 1
+    assert cells == 54
