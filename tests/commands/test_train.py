@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,14 +218,3 @@ def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
     console.table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
     line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
     assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]
-
-
-def test_a_terminal_shows_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal = SimpleNamespace(isatty=lambda: True, write=sys.stdout.write, flush=sys.stdout.flush)
-    monkeypatch.setattr(sys, "stdout", terminal)
-    monkeypatch.setenv("TERM", "xterm")
-    console = Console(steps=2)
-    console.advance(2, "loss 1.000")
-    console.finish()
-    output = capsys.readouterr().out
-    assert all(part in output for part in ("2/2", "loss 1.000", "\x1b["))

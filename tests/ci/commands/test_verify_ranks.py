@@ -40,7 +40,7 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
     assert found.runs[:4] == tuple(Run(stage, 2, 1, numel, (0, 1), found.runs[0].difference) for stage in range(4))
     difference = found.runs[0].difference
     assert difference is not None
-    assert (difference.parameter, difference.numel) == ("scale", numel)
+    assert (difference.parameter, difference.numel) == ("turned", numel)
     assert not found.ok
     assert str(found).endswith("4 of 8 runs differ from the plain loop")
 
