@@ -53,18 +53,48 @@ def test_ulps_are_the_steps_from_one_value_to_the_other(
     assert first_difference({"p": a}, {"p": a.clone()}) is None
 
 
+def model_like() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "empty": torch.zeros(0, 3),
+        "turned": torch.randn(5, 7, generator=generator).t(),
+        "cut": torch.randn(4, 6, generator=generator)[:, ::2],
+        "scalar": torch.randn((), generator=generator),
+        "wide": torch.randn(2, 3, 4, generator=generator).double(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "index"), [("turned", (2, 1)), ("cut", (3, 2)), ("scalar", ()), ("wide", (1, 0, 3)), ("turned", (0, 0))]
+)
+def test_the_first_of_the_elements_that_differ_is_named_by_its_index(name: str, index: tuple[int, ...]) -> None:
+    plain, other = model_like(), {key: tensor.contiguous() for key, tensor in model_like().items()}
+    assert first_difference(plain, other) is None, "another order in memory is no difference"
+    later = [key for key in plain if list(plain).index(key) > list(plain).index(name)]
+    for key in later:
+        other[key] += 1
+    other[name][index] += 1
+    if name == "turned":
+        other[name][6, 4] += 1
+    found = first_difference(plain, other)
+    assert found is not None
+    assert (found.parameter, found.index) == (name, index)
+    assert (found.plain, found.other) == (plain[name][index].item(), other[name][index].item())
+    assert found.count == 1 + (name == "turned") + sum(plain[key].numel() for key in later)
+    assert found.numel == 35 + 12 + 1 + 24
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"matrix": torch.zeros(4, 4)}, r"matrix is float32 \[4, 3\] in the plain loop and float32 \[4, 4\] here"),
+        ({"cut": torch.zeros(4, 4)}, r"cut is float32 \[4, 3\] in the plain loop and float32 \[4, 4\] here"),
         ({"scalar": torch.zeros((), dtype=torch.bfloat16)}, r"scalar is float32 \[\] .* bfloat16 \[\] here"),
         ({"more": torch.zeros(1)}, r"more is none in the plain loop and float32 \[1\] here"),
     ],
 )
 def test_another_model_is_told_and_not_compared(change: Mapping[str, Tensor], said: str) -> None:
-    model = {"matrix": torch.zeros(4, 3), "scalar": torch.zeros(())}
     with pytest.raises(ValueError, match=said + r".*build_model\(\) must build one model"):
-        first_difference(model, {**model, **change})
+        first_difference(model_like(), {**model_like(), **change})
 
 
 @pytest.mark.parametrize(
