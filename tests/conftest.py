@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from .support.processor import spare_matrix_unit
-from .tiers import assign
 
 if TYPE_CHECKING:
     from .support.pool import GlooPool
@@ -30,20 +29,16 @@ LONGEST = (
     "random_programs",
     "exact",
     "gloo",
-    "train",
-    "saves",
     "resumes",
+    "train_ranks",
     "verify_ranks",
+    "failures_anywhere",
+    "snapshot",
     "sharding_factor",
+    "average",
+    "units",
     "wire",
-    "mixed_precision",
     "traces",
-    "all_to_all",
-    "mixed_cases",
-    "units_cases",
-    "units_models",
-    "released",
-    "units_graphs",
 )
 
 
@@ -52,10 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         spare_matrix_unit()
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, so that no worker still runs one when the others are done."""
-    assign(config, items)
     if not hasattr(config, "workerinput"):
         return  # without workers, keep pytest's order
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}

@@ -19,7 +19,7 @@ from benchmarks.gpu_short import __main__ as gpu_short  # noqa: E402
 from benchmarks.gpu_short import clock  # noqa: E402
 from benchmarks.gpu_short.job import SECTIONS  # noqa: E402
 from benchmarks.gpu_short.page import Found, tables  # noqa: E402
-from benchmarks.rank import live_storages, proportional_set_size  # noqa: E402
+from benchmarks.rank import live_storages  # noqa: E402
 from benchmarks.report import Report  # noqa: E402
 from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402
@@ -141,12 +141,3 @@ def test_a_gradient_that_nobody_looked_at_is_found() -> None:
     del view_of_it
     parameter.grad = None
     assert not live_storages().items() - before
-
-
-def test_what_is_allocated_is_in_the_proportional_set_size() -> None:
-    """Its growth is not compared: another process that starts beside this one takes over a part of common pages."""
-    held = torch.ones(2**26)
-    found = proportional_set_size()
-    if found is None:
-        pytest.skip("this system does not tell the proportional set size")
-    assert found > held.numel() * 4

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of the commands: a text, a run of `zero train` that many tests read."""
+"""Tiny runs of `zero train`, one that many tests read, the plain loop beside them, and processes that are not."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from zero.commands import cli
+from zero import MixedPrecision
+from zero.commands import cli, runner
+from zero.commands.train import command as train_command
+from zero.commands.train import report
+from zero.commands.train.data import load_corpus
+from zero.commands.train.model import build_model
+from zero.commands.verify import ranks as verify_ranks
+
+from ..matrix import Variant, trained_sha256
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100  # seconds for a command; it takes about ten
+STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
+EQUAL = ("params_sha256", "losses", "validation_bits_per_byte")
+Train = Callable[..., dict[str, Any]]
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 
 
@@ -34,13 +47,18 @@ class RunOutput:
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
     """Return the flags of a tiny run of `zero train`."""
-    sizes = ("--preset=tiny", "--steps=3", "--micro-batches=4", "--batch=2", "--sequence=24")
-    return [*sizes, f"--data={text}", f"--out={out}", *more]
+    sizes = (f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}", f"--sequence={SEQUENCE}")
+    return ["--preset=tiny", *sizes, f"--data={text}", f"--out={out}", *more]
 
 
 def run_json(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "run.json").read_text())
     return found
+
+
+def equal_part(record: dict[str, Any]) -> dict[str, Any]:
+    """Return what two runs with the same bits have in common."""
+    return {key: record[key] for key in EQUAL}
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -55,6 +73,31 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def trained_by_command(text: Path, out: Path, *more: str) -> dict[str, Any]:
+    """Run `zero train` in a process of its own, and return the record of the run."""
+    ended = command("-m", "zero.commands.cli", "train", *flags(text, out, *more))
+    assert (ended.returncode, ended.stderr) == (0, "")
+    return run_json(out)
+
+
+def plain_sha256(
+    text: Path, clip: float | None = None, precision: str = "", muon: bool = False, **arguments: Any
+) -> str:
+    """Train with a loop without this library: model and data of `zero train`, torch's optimizer."""
+    torch.set_num_threads(1)
+    corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
+    mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
+    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16", muon=muon)
+    return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant, **arguments)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the checkpoints in a folder, which has nothing else."""
+    names = sorted(path.name for path in folder.iterdir())
+    assert names[0] == ".lock"
+    return [int(name.removeprefix("step-")) for name in names[1:]]
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "text"
@@ -62,11 +105,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Remove the variables of a launcher, and restore the number of threads."""
-    import torch
-
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
@@ -77,16 +118,12 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw no pictures, which takes longer than the training."""
-    from zero.commands.train import report
-
     monkeypatch.setattr(report, "can_draw", lambda: False)
 
 
 @pytest.fixture(scope="session")
 def one_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOutput:
     """Return a run on one rank at stage 2, with a checkpoint after steps 2 and 3."""
-    import torch
-
     folder, shown, threads = tmp_path_factory.mktemp("one"), io.StringIO(), torch.get_num_threads()
     more = ("--ranks=1", f"--checkpoint={folder / 'checkpoints'}", "--checkpoint-every=2")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
@@ -96,3 +133,55 @@ def one_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOutput:
     torch.set_num_threads(threads)
     out = folder / "deep" / "out"
     return RunOutput(out, run_json(out), shown.getvalue(), folder / "checkpoints")
+
+
+@pytest.fixture
+def trained(text: Path, tmp_path: Path, bare: None) -> Train:
+    """Return a function that trains on one rank in this process, and returns the record of the run."""
+
+    def run(*more: str, steps: int = STEPS) -> dict[str, Any]:
+        out = tmp_path / "out"
+        assert cli.main(flags(text, out, "--ranks=1", f"--steps={steps}", *more), "train") == 0
+        return run_json(out)
+
+    return run
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (runner, train_command):
+        monkeypatch.setattr(module, "launch_ranks", lambda *_: pytest.fail("processes were started"))
+
+
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run the program of a single launched process here; its error is returned as a launcher would."""
+
+    def run(module: str, settings: dict[str, str], ranks: int) -> None:
+        assert (module, ranks) == ("zero.commands.verify.ranks", 1)
+        error_file = tmp_path / f"error-{settings['loop']}.json"
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
+                patch.setenv(name, value)
+            patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+            patch.setattr(sys, "argv", ["", json.dumps(settings)])
+            patch.setattr(sys, "path", list(sys.path))
+            code = runner.run_rank(verify_ranks.work)
+        assert code == error_file.exists()
+        if code:
+            details = json.loads(error_file.read_text())["message"]["extraInfo"]
+            raise runner.RankError(0, details["line"], details["py_callstack"])
+
+    monkeypatch.setattr(runner, "launch_ranks", run)
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Give processes a folder of temporary files, which must be empty in the end."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    yield
+    assert not list(folder.iterdir()), "left behind"

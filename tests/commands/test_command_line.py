@@ -1,96 +1,124 @@
-"""The exit code of every command after wrong input, and rarely used options of `zero train`."""
+"""Wrong input of every command is one line on what to change, exit code 2, and nothing is started or written."""
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch import nn
 
 from zero import ZeroOptimizer, save
-from zero.commands import cli, plots
-from zero.commands.train import command as train
+from zero.commands import cli
+from zero.commands.runner import record_error
 from zero.commands.train import data
 
+from ..planning.configs import SMALL
 
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Remove the variables of a launcher."""
-    for name in ("WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_the_zero_command_reads_its_flags_with_typer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 7)
-    for flags, code in ((["--stage", "1", "--lr=0.5", "--fused"], 7), (["--steps", "0"], 2)):
-        monkeypatch.setattr(sys, "argv", ["zero", "train", *flags])
-        assert cli.main() == code
-    assert [(config.stage, config.lr, config.fused) for config in given] == [(1, 0.5, True)]
-    assert capsys.readouterr().err == "error: --steps is 0: it must be at least 1\n"
-
-
-WRONG = {
-    "zero train": ["train", "--stage=7"],
-    "zero train, a flag without the one that it needs": ["train", "--checkpoint-every=2"],
-    "zero train, a file that is missing": ["train", "--data={}/no"],
-    "zero train, a folder that cannot be written": ["train", "--ranks=2", "--steps=1", "--checkpoint=/proc/no"],
-    "zero plan": ["plan", "--preset=tiny", "--cluster=h10:8", "--out={}"],
-    "zero verify": ["verify", "no_such_module:arguments"],
-    "zero verify, arguments": ["verify", "tests.commands.verified:unknown_arguments"],
-    "zero checkpoint list": ["checkpoint", "list", "{}/no"],
-    "zero checkpoint verify": ["checkpoint", "verify", "{}/file"],
-    "zero checkpoint verify, no checkpoint": ["checkpoint", "verify", "{}"],
-    "zero checkpoint export": ["checkpoint", "export", "{}/runs", "--to=torch", "{}/out"],
-    "zero checkpoint export, below a file": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file/out"],
-    "zero checkpoint export, there already": ["checkpoint", "export", "{}/runs/step-00000003", "--to=hf", "{}/file"],
+TRAIN = ("--preset=tiny", "--sequence=24", "--data={}/text", "--out={}/out")
+VERIFIED = "tests.commands.verified"
+WRONG = {  # words with gaps
+    "trian": "No such command 'trian'. Did you mean 'train'? See `zero --help`",
+    "export saved": "No such command 'export'. It is `zero checkpoint export`",
+    "train --stepz=5": "No such option: --stepz … --steps … See `zero train --help`",
+    "train --steps": "Option '--steps' requires an argument. See `zero",
+    "train --steps=many": "Invalid value for '--steps': … integer … See `zero train --help`",
+    "train --steps=0": "--steps is 0: it must be at least 1",
+    "train --resume=saved": "Invalid value for '--resume': … 'none', 'auto'",
+    "train --elastic=2:4": "No such option: --elastic",
+    "train --preset=huge": "Invalid value for '--preset': … 'tiny', 'small', 'medium'",
+    "train 5": "Got unexpected extra argument … 5 … See `zero train --help`",
+    "train --stage=9": "9",
+    "train --optimizer=adamu": "--optimizer adamu: torch.optim has no such class. It has adadelta",
+    "train --optimizer=lbfgs": "LBFGS",
+    "train --optimizer=rprop --fused": "Rprop.__init__() got an unexpected keyword argument 'fused'",
+    "train --collective=telepathy": "telepathy",
+    "train --sharding-factor=3": "sharding_factor must divide the number of ranks, 2, so be one of [1, 2], not 3",
+    "train --sharding-factor=1 --stage=0": "stage 0 shards nothing: leave sharding_factor=1 out",
+    "train --reshard-after-forward=false": "reshard_after_forward=False with stage 2, where every rank holds whole",
+    "train --reshard-after-forward=3 --stage=3": "so one of [1, 2], not 3",
+    "train --reshard-after-forward=some": "--reshard-after-forward is some: it must be true, false or a number",
+    "train --lr=nan": "--lr is nan: it must be finite",
+    "train --seed=-1": "--seed is -1",
+    "train --clip=0": "--clip is 0.0: it must be above 0",
+    "train --checkpoint=c --checkpoint-every=0": "--checkpoint-every is 0: it must be at least 1",
+    "train --checkpoint-every=5": "error: --checkpoint-every needs --checkpoint DIR\n",
+    "train --resume=auto": "error: --resume auto needs --checkpoint DIR\n",
+    "train --checkpoint=/proc/folder": "error: --checkpoint /proc/folder: cannot write there (",
+    "train --out={}/file": "error: --out {}/file: cannot write there ( … Name a folder that can be written\n",
+    "train --out={}/file/below": "--out {}/file/below: cannot write there ( … Name a folder that can be written\n",
+    "train --data={}/no": "--data {}/no: there is no such file or folder",
+    "train --data={}/empty": "no text in {}/empty: it is empty. Give --data",
+    "train --data={}/folder": "no text in {}/folder: it is empty",
+    "train --data={}/short --sequence=17": "short has 169 bytes, of which 17 … one sequence of 17 bytes … --sequence",
+    "verify": "Missing argument 'MODULE:FUNCTION'. See `zero verify --help`",
+    f"verify {VERIFIED}": f"'{VERIFIED}' must be MODULE:FUNCTION, as in `zero verify my_model:arguments`",
+    "verify no_such_module:f": "no_such_module:f() failed in {}: ModuleNotFoundError: No module named",
+    f"verify {VERIFIED}:no_such": f"AttributeError: module '{VERIFIED}' has no attribute 'no_such'",
+    f"verify {VERIFIED}:STEPS": "TypeError: 'int' object is not callable",
+    f"verify {VERIFIED}:rank_one_of_two": ": KeyError: 'RANK'",
+    f"verify {VERIFIED}:leaves": ": SystemExit: 0",
+    "verify os:getcwd": "must return a dict of zero.verify's arguments, not str",
+    "verify builtins:dict": "verify() missing 2 required positional arguments: 'build_model' and 'batches'",
+    f"verify {VERIFIED}:unknown_arguments": "(what is no argument of verify() goes to AdamW: lr, stage, learning_rate)",
+    f"verify {VERIFIED}:a_lambda": "loss_fn is a_lambda.<locals>.<lambda>, which other processes cannot import by name",
+    "plan": "the model needs exactly one of --config, --parameters, --module, --preset, here none",
+    "plan --preset=tiny --config=config.json": "here --config and --preset",
+    "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
+    "plan --config=config.json --micro=0": "--micro 0 and --sequence 2048 must both be at least 1",
+    "plan --module=nowhere:model": "--module nowhere:model: ModuleNotFoundError",
+    "plan --preset=tiny --checkpoint=full": "leave it out with --preset",
+    "plan --preset=tiny --cluster=h10:8": "did you mean 'h100'",
+    "checkpoint": "Missing command. See `zero checkpoint --help`",
+    "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",
+    "checkpoint list": "Missing argument 'DIR'. See `zero checkpoint list --help`",
+    "checkpoint list {}/no": "error: {}/no is not a folder\n",
+    "checkpoint verify a b": "Got unexpected extra argument … b … See `zero checkpoint verify --help`",
+    "checkpoint verify {}/no": "error: {}/no is not a checkpoint: it has no checkpoint.json\n",
+    "checkpoint verify {}/file": "{}/file",
+    "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
+    "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
+    "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
+    "checkpoint export {}/runs --to=torch {}/out": "and the newest is {}/runs/step-00000003\n",
+    "checkpoint export {}/runs/step-00000003 --to=hf {}/file/out": "error: ",
+    "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-@pytest.mark.by_default
-def test_wrong_input_is_one_line_and_exit_code_2_in_every_command(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("no_processes")
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_input_is_one_line_and_exit_code_2(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(train, "launch_ranks", lambda *_: pytest.fail("ranks were started"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("no archive")
-    (tmp_path / "runs").mkdir()
-    save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(nn.Linear(3, 3)), step=3)
-    assert cli.main([argument.replace("{}", str(tmp_path)) for argument in WRONG[what]]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert error.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-    if what == "zero checkpoint export":
-        assert error.endswith(f"; it is a folder of checkpoints, and the newest is {tmp_path}/runs/step-00000003\n")
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "folder").mkdir()
+    for name, size in (("empty", 0), ("file", 10), ("short", 169), ("text", 1000)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    if "step-" in line + WRONG[line]:
+        (tmp_path / "runs").mkdir()
+        save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(nn.Linear(3, 3)), step=3)
+    command, *flags = line.split()
+    more = {"train": TRAIN, "plan": ("--out={}/out",)}.get(command, ())
+    assert cli.main([word.replace("{}", str(tmp_path)) for word in (command, *more, *flags)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    place = 0
+    for part in WRONG[line].replace("{}", str(tmp_path)).split(" … "):
+        place = shown.err.index(part, place)
+    assert not list(tmp_path.glob("out/*"))
 
 
-def test_an_interrupt_is_one_word_and_no_traceback(
+def test_ranks_that_contradict_the_launcher_are_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(train, "launch_ranks", interrupted)
-    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 130
-    assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_an_error_is_told_where_its_traceback_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: Any) -> None:
-        (tmp_path / train.TRACEBACK).mkdir()
-        raise RuntimeError("the loss\nis gone")
-
-    monkeypatch.setattr(train, "launch_ranks", fail)
-    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 1
-    assert capsys.readouterr().err == "error: the loss is gone\n"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert cli.main([f"--out={tmp_path}", "--ranks=2"], "train") == 2
+    assert "--ranks 2, but the launcher started 4 (WORLD_SIZE)" in capsys.readouterr().err
 
 
 def test_where_there_is_no_library_source_the_error_says_what_to_name(
@@ -101,7 +129,23 @@ def test_where_there_is_no_library_source_the_error_says_what_to_name(
         data.load_corpus(None, 16)
 
 
-def test_a_long_run_is_drawn_with_a_running_mean(tmp_path: Path) -> None:
-    assert plots._windows([0.0, 3.0, 6.0, 9.0], 3) == [[0.0, 3.0], [0.0, 3.0, 6.0], [3.0, 6.0, 9.0], [6.0, 9.0]]
-    plots.draw_loss(tmp_path / "loss.png", "a long run", [float(step) for step in range(60)], 8.0)
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    ("command", "program"),
+    [(None, "zero"), ("train", "python -m zero.train"), ("verify", "python -m zero.verify")],
+)
+def test_a_command_without_the_extra_says_what_to_install(
+    command: str | None, program: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    assert cli.main(["--help"], command) == 1
+    assert capsys.readouterr().err == f"error: {program} needs typer: pip install 'zero-optimizer[cli]'\n"
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert cli.main(["--help"], command) == 1
+    assert f"{program} needs typer and rich: " in capsys.readouterr().err
+
+
+def test_the_first_error_of_a_rank_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error"))
+    for error in (ValueError("the first\nerror"), ValueError("what came of it")):
+        record_error(error)
+    assert json.loads((tmp_path / "error").read_text())["message"]["extraInfo"]["line"] == "the first error"

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero import Verification, verify
+
 from ..support.models import Odd, build, odd_batches, odd_loss
 
 MICRO_BATCHES, STEPS = 6, 2
@@ -43,20 +45,6 @@ def fails_on_rank_one_of_two(model: nn.Module, batch: Any) -> Tensor:
     return odd_loss(model, batch)
 
 
-def failing_arguments() -> dict[str, Any]:
-    return {
-        "build_model": build_odd,
-        "batches": batches,
-        "loss_fn": fails_on_rank_one_of_two,
-        "stages": [1],
-        "world_sizes": [2],
-        "lr": 1e-2,
-    }
-
-
-# -- programs for one process ------------------------------------------------------------------------------------------
-
-
 class Squares(nn.Module):
     """A model that returns its loss, with dropout and buffers."""
 
@@ -76,6 +64,13 @@ class Masked(Squares):
         self.mask = nn.Parameter(torch.full((5,), float("-inf")), requires_grad=False)
 
 
+class Predicts(Squares):
+    """A model that returns no loss tensor."""
+
+    def forward(self, inputs: Tensor, scale: float = 1.0) -> Any:
+        return {"loss": super().forward(inputs, scale)}
+
+
 def with_dropout() -> Squares:
     torch.manual_seed(7)
     return Squares(dropout=0.5)
@@ -88,35 +83,8 @@ def other_at_each_call() -> Squares:
     return model
 
 
-def other_on_the_ranks() -> nn.Module:
-    return nn.Linear(3 if torch.distributed.is_initialized() else 2, 1)
-
-
-def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch[:, : model.in_features]).sum()
-
-
-class Predicts(nn.Module):
-    """A model that returns no loss tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 1)
-
-    def forward(self, inputs: Tensor, scale: float) -> dict[str, Tensor]:
-        return {"loss": self.layer(inputs).sum() * scale}
-
-
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
-
-
-def no_module() -> list[int]:
-    return []
-
-
-def ends_the_process() -> nn.Module:
-    sys.exit(0)
 
 
 def other_in_each_process(model: nn.Module, batch: Any) -> Tensor:
@@ -148,73 +116,9 @@ def no_loss(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     return model(*batch).detach()
 
 
-def predictions(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
-    return model.layers(batch[0])
-
-
 def pairs(count: int = 4) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
     return [(torch.randn(4, 3, generator=generator), 1.0 + j) for j in range(count)]
-
-
-def seven() -> list[Any]:
-    return pairs(7)
-
-
-def generator_of_pairs() -> Any:
-    return iter(pairs())
-
-
-# -- targets of `zero verify` ------------------------------------------------------------------------------------------
-
-
-def raises() -> dict[str, Any]:
-    raise KeyError("lr")
-
-
-def leaves() -> dict[str, Any]:
-    sys.exit(0)
-
-
-def right_arguments() -> dict[str, Any]:
-    return {"build_model": Squares, "batches": pairs(), "world_sizes": (1,), "micro_batches": 2, "lr": 1e-2}
-
-
-def not_deterministic() -> dict[str, Any]:
-    return {**right_arguments(), "build_model": with_dropout}
-
-
-def nothing_to_verify() -> None:
-    """Returns no arguments."""
-
-
-def arguments_with_a_gap() -> dict[str, Any]:
-    return {"build_model": Squares}
-
-
-def unknown_arguments() -> dict[str, Any]:
-    return {**right_arguments(), "stage": 3, "learning_rate": 1.0}
-
-
-def a_lambda() -> dict[str, Any]:
-    return {**right_arguments(), "loss_fn": lambda model, batch: model(*batch)}
-
-
-class Layers(nn.Module):
-    """Two matrices and two vectors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x.square().mean()
-
-
-def rows() -> list[Any]:
-    return [(torch.randn(3, 6, generator=torch.Generator().manual_seed(number)),) for number in range(12)]
 
 
 def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
@@ -227,3 +131,36 @@ def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [(name, p) for name, p in named if p.dim() != 2][:1]},
         {"params": [(name, p) for name, p in named if p.dim() != 2][1:], **last},
     ]
+
+
+# -- targets of `zero verify`, and their arguments ---------------------------------------------------------------------
+
+
+def leaves() -> Any:
+    sys.exit(0)
+
+
+def right_arguments() -> dict[str, Any]:
+    return {"build_model": Squares, "batches": pairs(), "world_sizes": (1,), "micro_batches": 2, "lr": 1e-2}
+
+
+def not_deterministic() -> dict[str, Any]:
+    return {**right_arguments(), "build_model": with_dropout}
+
+
+def unknown_arguments() -> dict[str, Any]:
+    return {**right_arguments(), "stage": 3, "learning_rate": 1.0}
+
+
+def a_lambda() -> dict[str, Any]:
+    return {**right_arguments(), "loss_fn": lambda model, batch: model(*batch)}
+
+
+def failing_arguments() -> dict[str, Any]:
+    failing = {"build_model": build_odd, "batches": batches, "loss_fn": fails_on_rank_one_of_two}
+    return {**failing, "stages": [1], "world_sizes": [2], "lr": 1e-2}
+
+
+def alone(**changes: Any) -> Verification:
+    """Run a proof that needs only one process."""
+    return verify(**{**right_arguments(), **changes})

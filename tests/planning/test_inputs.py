@@ -1,4 +1,4 @@
-"""A config, a list of parameters or a file of hardware is read exactly, or named in one clear error."""
+"""A config, a list of parameters, a setting or a file of hardware is read exactly, or named in one clear error."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from zero import Offload
 from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
+from zero.planning.memory import MemoryPlan
+from zero.planning.model import Model
 from zero.planning.models.families import FAMILIES
 from zero.planning.models.parameter_lists import of_parameter_list
 from zero.planning.models.shapes import from_config, of_config
+from zero.planning.setting import PlanSetting
 
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED
 
@@ -28,6 +32,14 @@ WRONG_FILES = (
     ("a.safetensors", b"\xff" * 8, "its header would have"),
     ("a.safetensors", b"\x02" + b"\0" * 7 + b"xx", "holds no JSON"),
     ("a.json", b'{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
+)
+WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"world_size": 0}, "world_size must be a whole number, at least 1, not 0"),
+    ({"bucket_cap_mb": "auto"}, "depends on the model"),
+    ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
+    ({"stage": 3, "offload": Offload("cpu")}, "with parameters on the CPU"),
+    ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
+    ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
 )
 TEXT = """# a small model
 
@@ -151,3 +163,11 @@ def test_wrong_hardware_is_named(tmp_path: Path) -> None:
             read_hardware(tmp_path / "hardware.json")
     with pytest.raises(ValueError, match="GPU 'v100-32' has no products of bfloat16: choose one of float16, float32"):
         presets().gpu("v100-32").peak("bfloat16")
+
+
+def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:
+    for wrong, message in WRONG_SETTINGS:
+        with pytest.raises(ValueError, match=message):
+            PlanSetting(**wrong)
+    with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
+        MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2)

@@ -72,20 +72,6 @@ def test_a_small_step_takes_what_it_takes_by_hand(program: StepProgram, expected
     assert found.seconds == pytest.approx(sum(expected.values()))
 
 
-def test_a_unit_is_gathered_one_ahead_and_the_last_is_still_there() -> None:
-    """rest: wire 0-1. Unit 1: wire 1-3, compute 3-7. Unit 2: wire 3-5, compute 7-11; unit 3: wire 7-9 (in the memory
-    of unit 1), compute 11-15. Rest: compute 15-16. Backward of the rest 16-18, unit 3 18-26, unit 2 26-34, unit 1
-    34-42. The host has launched all of it at 0, so unit 2 is gathered again when its memory is free, at 11, and
-    unit 1 in that of unit 3 at 26. Compute waited until 3 for gathers."""
-    blocks = [unit(4, 8, 2, 2), unit(4, 8, 2, 2), unit(4, 8, 2, None)]
-    found = simulate(StepProgram((unit(1, 2, 1, None), *blocks)), trace=True)
-    assert (found.seconds, found.parts["compute"], found.parts["gather"]) == pytest.approx((42, 39, 3))
-    gathers = [(event.name, event.start) for event in found.events if event.clock == "wire"]
-    again = [("gather 2", 11), ("gather 1", 26)]
-    assert gathers == [("gather 0", 0), ("gather 1", 1), ("gather 2", 3), ("gather 3", 7), *again]
-    assert (found.sent, found.crossed) == (8 * 11, 11)
-
-
 def test_many_micro_batches_take_as_long_as_if_each_were_simulated() -> None:
     """After the third a micro-batch repeats the one before."""
     blocks = (unit(4, 8, 5, 5), unit(4, 8, 5, 5), unit(4, 8, 5, None))

@@ -1,1 +1,1 @@
-"""The score of the planner, and its commands."""
+"""The score of the planner."""
