@@ -44,26 +44,22 @@ def committed_is_saved(
     training: Training,
     follows: Callable[[Training, int], None],
     counts: Sequence[int] = (),
-    *,
-    at_every_bucket: bool = False,
-    **arguments: Any,
 ) -> int:
-    """Save again and again while the thread may take no chunk, one, two ..., and let ``follows`` change everything.
+    """Save again and again while the thread may take so many chunks, and let ``follows`` change everything.
 
-    ``counts``: how many it may take; by default each number of them. ``at_every_bucket``: so many that of each bucket
-    the disk has taken none, one, and all. Returns how many chunks a save of this rank has.
+    ``counts``: how many it may take; by default so many that of each bucket the disk has taken none, one, and all.
+    Returns how many chunks a save of this rank has.
     """
     rank = training.rank
     training.step(0)
-    with CheckpointManager(folder / "asynchronous", training.optimizer, **arguments) as checkpoints:
+    with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
         taker.allow(rank, ALL)
         saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
         saving.result(PATIENT)
         total = taker.taken(rank)
-        if at_every_bucket:
-            counts = [0, 1, *taker.one_of_each_bucket(rank), ALL]
-        most = max(int(data) for data in training.optimizer.exchange(str(len(counts) or total + 1).encode()))
-        counts = [*(counts or range(most)), *[ALL] * most][:most]
+        counts = counts or [0, 1, *taker.one_of_each_bucket(rank), ALL]
+        most = max(int(data) for data in training.optimizer.exchange(str(len(counts)).encode()))
+        counts = [*counts, *[ALL] * most][:most]
         for number, count in enumerate(counts, start=1):
             path = folder / f"blocking-{number}"
             state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
@@ -93,8 +89,7 @@ def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_s
     stage, world_size = map(int, row.split("-"))
 
     def program(transport: Transport) -> int:
-        training = Training(transport, stage)
-        return committed_is_saved(tmp_path, taker, training, one_step, at_every_bucket=True)
+        return committed_is_saved(tmp_path, taker, Training(transport, stage), one_step)
 
     assert min(on_threads(world_size, program)) > 8
 
