@@ -24,10 +24,11 @@ from .saved import TiedModel, built, save_small, train
 from .values import difference
 
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.8, 0.9)}
+Trained = tuple[Path, nn.Module, ZeroOptimizer]
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, nn.Module, ZeroOptimizer]:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Return a checkpoint of several files a folder, with groups whose options have many types, and what was saved."""
     model = built()
     first, *rest = [each for each in model.parameters() if each.requires_grad]
@@ -50,7 +51,7 @@ def plain_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_models_tensors_load_strictly_into_a_new_model(trained: tuple[Path, nn.Module, ZeroOptimizer]) -> None:
+def test_the_models_tensors_load_strictly_into_a_new_model(trained: Trained) -> None:
     path, model, _ = trained
     checkpoint = open_checkpoint(path)
     found = checkpoint.model_state_dict()
@@ -64,7 +65,7 @@ def test_the_models_tensors_load_strictly_into_a_new_model(trained: tuple[Path, 
     assert_same_bits(again.get_buffer("scale"), model.get_buffer("scale"))
 
 
-def test_the_optimizers_dict_is_the_plain_one(trained: tuple[Path, nn.Module, ZeroOptimizer]) -> None:
+def test_the_optimizers_dict_is_the_plain_one(trained: Trained) -> None:
     path, _, optimizer = trained
     found, expected = open_checkpoint(path).optimizer_state_dict(), plain_dict(optimizer)
     assert_same_states(found, expected)
@@ -139,7 +140,7 @@ def test_an_optimizer_without_states_or_before_its_first_step_is_saved_too(
     load(tmp_path / "a", ZeroOptimizer(TiedModel(), cls, lr=0.5))
 
 
-def test_the_facts_of_a_checkpoint(trained: tuple[Path, nn.Module, ZeroOptimizer]) -> None:
+def test_the_facts_of_a_checkpoint(trained: Trained) -> None:
     path, model, _ = trained
     checkpoint = open_checkpoint(path)
     manifest = json.loads((path / "checkpoint.json").read_text())
@@ -179,9 +180,7 @@ def test_a_tied_parameter_may_have_the_name_of_the_headers_format(tmp_path: Path
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_safetensors_and_distributed_checkpoint_read_every_tensor(
-    trained: tuple[Path, nn.Module, ZeroOptimizer],
-) -> None:
+def test_safetensors_and_distributed_checkpoint_read_every_tensor(trained: Trained) -> None:
     path, _, _ = trained
     checkpoint = open_checkpoint(path)
     for folder in ("model", "optimizer", "ranks", ""):

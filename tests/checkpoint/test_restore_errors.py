@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from torch import nn
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointError, CheckpointManager, ZeroOptimizer
+from zero.checkpoint.format.manifest import NAME
 from zero.checkpoint.read import restorer
 from zero.checkpoint.write.save_folder import SaveError
 
@@ -51,30 +51,15 @@ def copied(run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(run, tmp_path / "copied"))
 
 
-def newer(path: Path) -> None:
-    manifest = json.loads((path / "checkpoint.json").read_text())
-    (path / "checkpoint.json").write_text(json.dumps({**manifest, "version": 2}))
-
-
-def flipped(path: Path) -> None:
-    data = bytearray((path / OPTIMIZER).read_bytes())
-    data[-200] ^= 4
-    (path / OPTIMIZER).write_bytes(data)
-
-
-def cut_off(path: Path) -> None:
-    (path / MODEL).write_bytes((path / MODEL).read_bytes()[:-1])
-
-
-def gone(path: Path) -> None:
-    (path / "state.safetensors").unlink()
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "newer version": (newer, r"checkpoint\.json: .*version 2.*; older steps: 100"),
-    "one bit": (flipped, r"optimizer-00001-of-00001\.safetensors is broken at block [1-9]\d* \(.*\); older steps: 100"),
-    "cut off": (cut_off, r"model-00001-of-00001\.safetensors has [\d,]+ bytes instead of .*; older steps: 100"),
-    "a file is gone": (gone, r"state\.safetensors cannot be read \(No such file.*; older steps: 100"),
+DAMAGES: dict[str, tuple[str, Callable[[bytes], bytes] | None, str]] = {
+    "newer version": (NAME, lambda data: data.replace(b'"version": 1', b'"version": 2'), r"\.json: .*version 2"),
+    "one bit": (
+        OPTIMIZER,
+        lambda data: data[:-200] + bytes([data[-200] ^ 4]) + data[-199:],
+        r"optimizer-00001-of-00001\.safetensors is broken at block [1-9]\d* \(",
+    ),
+    "cut off": (MODEL, lambda data: data[:-1], r"model-00001-of-00001\.safetensors has [\d,]+ bytes instead of "),
+    "a file is gone": ("state.safetensors", None, r"state\.safetensors cannot be read \(No such file"),
 }
 
 
@@ -124,10 +109,15 @@ OTHERS: dict[str, tuple[Callable[[Transport], ZeroOptimizer], dict[str, Any], st
 
 @pytest.mark.parametrize("case", [*DAMAGES, *OTHERS])
 def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case: str, copied: Path) -> None:
-    damage, words = DAMAGES.get(case, (None, ""))
-    build, arguments, words = OTHERS.get(case, (same, {}, words))
-    if damage is not None:
-        damage(copied / "step-00000200")
+    if case in DAMAGES:
+        name, change, words = DAMAGES[case]
+        build, arguments, words = same, {}, rf"{words}.*; older steps: 100"
+        data = (copied / "step-00000200" / name).read_bytes()
+        (copied / "step-00000200" / name).unlink()
+        if change is not None:
+            (copied / "step-00000200" / name).write_bytes(change(data))
+    else:
+        build, arguments, words = OTHERS[case]
 
     def program(transport: Transport) -> str:
         optimizer = build(transport)
@@ -136,12 +126,12 @@ def test_what_cannot_be_restored_is_named_on_every_rank_and_nothing_changes(case
             with pytest.raises(ValueError, match=words) as caught:
                 checkpoints.restore(200, **arguments)
             assert (optimizer.check_replicas(), len(optimizer.state)) == (before, 0)
-            assert damage is None or isinstance(caught.value, CheckpointError)
+            assert case in OTHERS or isinstance(caught.value, CheckpointError)
         return str(caught.value)
 
     first, second = on_threads(2, program)
     assert first.removeprefix("rank 0: ") == second.removeprefix("rank 0: ")
-    if damage not in (None, newer):
+    if case in DAMAGES and case != "newer version":
         with CheckpointManager(copied, Training(None, 0).optimizer) as checkpoints:
             with pytest.warns(RuntimeWarning, match=r"step-00000200.*; step-00000100 is tried instead") as warned:
                 restored = checkpoints.restore()

@@ -53,7 +53,7 @@ def committed_is_saved(
     rank = training.rank
     training.step(0)
     with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
-        taker.allow(rank, ALL)
+        taker.begin(rank, ALL)
         saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
         saving.result(PATIENT)
         total = taker.taken(rank)
@@ -64,12 +64,12 @@ def committed_is_saved(
             path = folder / f"blocking-{number}"
             state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
             anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
-            taker.allow(rank, count if count < total else ALL)
+            taker.begin(rank, count)
             saving = checkpoints.save(number, state, {"rank": rank})
             state["t"].fill_(-1)
             taker.wait_until(rank, min(count, total))
             follows(training, number)
-            taker.allow(rank, None)
+            taker.release(rank)
             assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
             mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
             for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
