@@ -65,24 +65,24 @@ class Taker:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed = threading.Condition()
         self._allowed: dict[int, float] = {}
-        self._taken: Counter[int] = Counter()
+        self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
         self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
         take = snapshot.Snapshot.take
 
         def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
             name = threading.current_thread().name
-            rank = int(name.rpartition(" ")[2]) if name.startswith("zero-checkpoint") else None
-            if rank is None:
+            if not name.startswith("zero-checkpoint"):
                 take(this, chunk, out)
                 return
+            rank = int(name.rpartition(" ")[2])
             with self._changed:
-                may = self._changed.wait_for(lambda: self._taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
+                may = self._changed.wait_for(lambda: self.taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
                 assert may, "never released"
             buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
             self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
             with self._changed:
-                self._taken[rank] += 1
+                self.taken[rank] += 1
                 self._changed.notify_all()
 
         monkeypatch.setattr(snapshot.Snapshot, "take", wrapped)
@@ -90,7 +90,7 @@ class Taker:
     def begin(self, rank: int, count: float) -> None:
         """Begin to count anew, and allow a rank so many chunks."""
         with self._changed:
-            self._allowed[rank], self._taken[rank] = count, 0
+            self._allowed[rank], self.taken[rank] = count, 0
 
     def release(self, rank: int) -> None:
         """Allow a rank all that is left."""
@@ -101,22 +101,13 @@ class Taker:
     def wait_until(self, rank: int, count: int) -> None:
         """Return when the rank's thread has taken so many chunks."""
         with self._changed:
-            done = self._changed.wait_for(lambda: self._taken[rank] >= count, PATIENT)
-            assert done, f"rank {rank} has taken {self._taken[rank]} chunks"
-
-    def taken(self, rank: int) -> int:
-        """Return how many chunks a rank has taken."""
-        return self._taken[rank]
+            done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
+            assert done, f"rank {rank} has taken {self.taken[rank]} chunks"
 
     def one_of_each_bucket(self, rank: int) -> list[int]:
         """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
-        taken = self._buckets[rank][-self._taken[rank] :]
+        taken = self._buckets[rank][-self.taken[rank] :]
         return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]
-
-
-def own_file(folder: Path, rank: int) -> bytes:
-    """Return a rank's own file of a checkpoint."""
-    return (folder / f"ranks/rank-{rank:05d}.safetensors").read_bytes()
 
 
 def entries(folder: Path) -> list[str]:

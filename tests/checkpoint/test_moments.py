@@ -99,8 +99,10 @@ def manager(folder: Path, optimizer: ZeroOptimizer, **arguments: Any) -> None:
     CheckpointManager(folder / "run", optimizer, **arguments).close()
 
 
-def one_save(folder: Path, optimizer: ZeroOptimizer, name: str = "saved", **arguments: Any) -> None:
-    zero.save(folder / name, optimizer, **arguments)
+def one_save(
+    folder: Path, optimizer: ZeroOptimizer, name: str = "saved", assets: str | None = None, **arguments: Any
+) -> None:
+    zero.save(folder / name, optimizer, assets=None if assets is None else folder / assets, **arguments)
 
 
 STEP = r"step must be "
@@ -116,7 +118,6 @@ WRONG: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "too high": (one_save, {"step": 2**63}, STEP),
     "root": (one_save, {"name": "/"}, "which no checkpoint can have as its name: name a folder"),
     "folder above": (one_save, {"name": ".."}, "which no checkpoint can have as its name: name a folder"),
-    "inside a file": (one_save, {"name": "file/b/saved"}, r"/file/b cannot be written on host \S+: .*File exists"),
     "backslash": (one_save, {"assets": "back"}, "cannot be the name of a file of a checkpoint"),
     "no text": (one_save, {"assets": "bytes"}, "cannot be the name of a file of a checkpoint"),
     "no assets": (one_save, {"assets": "missing"}, "No such file"),
@@ -130,17 +131,14 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all_and_nothing_is_written(
     for folder, name in (("back", b"a\\b.json"), ("bytes", b"\xff.json")):
         (tmp_path / folder).mkdir()
         Path(os.fsdecode(os.fsencode(tmp_path / folder) + b"/" + name)).touch()
-    (tmp_path / "file").touch()
     before = entries(tmp_path)
 
     def program(transport: Transport) -> None:
         given = dict(arguments)
         build = given.pop("optimizer", None)
         optimizer = Training(transport, 0).optimizer if build is None else build(transport)
-        if "assets" in given:
-            given["assets"] = tmp_path / given["assets"]
         with pytest.raises((ValueError, RuntimeError, FileNotFoundError), match=words):
-            call(tmp_path, optimizer, **(given if transport.rank or row == "inside a file" else {}))
+            call(tmp_path, optimizer, **(given if transport.rank else {}))
         optimizer.exchange(b"")
         zero.save(tmp_path / "a" / "b" / "saved", Training(transport, 0).optimizer)
 
@@ -207,7 +205,9 @@ def test_a_folder_that_cannot_be_written_or_is_not_seen_names_rank_and_host(
                 disk.fail_when(lambda call: call.rank == 1 and call.name == name, number)
             optimizer.exchange(b"")
 
-        refused(tmp_path / "file" / "run", r"rank 0: .* cannot be written on host \S+: .*File exists: '.*/file'")
+        no_folder = r" cannot be written on host \S+: .*File exists: '.*/file'"
+        refused(tmp_path / "file" / "run", rf"rank 0: .*{no_folder}")
+        refused(tmp_path / "file" / "b" / "saved", rf"/file/b{no_folder}", zero.save)
         other = r"the folder is '.*/other' on rank 1 \(host \S+\), but '.*/run' on rank 0: every rank"
         refused(tmp_path / "other" if rank else run, other)
         not_seen = r"rank 1 \(host \S+, pid \d+\) cannot use this folder: it does not see it"

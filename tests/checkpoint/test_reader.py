@@ -48,9 +48,6 @@ def plain_dict(optimizer: ZeroOptimizer) -> dict[str, Any]:
     return optimizer.state_dict()
 
 
-# -- values ------------------------------------------------------------------------------------------------------------
-
-
 def test_the_models_tensors_load_strictly_into_a_new_model(trained: Trained) -> None:
     path, model, _ = trained
     checkpoint = open_checkpoint(path)
@@ -176,9 +173,6 @@ def test_a_tied_parameter_may_have_the_name_of_the_headers_format(tmp_path: Path
     model.load_state_dict(found)
 
 
-# -- without this library ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_safetensors_and_distributed_checkpoint_read_every_tensor(trained: Trained) -> None:
     path, _, _ = trained
@@ -197,9 +191,6 @@ def test_safetensors_and_distributed_checkpoint_read_every_tensor(trained: Train
         for name, tensor in expected.items():
             assert_same_bits(found[name], tensor, name)
             assert_same_bits(loaded[name], tensor, name)
-
-
-# -- what is no checkpoint ---------------------------------------------------------------------------------------------
 
 
 def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:

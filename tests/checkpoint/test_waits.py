@@ -111,9 +111,7 @@ def test_a_rank_that_knows_how_a_save_has_ended_waits_no_longer(
 # -- the end of a run --------------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_the_block_completes_the_save_under_way_if_all_ranks_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_block_completes_the_save_under_way_if_all_ranks_leave(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         training = Training(transport, 1)
         training.step(0)
