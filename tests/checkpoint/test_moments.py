@@ -27,9 +27,11 @@ from .saves import Training, entries
 # -- wrong moments -----------------------------------------------------------------------------------------------------
 
 
-def inside(block: AbstractContextManager[Any], call: Callable[[], Any]) -> None:
+def inside(block: AbstractContextManager[Any], call: Callable[[], Any], then: Callable[[], Any] | None = None) -> None:
     with block:
         call()
+    if then is not None:
+        then()
 
 
 def hooked(training: Training, handle: Any) -> None:
@@ -42,7 +44,7 @@ def hooked(training: Training, handle: Any) -> None:
 IN_FORWARD = r"inside gathered\(\) or inside a forward: leave it first"
 IN_BACKWARD = r"inside a backward or inside join\(\): leave it first"
 GRADIENTS = r"call it after step\(\) or zero_grad\(\)"
-MOMENTS: dict[str, tuple[int, Callable[[Any, Callable[[], None]], object], str]] = {
+MOMENTS: dict[str, tuple[int, Callable[[Any, Callable[[], object]], object], str]] = {
     "a forward": (3, lambda at, save: hooked(at, at.model.first.register_forward_hook(lambda *_: save())), IN_FORWARD),
     "a backward": (0, lambda at, save: hooked(at, at.model.last.bias.register_hook(lambda _: save())), IN_BACKWARD),
     "gathered": (1, lambda at, save: inside(at.optimizer.gathered(write=True), save), IN_FORWARD),
@@ -50,7 +52,7 @@ MOMENTS: dict[str, tuple[int, Callable[[Any, Callable[[], None]], object], str]]
     "join": (2, lambda at, save: inside(at.optimizer.join(), save), IN_BACKWARD),
     "gradients": (0, lambda at, save: (at.backward(1), save()), GRADIENTS),
     "gradients of units": (3, lambda at, save: (at.backward(1), save()), GRADIENTS),
-    "sums": (2, lambda at, save: (inside(at.optimizer.no_sync(), lambda: at.backward(1)), save()), GRADIENTS),
+    "sums": (2, lambda at, save: inside(at.optimizer.no_sync(), lambda: at.backward(1), save), GRADIENTS),
     "clipped": (2, lambda at, save: (at.backward(1), at.optimizer.clip_grad_norm_(1.0), save()), GRADIENTS),
 }
 
