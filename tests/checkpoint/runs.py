@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,18 +87,8 @@ def take_steps(model: Odd, optimizer: ZeroOptimizer, first: int, steps: int) -> 
         optimizer.zero_grad()
 
 
-def run(
-    folder: Path,
-    topology: Topology,
-    steps: int,
-    of: Class | None = None,
-    *,
-    between: Callable[[Odd, ZeroOptimizer], None] | None = None,
-) -> str:
-    """Restore the newest checkpoint if there is one, train ``steps`` more, and save. Return the parameters' SHA-256.
-
-    ``between``: is called while the save may be under way; what it does must not be in the checkpoint.
-    """
+def run(folder: Path, topology: Topology, steps: int, of: Class | None = None) -> str:
+    """Restore the newest checkpoint if there is one, train ``steps`` more, and save. Return the parameters' SHA-256."""
 
     def program(transport: Transport) -> str:
         torch.set_num_threads(1)
@@ -109,10 +99,7 @@ def run(
             first = 0 if restored is None else restored.step
             take_steps(model, optimizer, first, steps)
             digest = optimizer.check_replicas()
-            saving = checkpoints.save(first + steps)
-            if between is not None:
-                between(model, optimizer)
-            saving.result(30)
+            checkpoints.save(first + steps).result(30)
         optimizer.close()
         return digest
 

@@ -5,7 +5,9 @@ Knows: `Snapshot.take`, and where the size of blocks is used. Does not know: wha
 
 from __future__ import annotations
 
+import math
 import threading
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,73 +60,54 @@ class Training:
 
 
 class Taker:
-    """Lets the thread of each rank take so many chunks of a save, and no more."""
+    """Lets the thread of each rank take so many chunks of a save, and no more. A blocking save takes all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed = threading.Condition()
-        self._allowed: dict[int, int | None] = {}
-        self._taken: dict[int, int] = {}
-        self._stuck: set[int] = set()
+        self._allowed: dict[int, float] = {}
+        self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
         self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
         take = snapshot.Snapshot.take
 
         def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
-            rank = _rank()
-            self._wait(rank)
-            if rank is not None:
-                buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
-                self._buckets.setdefault(rank, []).append(buckets)
+            name = threading.current_thread().name
+            if not name.startswith("zero-checkpoint"):
+                take(this, chunk, out)
+                return
+            rank = int(name.rpartition(" ")[2])
+            with self._changed:
+                may = self._changed.wait_for(lambda: self.taken[rank] < self._allowed.get(rank, math.inf), PATIENT)
+                assert may, "never released"
+            buckets = {this._live[source][0] for source in chunk.sources if source in this._live}
+            self._buckets.setdefault(rank, []).append(buckets)
             take(this, chunk, out)
+            with self._changed:
+                self.taken[rank] += 1
+                self._changed.notify_all()
 
         monkeypatch.setattr(snapshot.Snapshot, "take", wrapped)
 
-    def _wait(self, rank: int | None) -> None:
-        if rank is None:
-            return  # of a blocking save
+    def begin(self, rank: int, count: float) -> None:
+        """Begin to count anew, and allow a rank so many chunks."""
         with self._changed:
-            allowed = self._allowed.get(rank)
-            if allowed is not None and self._taken.get(rank, 0) >= allowed:
-                self._stuck.add(rank)
-                self._changed.notify_all()
-                assert self._changed.wait_for(lambda: self._allowed[rank] is None, PATIENT), "never released"
-            self._taken[rank] = self._taken.get(rank, 0) + 1
-            self._changed.notify_all()
+            self._allowed[rank], self.taken[rank] = count, 0
 
-    def allow(self, rank: int, count: int | None) -> None:
-        """Begin anew: allow a rank so many chunks; None: all."""
+    def release(self, rank: int) -> None:
+        """Allow a rank all that is left."""
         with self._changed:
-            self._allowed[rank] = count
-            if count is not None:
-                self._taken[rank] = 0
-                self._stuck.discard(rank)
+            self._allowed[rank] = math.inf
             self._changed.notify_all()
 
     def wait_until(self, rank: int, count: int) -> None:
-        """Return when the rank's thread has taken so many chunks, and is stuck if it wants more."""
+        """Return when the rank's thread has taken so many chunks."""
         with self._changed:
-            done = self._changed.wait_for(
-                lambda: self._taken[rank] >= count and (rank in self._stuck or self._allowed[rank] != count), PATIENT
-            )
-            assert done, f"rank {rank} has taken {self._taken[rank]} chunks"
-
-    def taken(self, rank: int) -> int:
-        """Return how many chunks a rank has taken."""
-        return self._taken[rank]
+            done = self._changed.wait_for(lambda: self.taken[rank] >= count, PATIENT)
+            assert done, f"rank {rank} has taken {self.taken[rank]} chunks"
 
     def one_of_each_bucket(self, rank: int) -> list[int]:
         """Return, for each bucket, how many chunks of the last save a rank takes until it has one of its states."""
-        taken = self._buckets[rank][-self._taken[rank] :]
+        taken = self._buckets[rank][-self.taken[rank] :]
         return [1 + next(n for n, of in enumerate(taken) if bucket in of) for bucket in sorted(set().union(*taken))]
-
-
-def _rank() -> int | None:
-    name = threading.current_thread().name
-    return int(name.rpartition(" ")[2]) if name.startswith("zero-checkpoint") else None
-
-
-def own_file(folder: Path, rank: int) -> bytes:
-    """Return a rank's own file of a checkpoint."""
-    return (folder / f"ranks/rank-{rank:05d}.safetensors").read_bytes()
 
 
 def entries(folder: Path) -> list[str]:

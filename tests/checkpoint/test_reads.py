@@ -1,27 +1,138 @@
-"""A load reads each byte twice, a block of many tensors once, and needs no memory but two blocks."""
+"""Any bytes are read by any number of threads; a load reads each byte twice, and needs no memory but two blocks."""
 
 from __future__ import annotations
 
+import os
 import threading
+import zlib
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
-from zero import ZeroOptimizer
+from zero import CheckpointError, ZeroOptimizer
+from zero.checkpoint import files
+from zero.checkpoint.format.manifest import FileSums
 from zero.checkpoint.read import loader, restorer
-from zero.checkpoint.read.file_reader import FileReader
+from zero.checkpoint.read.file_reader import FileReader, each_block, threads_of_rank
 from zero.checkpoint.read.loader import PartReader
 
+from ..support.limits import BOUND
 from .saved import BLOCK, MODEL, save_small
 
+# -- threads, pieces, blocks -------------------------------------------------------------------------------------------
 
-def _trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_block_is_read_once_by_as_many_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert threads_of_rank(1) >= 1
+    assert threads_of_rank(100_000) == 1
+    read: list[int] = []
+    together = threading.Barrier(threads)
+
+    def one(block: int) -> None:
+        if block < threads:
+            together.wait(BOUND)  # as many threads as are asked for are here at once
+        read.append(block)
+
+    each_block(range(20), one, threads)
+    assert sorted(read) == list(range(20))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    read.clear()
+    each_block(range(5), read.append, threads)
+    assert read == list(range(5)), "read where no thread can be started"
+
+
+def test_the_first_broken_block_is_named_and_no_thread_reads_any_more() -> None:
+    begun, reading = threading.Barrier(2), threading.Event()
+    late: list[int] = []
+
+    def one(block: int) -> None:
+        begun.wait(BOUND)
+        if block == 1:
+            reading.set()
+            raise ValueError("the second block")
+        assert reading.wait(BOUND)  # the other thread's block has failed first
+        late.append(block)
+        raise ValueError("the first block")
+
+    with pytest.raises(ValueError, match="the first block"):
+        each_block(range(8), one, 2)
+    assert late == [0]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_pieces_are_filled_one_after_the_other_also_by_short_reads(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = bytes(number % 251 for number in range(3_000))
+    (tmp_path / "file").write_bytes(data)
+    of_system = os.preadv
+
+    def short(number: int, pieces: Sequence[memoryview], offset: int) -> int:
+        room, few = most, []
+        for piece in pieces[:most]:
+            few.append(piece[:room])
+            room -= len(few[-1])
+        return of_system(number, few, offset)
+
+    monkeypatch.setattr(os, "preadv", short)
+    sizes = [5, 1, 2, *([1] * 1_500), 700, 300]
+    pieces = [memoryview(bytearray(size)) for size in sizes]
+    with files.read_only(tmp_path, "file") as number:
+        assert files.read_pieces(number, pieces, 11) == sum(sizes)
+        assert b"".join(pieces) == data[11 : 11 + sum(sizes)]
+        beyond = [memoryview(bytearray(4)), memoryview(bytearray(4))]
+        assert files.read_pieces(number, beyond, len(data) - 6) == 6
+        assert b"".join(beyond) == data[-6:] + bytes(2)
+
+
+@settings(max_examples=5 * settings().max_examples)
+@given(
+    st.binary(min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 60), st.integers(0, 60), st.integers(0, 120)
+)
+def test_any_bytes_are_read_and_those_of_a_broken_block_are_an_error_every_time(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, block_bytes: int, begin: int, length: int, changed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("file")
+    sums = FileSums(len(data), tuple(zlib.crc32(data[i : i + block_bytes]) for i in range(0, len(data), block_bytes)))
+    (folder / "a").write_bytes(b"".join(bytes([byte ^ (at == changed)]) for at, byte in enumerate(data)))
+    begin = min(begin, len(data))
+    end = min(begin + length, len(data))
+    with FileReader(folder, "a", sums, block_bytes) as reader:
+        assert [reader.span(block) for block in range(reader.blocks)] == [
+            (low, min(block_bytes, len(data) - low)) for low in range(0, len(data), block_bytes)
+        ]
+        broken, words = changed // block_bytes, f"a is broken at block {changed // block_bytes}"
+        if begin < end and changed < len(data) and begin // block_bytes <= broken <= (end - 1) // block_bytes:
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=words):
+                    reader.read(begin, end - begin)
+        else:
+            assert reader.read(begin, end - begin) == data[begin:end]
+        if changed < len(data):
+            with pytest.raises(CheckpointError, match=words):
+                reader.verify(0, reader.blocks)
+        else:
+            reader.verify(0, reader.blocks)
+
+
+# -- how often, and how much -------------------------------------------------------------------------------------------
+
+
+def trained(model: nn.Module, **arguments: object) -> ZeroOptimizer:
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, **arguments)  # type: ignore[arg-type]
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
@@ -49,15 +160,15 @@ class Reads:
             monkeypatch.setattr(module, "threads_of_rank", lambda _: 1)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_all_ranks_together_read_each_byte_twice(stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once to verify it before anything changes, once to load it."""
-    save_small(tmp_path / "a", _trained(nn.Linear(64, 1024)), state=None)
+    save_small(tmp_path / "a", trained(nn.Linear(64, 1024)), state=None)
     whole = sum(path.stat().st_size for path in (tmp_path / "a").rglob("*") if path.is_file())
     reads = Reads(monkeypatch)
 
     def program(transport: Transport) -> None:
-        zero.load(tmp_path / "a", _trained(nn.Linear(64, 1024), stage=stage, process_group=transport), rng=False)
+        zero.load(tmp_path / "a", trained(nn.Linear(64, 1024), stage=stage, process_group=transport), rng=False)
 
     on_threads(4, program)
     assert 1.8 * whole < reads.nbytes < 2.3 * whole, "headers, indices and the caller's state are read by every rank"
@@ -66,7 +177,7 @@ def test_all_ranks_together_read_each_byte_twice(stage: int, tmp_path: Path, mon
 def test_a_rank_reads_a_block_of_many_tensors_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def program(transport: Transport) -> None:
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)), *(nn.LayerNorm(64) for _ in range(40)))
-        optimizer = _trained(model, stage=3, process_group=transport, bucket_cap_mb=0.001)
+        optimizer = trained(model, stage=3, process_group=transport, bucket_cap_mb=0.001)
         save_small(tmp_path / "a", optimizer)
         optimizer.exchange(b"")
         with pytest.MonkeyPatch.context() as patch:
@@ -82,19 +193,13 @@ def test_a_rank_reads_a_block_of_many_tensors_once(tmp_path: Path, monkeypatch: 
     of_weights = {place: count for place, count in found.items() if place[1].startswith(("model/", "optimizer/"))}
     assert len(of_weights) > 30
     assert max(count for (_, path, block), count in of_weights.items() if block) == 2, "verified and loaded"
-
-
-def test_small_tensors_of_one_block_read_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(40)))
-    save_small(tmp_path / "a", ZeroOptimizer(model, torch.optim.SGD, lr=0.1))
-    reads = Reads(monkeypatch)
-    checkpoint = zero.open_checkpoint(tmp_path / "a")
-    assert len(checkpoint.model_state_dict()) == 80
-    assert sum(reads.blocks.values()) <= 2 * len(checkpoint.manifest.files[MODEL].crc32)
+    reads, checkpoint = Reads(monkeypatch), zero.open_checkpoint(tmp_path / "a")
+    assert len(checkpoint.model_state_dict()) == 86
+    assert sum(reads.blocks.values()) <= 2 * len(checkpoint.manifest.files[MODEL].crc32), "so does a reader"
 
 
 def test_a_load_needs_no_memory_but_two_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    optimizer = _trained(nn.Linear(64, 512))
+    optimizer = trained(nn.Linear(64, 512))
     save_small(tmp_path / "a", optimizer)
     blocks = 0
     peaks: list[int] = []

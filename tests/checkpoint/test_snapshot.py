@@ -1,7 +1,7 @@
-"""What is committed is the state at the save, whatever follows, at any speed of the disk.
+"""What is committed is the state at the save, whatever was before and follows, at any speed of the disk.
 
-Every checkpoint here is compared with one that `zero.save` has written before training went on: its content, which
-names every byte of every file, and each rank's own file.
+Every checkpoint here is compared with one that `zero.save` has written before training went on, without the plan of an
+earlier save: its content, which names every byte of every file, each rank's own file, and what its manifest says.
 """
 
 from __future__ import annotations
@@ -11,25 +11,30 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
-from zero.checkpoint.format.extents import Chunk
+from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
 
 from ..support.limits import PATIENT
-from .saves import Taker, Training, own_file, small_blocks
+from ..support.plain import assert_same_model
+from .saves import Taker, Training, entries, small_blocks
 
 ALL = 10**6
-BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+@pytest.fixture
+def taker(monkeypatch: pytest.MonkeyPatch) -> Taker:
+    small_blocks(monkeypatch, 1024)
+    return Taker(monkeypatch)
 
 
 def committed_is_saved(
@@ -38,56 +43,49 @@ def committed_is_saved(
     training: Training,
     follows: Callable[[Training, int], None],
     counts: Sequence[int] = (),
-    *,
-    at_every_bucket: bool = False,
-    **arguments: Any,
 ) -> int:
-    """Save again and again while the thread may take no chunk, one, two ..., and let ``follows`` change everything.
+    """Save again and again while the thread may take so many chunks, and let ``follows`` change everything.
 
-    ``counts``: how many it may take; by default each number of them. ``at_every_bucket``: so many that of each bucket
-    the disk has taken none, one, and all. Returns how many chunks a save of this rank has.
+    ``counts``: how many it may take; by default so many that of each bucket the disk has taken none, one, and all.
+    Returns how many chunks a save of this rank has.
     """
     rank = training.rank
+    mine_alone = f"ranks/rank-{rank:05d}.safetensors"
     training.step(0)
-    with CheckpointManager(folder / "asynchronous", training.optimizer, **arguments) as checkpoints:
-        taker.allow(rank, ALL)
+    with CheckpointManager(folder / "asynchronous", training.optimizer) as checkpoints:
+        taker.begin(rank, ALL)
         saving = checkpoints.save(0, {"n": 0, "t": torch.arange(0)}, {"rank": rank})
         saving.result(PATIENT)
-        total = taker.taken(rank)
-        if at_every_bucket:
-            counts = [0, 1, *taker.one_of_each_bucket(rank), ALL]
-        most = max(int(data) for data in training.optimizer.exchange(str(len(counts) or total + 1).encode()))
-        counts = [*(counts or range(most)), *[ALL] * most][:most]
+        total = taker.taken[rank]
+        counts = counts or [0, 1, *taker.one_of_each_bucket(rank), ALL]
+        most = max(int(data) for data in training.optimizer.exchange(str(len(counts)).encode()))
+        counts = [*counts, *[ALL] * most][:most]
         for number, count in enumerate(counts, start=1):
             path = folder / f"blocking-{number}"
             state: dict[str, Any] = {"n": number, "t": torch.arange(number)}
-            expected = zero.save(path, training.optimizer, state, {"rank": rank}, step=number).result()
-            taker.allow(rank, count if count < total else ALL)
+            anew = zero.save(path, training.optimizer, state, {"rank": rank}, step=number)
+            taker.begin(rank, count)
             saving = checkpoints.save(number, state, {"rank": rank})
             state["t"].fill_(-1)
             taker.wait_until(rank, min(count, total))
             follows(training, number)
-            taker.allow(rank, None)
-            assert saving.result(PATIENT) == expected, f"{count} of {total} chunks were taken before"
-            assert own_file(saving.path, rank) == own_file(path, rank)
+            taker.release(rank)
+            assert saving.result(PATIENT) == anew.result(), f"{count} of {total} chunks were taken before"
+            mine, theirs = (zero.open_checkpoint(each).manifest for each in (saving.path, path))
+            for name in ("parameters", "param_groups", "not_saved", "block_bytes"):
+                assert getattr(mine, name) == getattr(theirs, name), name
+            assert (saving.path / mine_alone).read_bytes() == (path / mine_alone).read_bytes()
     return total
-
-
-def one_step(training: Training, number: int) -> None:
-    training.step(number)
 
 
 @pytest.mark.parametrize("row", ["0-2", "1-3", "2-1", "3-2"])
 def test_a_step_changes_nothing_of_a_save_of_which_the_disk_has_taken_none_one_some_or_all(
-    row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    row: str, taker: Taker, tmp_path: Path
 ) -> None:
-    small_blocks(monkeypatch, 1024)
-    taker = Taker(monkeypatch)
     stage, world_size = map(int, row.split("-"))
 
     def program(transport: Transport) -> int:
-        training = Training(transport, stage)
-        return committed_is_saved(tmp_path, taker, training, one_step, at_every_bucket=True)
+        return committed_is_saved(tmp_path, taker, Training(transport, stage), Training.step)
 
     assert min(on_threads(world_size, program)) > 8
 
@@ -142,79 +140,90 @@ def closes(training: Training, number: int) -> None:
             parameter.fill_(number)
 
 
-EVENTS: dict[str, tuple[Callable[[Training, int], None], int]] = {
-    "edits in gathered": (edits_in_place, 3),
-    "edits without asking": (edits_without_asking, 0),
-    "load_state_dict": (loads_a_dict, 3),
-    "states edited": (edits_states, 2),
-    "states reset": (resets_states, 1),
-    "add_param_group": (adds_a_group, 2),  # stage 3 takes no parameter that its module did not have
-    "close": (closes, 3),
+def does_all_on_disk(training: Training, number: int) -> None:
+    (Training.step, edits_in_place, loads_a_dict)[number % 3](training, number)
+
+
+LAYOUTS: Sequence[Callable[[Any, dict[str, Any], int], object]] = (
+    lambda model, group, number: group.update(lr=group["lr"] / 3),  # its text has another length
+    lambda model, group, number: group.update(note="x" * 6_000 if "note" not in group else "x" * number),
+    lambda model, group, number: group.update(note="x" * number),
+    lambda model, group, number: model.first.bias.requires_grad_(requires_grad=False),
+    lambda model, group, number: model.offset.add_(1),
+    lambda model, group, number: setattr(model.offset, "data", torch.full_like(model.offset, number)),
+    lambda model, group, number: model.register_buffer("offset", torch.full_like(model.offset, number)),
+    lambda model, group, number: model.layers.register_buffer("extra", torch.arange(number)),
+    lambda model, group, number: model.layers.register_buffer("extra", torch.ones(number % 3, 2, dtype=torch.int64)),
+    lambda model, group, number: model._non_persistent_buffers_set.add("offset"),
+    lambda model, group, number: model._non_persistent_buffers_set.remove("offset"),
+    lambda model, group, number: model.register_buffer("phase", torch.full((3,), 1 - 2j).conj()),  # conjugated if read
+)
+
+
+def changes_layouts(training: Training, number: int) -> None:
+    """Change what the plan of the save before does not fit any more."""
+    if number < 3:
+        training.backward(number)
+        training.optimizer.step()
+        training.model.zero_grad()
+    else:
+        LAYOUTS[(number - 3) % len(LAYOUTS)](training.model, training.optimizer.param_groups[0], number)
+
+
+ON_DISK = {"offload": "states"}
+IN_BF16 = {"mixed_precision": MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)}
+ANEW = [0] * (len(LAYOUTS) + 3)
+EVENTS: dict[str, tuple[Callable[[Training, int], None], int, Sequence[int], dict[str, Any]]] = {
+    "edits in gathered": (edits_in_place, 3, [0, 6], {}),
+    "edits without asking": (edits_without_asking, 0, [0, 6], {}),
+    "load_state_dict": (loads_a_dict, 3, [0, 6], {}),
+    "states edited": (edits_states, 2, [0, 6], {}),
+    "states reset": (resets_states, 1, [0, 6], {"cls": torch.optim.Adagrad}),  # it makes new states at once
+    "add_param_group": (adds_a_group, 2, [0, 6], {}),  # stage 3 takes no parameter that its module did not have
+    "close": (closes, 3, [5], {}),
+    "states on disk": (does_all_on_disk, 1, [0, 0, 0, 4], ON_DISK),
+    "bf16 on disk": (does_all_on_disk, 3, [0, 0, 0, 4], {**ON_DISK, **IN_BF16}),
+    "layouts": (changes_layouts, 2, ANEW, {}),
+    "layouts in bf16": (changes_layouts, 3, ANEW, IN_BF16),
 }
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_whatever_follows_changes_nothing_of_a_save(
-    event: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
+    event: str, taker: Taker, tmp_path: Path
 ) -> None:
-    small_blocks(monkeypatch, 1024)
-    taker = Taker(monkeypatch)
-    follows, stage = EVENTS[event]
-    counts = [5] if event == "close" else [0, 6]
-    cls = torch.optim.Adagrad if event == "states reset" else torch.optim.AdamW  # it makes new states at once
+    follows, stage, counts, arguments = EVENTS[event]
+    if "offload" in arguments:
+        (tmp_path / "states").mkdir()
+        arguments = {**arguments, "offload": Offload(states=tmp_path / "states")}
 
     def program(transport: Transport) -> None:
-        committed_is_saved(tmp_path, taker, Training(transport, stage, cls), follows, counts)
+        committed_is_saved(tmp_path, taker, Training(transport, stage, **arguments), follows, counts)
 
     on_threads(2, program)
 
 
-@pytest.mark.parametrize("kind", ["disk", "bf16 on disk"])
-def test_master_weights_and_states_on_disk_are_those_at_the_save(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    small_blocks(monkeypatch, 1024)
-    taker = Taker(monkeypatch)
-    (tmp_path / "states").mkdir()
-    arguments: dict[str, Any] = {"offload": Offload(states=tmp_path / "states")}
-    if "bf16" in kind:
-        arguments["mixed_precision"] = BF16
+def test_a_plan_serves_the_next_save_if_no_layout_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[WritePlan] = []
+    init = WritePlan.__init__
 
-    def follows(training: Training, number: int) -> None:
-        (one_step, edits_in_place, loads_a_dict)[number % 3](training, number)
+    def counted(this: WritePlan, *arguments: Any) -> None:
+        made.append(this)
+        init(this, *arguments)
 
-    def program(transport: Transport) -> None:
-        training = Training(transport, 3 if "bf16" in kind else 1, **arguments)
-        committed_is_saved(tmp_path, taker, training, follows, [0, 0, 0, 4])
-
-    on_threads(2, program)
+    monkeypatch.setattr(WritePlan, "__init__", counted)
+    training = Training(None, 2)
+    training.step(1)  # with all parameters, whose states are there from now on
+    with CheckpointManager(tmp_path, training.optimizer, asynchronous=False) as checkpoints:
+        for number in range(1, 4):
+            checkpoints.save(number)
+            edits_without_asking(training, number)
+            training.model.get_buffer("offset").add_(1)
+            training.step(number)
+    assert len(made) == 1
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
-
-
-class Stepping:
-    """Holds each thread before its first chunk until the step of its rank asks for the first bucket; then it fails."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._asked: WeakKeyDictionary[Snapshot, threading.Event] = WeakKeyDictionary()
-        before_update, take = Snapshot.before_update, Snapshot.take
-
-        def asked(this: Snapshot, bucket: int) -> None:
-            self._event(this).set()
-            before_update(this, bucket)
-
-        def taken(this: Snapshot, chunk: Chunk, out: Tensor) -> None:
-            if threading.current_thread().name.startswith("zero-checkpoint"):
-                assert self._event(this).wait(PATIENT), "no step came"
-                raise OSError(errno.EIO, "of the test")
-            take(this, chunk, out)
-
-        monkeypatch.setattr(Snapshot, "before_update", asked)
-        monkeypatch.setattr(Snapshot, "take", taken)
-
-    def _event(self, this: Snapshot) -> threading.Event:
-        return self._asked.setdefault(this, threading.Event())
 
 
 def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> None:
@@ -239,22 +248,29 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
 @pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")
 @pytest.mark.timeout(20)  # for which a step would wait
 def test_an_error_of_the_thread_never_blocks_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small_blocks(monkeypatch)
-    Stepping(monkeypatch)
+    """The thread fails at its first chunk, when a step has asked for its first bucket."""
+    asked, before_update = threading.Event(), Snapshot.before_update
 
-    def program(transport: Transport) -> tuple[str, str]:
-        plain, training = Training(transport, 1), Training(transport, 1)
-        checkpoints = CheckpointManager(tmp_path / "a", training.optimizer)
-        plain.step(0)
-        training.step(0)
-        saving = checkpoints.save(1)
-        for number in (1, 2):
-            plain.step(number)
-            training.step(number)
-        with pytest.raises(RuntimeError, match=r"rank \d could not save .*step-00000001: OSError: .*of the test"):
-            saving.result(PATIENT)
-        checkpoints.close()
-        return plain.optimizer.check_replicas(), training.optimizer.check_replicas()
+    def asks(this: Snapshot, bucket: int) -> None:
+        asked.set()
+        before_update(this, bucket)
 
-    assert len({bits for pair in on_threads(2, program) for bits in pair}) == 1
-    assert sorted(entry.name for entry in (tmp_path / "a").iterdir()) == [".lock"]
+    def fails(*_: object) -> None:
+        assert asked.wait(PATIENT), "no step came"
+        raise OSError(errno.EIO, "of the test")
+
+    plain, training = Training(None, 1), Training(None, 1)
+    monkeypatch.setattr(Snapshot, "take", fails)
+    checkpoints = CheckpointManager(tmp_path, training.optimizer)
+    plain.step(0)
+    training.step(0)
+    monkeypatch.setattr(Snapshot, "before_update", asks)
+    saving = checkpoints.save(1)
+    for number in (1, 2):
+        plain.step(number)
+        training.step(number)
+    with pytest.raises(RuntimeError, match=r"rank 0 could not save .*step-00000001: OSError: .*of the test"):
+        saving.result(PATIENT)
+    checkpoints.close()
+    assert_same_model(training.model, plain.model)
+    assert entries(tmp_path) == [".lock"]

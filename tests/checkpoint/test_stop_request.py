@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from zero import StopOnSignal, ZeroOptimizer
+from zero import StopOnSignal
 
 from ..support.parts import parts_of
 from ..support.pool import GlooPool
@@ -50,13 +48,12 @@ def caught() -> Iterator[list[int]]:
 def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_was_there_handles_it(
     caught: list[int],
 ) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1)
+    training = Training(None, 0)
+    optimizer = training.optimizer
     with StopOnSignal(optimizer) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         assert not stop.requested
-        model(torch.ones(2)).sum().backward()
-        optimizer.step()
+        training.step(0)
         assert stop.requested
     assert caught == []
     with StopOnSignal(optimizer) as stop:
@@ -75,18 +72,8 @@ def test_inside_the_block_a_signal_does_not_end_the_process_and_after_it_what_wa
 
 
 def test_what_no_process_can_handle_is_an_error_that_names_it() -> None:
-    optimizer = ZeroOptimizer(nn.Linear(2, 2), torch.optim.SGD, lr=0.1)
+    optimizer = Training(None, 0).optimizer
     with pytest.raises(ValueError, match="signals has SIGKILL, which no process can handle: leave it out"):
         StopOnSignal(optimizer, [signal.SIGTERM, signal.SIGKILL])
-    errors: list[Exception] = []
-
-    def enter() -> None:
-        try:
-            StopOnSignal(optimizer).__enter__()
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "main thread" in str(errors[0])
+    with ThreadPoolExecutor(1) as pool:
+        assert "main thread" in str(pool.submit(StopOnSignal(optimizer).__enter__).exception())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def test_a_restore_waits_for_the_save_under_way(call: str, tmp_path: Path, monke
     taker, wait = Taker(monkeypatch), Saving.wait
 
     def released(this: Saving) -> None:
-        taker.allow(0, None)
+        taker.release(0)
         wait(this)
 
     training = Training(None, 1)
@@ -36,9 +37,8 @@ def test_a_restore_waits_for_the_save_under_way(call: str, tmp_path: Path, monke
         checkpoints.save(1, blocking=True)
         training.step(1)
         monkeypatch.setattr(Saving, "wait", released)
-        taker.allow(0, 0)
+        taker.begin(0, 0)
         first = checkpoints.save(2)
-        taker.wait_until(0, 0)
         if call == "save":
             checkpoints.save(3)
             assert first.done()
@@ -91,17 +91,15 @@ def test_a_rank_waits_as_long_as_the_others_write_and_not_longer_than_the_group_
 
 
 @pytest.mark.assumes("pwrite")
-def test_a_rank_that_is_told_of_a_failure_waits_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, clock = waiting(tmp_path, lambda now: folder.abandon("rank 0 is gone", 5) if now > 1 else None, monkeypatch)
-    with pytest.raises(SaveError, match="rank 0 is gone"):
-        folder.wait_until_committed()
-    assert 6 < clock.now < 6.1
-
-
-@pytest.mark.assumes("pwrite")
-def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
+def test_a_rank_that_knows_how_a_save_has_ended_waits_no_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another rank tells it of a failure, or it finds nothing of the save."""
+    told, clock = waiting(tmp_path, lambda now: told.abandon("rank 0 is gone", 5) if now > 1 else None, monkeypatch)
+    with pytest.raises(SaveError, match="rank 0 is gone"):
+        told.wait_until_committed()
+    assert 6 < clock.now < 6.1
+    told.remove_rest()
     folder, clock = waiting(tmp_path, lambda now: None, monkeypatch)
     folder.remove_rest()
     for call in (folder.wait_until_ready, folder.wait_until_committed):
@@ -113,9 +111,7 @@ def test_a_rank_that_finds_nothing_of_a_save_knows_that_it_was_given_up(
 # -- the end of a run --------------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_the_block_completes_the_save_under_way_if_all_ranks_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_block_completes_the_save_under_way_if_all_ranks_leave(tmp_path: Path) -> None:
     def program(transport: Transport) -> None:
         training = Training(transport, 1)
         training.step(0)
@@ -136,12 +132,12 @@ def test_close_waits_for_no_rank_that_is_lost(tmp_path: Path, monkeypatch: pytes
         training, rank = Training(transport, 1), transport.rank
         training.step(0)
         checkpoints = CheckpointManager(tmp_path, training.optimizer)
-        taker.allow(rank, 0 if rank else None)
+        taker.begin(rank, 0 if rank else math.inf)
         checkpoints.save(1)
         if rank:
             parts_of(training.optimizer).transport.abort("of the test")
             assert closed.wait(PATIENT)
-            taker.allow(rank, None)
+            taker.release(rank)
         else:
             with pytest.raises(CollectiveError):
                 training.optimizer.exchange(b"")
