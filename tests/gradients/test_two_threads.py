@@ -138,8 +138,9 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
             assert_same_bits(ours, theirs)
 
 
-def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most, together = [0], [0], threading.Barrier(2)
+@pytest.mark.usefixtures("backwards")
+def test_no_two_hooks_of_an_optimizer_run_at_once() -> None:
+    inside, most = [0], [0]
 
     class Listening:
         def __getattr__(self, name: str) -> Callable[..., None]:
@@ -151,29 +152,14 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
 
             return event
 
-    listener = Listening()
+    listener = Listening()  # which hooks hold weakly
     watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
     optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
     buckets = parts_of(optimizer).storage.buckets
     for bucket in buckets:
         for slot in range(len(bucket.parameters)):
             watching.watch(bucket, slot)
-    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-    backward = Backward(1)
-    for module in (hooks, backward_tracker):
-        monkeypatch.setattr(module, "current_graph_task_id", lambda: 1)
-    monkeypatch.setattr(backward_tracker, "queue_callback", backward.callbacks.append)
-
-    def side(first: int) -> None:
-        together.wait(BOUND)
-        for parameter in parameters[first::2]:
-            accumulate(parameter, torch.ones(NUMEL))
-
-    sides = [threading.Thread(target=side, args=(first,)) for first in range(2)]
-    for thread in sides:
-        thread.start()
-    for thread in sides:
-        thread.join()
+    run_backward([parameter for bucket in buckets for parameter in bucket.parameters], 0, 0, 1)
     assert most == [1]
 
 
@@ -186,23 +172,15 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
     assert not flags.repeats(first, may_be_new=True)
     flags.note(first, True)
     assert flags.repeats(first, may_be_new=False)
-    assert flags.repeats(second, may_be_new=False)
-    assert second.item() == 1
-    assert flags.repeats(second, may_be_new=False)
-    again = torch.zeros(1, device="meta")
+    for _ in range(2):
+        assert flags.repeats(second, may_be_new=False)
+        assert second.item() == 1
+    again, other = torch.zeros(1, device="meta"), torch.zeros(1)
     assert not flags.repeats(again, may_be_new=True), "the next unscale_"
     flags.note(again, False)
-    other = torch.zeros(1)
     assert flags.repeats(other, may_be_new=False)
     assert other.item() == 0
-
-
-def test_an_unscale_of_another_step_is_none_of_this_one() -> None:
-    """The step before used parameters on one device alone, and this one those on the other."""
-    flags = FoundInf()
-    flags.note(torch.zeros(1, device="meta"), True)
-    found = torch.zeros(1)
-    assert not flags.repeats(found, may_be_new=True)
-    assert found.item() == 0
-    flags.note(found, False)
+    third = torch.zeros(1)
+    assert not flags.repeats(third, may_be_new=True), "that of another step, with parameters of this device alone"
+    flags.note(third, False)
     assert not flags.repeats(torch.zeros(1, device="meta"), may_be_new=True)
