@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from collectives import Pairwise, Tag, Transport, Work
+from collectives import Transport
+from zero import ZeroOptimizer
 from zero.parameters.gathered.buffers import State
 from zero.parameters.unit_manager import UnitManager
 
@@ -18,7 +18,6 @@ from ..support.cases import (
     TURNS,
     Block,
     Case,
-    Net,
     assert_nothing_is_here,
     batches_of,
     externally_held,
@@ -30,12 +29,11 @@ from ..support.cases import (
     train,
 )
 from ..support.plain import assert_same_bits, assert_same_model, share
-from ..support.small import blocks, with_sgd
+from .stage3 import Blocks, on_blocks, plain_blocks
 from .unit_cases import body, freeze_parts, tie
 from .worlds import on, size_of
 
 DEEP = 12
-Events = list[tuple[str, str]]
 
 
 def in_use(manager: UnitManager) -> int:
@@ -94,74 +92,9 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str)
     on(world, program)
 
 
-# -- when -------------------------------------------------------------------------------------------------------------
-
-
-def recorded(events: Events) -> Callable[[Transport], Pairwise]:
-    """Return an algorithm that records when the gather of a unit is launched."""
-
-    class Recorded(Pairwise):
-        def all_gather(self, flat: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-            events.append(("gather", tag.label.removeprefix("gather of unit ").strip("'")))
-            return super().all_gather(flat, bounds, tag=tag)
-
-    return Recorded
-
-
-def record_blocks(model: Any, events: Events) -> None:
-    """Record when a block's forward and backward end."""
-    for number, block in enumerate(model.blocks):
-
-        def enter(_: Any, args: tuple[Tensor], name: str = f"blocks.{number}") -> None:
-            args[0].register_hook(lambda gradient: events.append(("backward ends", name)))
-
-        def leave(*_: Any, name: str = f"blocks.{number}") -> None:
-            events.append(("forward ends", name))
-
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
-
-
-BACKWARDS = body(lambda model, x: model.blocks[0](model.blocks[1](model.blocks[2](x))))
-
-
-@pytest.mark.parametrize("build", [Net, BACKWARDS])
-def test_the_next_unit_is_gathered_while_one_runs(build: type[Net]) -> None:
-    """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
-    ended."""
-
-    def program(transport: Transport) -> Events:
-        events: Events = []
-        model, optimizer = sharded(Case(build), transport, collective=recorded(events), bucket_cap_mb=1)
-        record_blocks(model, events)
-        for step in range(2):
-            events.clear()
-            one_backward(model, batches_of(step, 1)[0])
-            optimizer.zero_grad()
-        return events
-
-    order = [f"blocks.{number}" for number in range(Net.count)]
-    if build is BACKWARDS:
-        order.reverse()
-    for events in on("several", program):
-        for path, names in (("forward", order), ("backward", order[::-1])):
-            for name, following in pairwise(names):
-                gather = position(events, ("gather", following), last=path == "backward")
-                assert gather < events.index((f"{path} ends", name)), (path, name, events)
-                if name != names[0]:
-                    before = names[names.index(name) - 1]
-                    assert gather > events.index((f"{path} ends", before)), (path, name, events)
-
-
-def position(events: Events, event: tuple[str, str], last: bool) -> int:
-    """Return the position of the first or last occurrence of an event."""
-    found = [number for number, each in enumerate(events) if each == event]
-    assert len(found) in (1, 2), (event, events)
-    return found[-1 if last else 0]
-
-
 # -- how much ---------------------------------------------------------------------------------------------------------
 
+BACKWARDS = body(lambda model, x: model.blocks[0](model.blocks[1](model.blocks[2](x))))
 TRAFFIC: dict[str, tuple[Case, int, str]] = {
     "plain": (Case(), 1, "several"),
     "every backward synchronized": (Case(), TURNS, "travel"),
@@ -206,41 +139,33 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str) -> None:
 def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
     """It must not show a unit that is gathered into a free buffer of the same size meanwhile."""
 
-    def program(transport: Transport) -> list[Tensor]:
-        model = blocks()
-        optimizer = with_sgd(model, transport, stage=3)
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[Tensor]:
         with optimizer.gathered():
-            views = [model[number].weight.detach() for number in range(3)]
+            views = [model.weight(number).detach() for number in range(3)]
         with torch.no_grad():
-            model(torch.ones(1, 4))
+            model(model.inputs)
         return [view.clone() for view in views]
 
-    for views in on("travel", program):
-        for view, layer in zip(views, blocks(), strict=True):
-            assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
+    for views, _ in on_blocks("travel", 4, act):
+        for number, view in enumerate(views):
+            assert_same_bits(view, Blocks(4).weight(number))
 
 
 def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
-    def program(transport: Transport) -> tuple[list[int], list[str], nn.Module]:
-        model = blocks()
-        optimizer = with_sgd(model, transport, stage=3)
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[int], list[str]]:
         places: list[int] = []
         for number in (0, 2):
             model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
-        inputs = torch.ones(1, 4, requires_grad=True)  # so that autograd also saves the first unit's weight
-        loss = model(inputs).sum()
+        inputs = model.inputs.clone().requires_grad_()  # so that autograd also saves the first unit's weight
+        loss = model(inputs).square().sum()
         with torch.no_grad():
             model(inputs)  # reshards every unit at its end
         held = externally_held(manager_of(optimizer))
         loss.backward()
         optimizer.step()
-        optimizer.close()
-        return places[:2], held, model
+        return places[:2], held
 
-    expected = blocks()
-    expected(torch.ones(1, 4)).sum().backward()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for (first, last), held, model in on("travel", program):
+    for ((first, last), held), model in on_blocks("travel", 4, act):
         assert first == last, "the last unit is gathered into the buffer of the first one"
         assert held == [], "the graph holds places, not weights"
-        assert_same_model(model, expected)
+        assert_same_model(model, plain_blocks(4, 2))
