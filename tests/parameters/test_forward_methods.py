@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -75,18 +75,21 @@ def register(model: Any) -> None:
             zero.register_forward_method(block, name)
 
 
-def of_a_unit_and_its_forward(model: Any, batch: Batch) -> None:
+def act(model: Any, batch: Batch) -> Iterator[None]:
+    """Call methods of units, and those of the model, around each other and around forwards."""
     x = model.blocks[1].again(model.blocks[1].act(model.embed(batch.x), bias=0.5))
     (model.blocks[2].act(x) + model.blocks[1](x)).square().mean().backward()
-
-
-def of_the_model_nested(model: Any, batch: Batch) -> None:
+    yield
     with torch.no_grad():
         x = batch.x + model.both(batch.x).mean()
     (model.both(x) + model(batch.x)).square().mean().backward()
+    yield
 
 
-RUNS = [of_a_unit_and_its_forward, of_the_model_nested]
+CASE = Case(Agent, act, built=register)
+
+
+CASE = Case(Agent, act, built=register)
 
 
 def assert_methods_are_plain(model: Any) -> None:
@@ -96,22 +99,16 @@ def assert_methods_are_plain(model: Any) -> None:
     assert model.blocks[1].act.__func__ is Acting.act
 
 
-def case_of(run: Callable[[Any, Batch], None]) -> Case:
-    return Case(Agent, run, built=register)
-
-
-@pytest.mark.parametrize(("run", "world"), [*((run, "several") for run in RUNS), (RUNS[0], "one"), (RUNS[1], "common")])
-def test_registered_methods_train_as_in_the_plain_loop(run: Any, world: str) -> None:
-    check_in(world, case_of(run))
+@EVERY_WORLD
+def test_registered_methods_train_as_in_the_plain_loop(world: str) -> None:
+    check_in(world, CASE)
 
 
 @EVERY_WORLD
 def test_close_takes_them_away_and_nothing_stays_gathered_before(world: str) -> None:
-    case = case_of(of_the_model_nested)
-
     def program(transport: Transport) -> None:
-        model, optimizer = sharded(case, transport)
-        train(case, model, optimizer, 0)
+        model, optimizer = sharded(CASE, transport)
+        train(CASE, model, optimizer, 0)
         with torch.no_grad():
             model.blocks[1].act(torch.ones(ROWS, WIDTH))
         optimizer.step()
@@ -125,15 +122,13 @@ def test_close_takes_them_away_and_nothing_stays_gathered_before(world: str) -> 
                 model.blocks[1].fails(torch.ones(ROWS, WIDTH))
             assert_nothing_is_here(model, optimizer)
         optimizer.close()
-        assert_methods_are_plain(model)
+        for part in model.modules():
+            assert not any(type(value).__module__.startswith("zero") for value in vars(part).values())
+        assert model.encode.__func__ is Agent.encode
+        assert model.blocks[1].act.__func__ is Acting.act
         assert torch.isfinite(model.both(torch.ones(ROWS, INPUTS))).all()
 
     on(world, program)
-
-
-def one_rank(**arguments: Any) -> tuple[Any, ZeroOptimizer]:
-    model = Case(Agent).make()
-    return model, ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1, **arguments)
 
 
 def test_registering_twice_is_harmless_and_what_the_user_puts_there_stays() -> None:
@@ -180,7 +175,8 @@ def test_what_is_no_method_is_an_error(stage: int) -> None:
 
 
 def test_a_method_inside_a_unit_is_an_error_and_one_around_units_needs_nothing() -> None:
-    model, optimizer = one_rank()
+    model: Any = Case(Agent).make()
+    optimizer = ZeroOptimizer(model, stage=3)
     with pytest.raises(ValueError, match=r"Linear, with the parameter 'weight', lies inside a unit, .*of the unit"):
         zero.register_forward_method(model.blocks[0].inner, "extra_repr")
     zero.register_forward_method(model.blocks, "append")
