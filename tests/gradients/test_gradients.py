@@ -256,18 +256,3 @@ def test_a_gradient_of_which_a_part_waits_or_with_another_divisor_is_not_shown(s
             assert_same_bits(model.a.grad, before / 4)  # type: ignore[arg-type] # 2 ranks before, 8 now
 
     on_threads(2, program)
-
-
-@pytest.mark.parametrize(("stage", "bucket_cap_mb"), [(0, 1.0), (1, 0.0001), (2, 1.0), (2, 0.0001)])
-def test_a_missing_gradient_leaves_a_negative_zero(stage: int, bucket_cap_mb: float) -> None:
-    """A rank without a gradient adds not even +0.0, whether or not it has other gradients of the bucket."""
-
-    def program(transport: Transport) -> Tensor | None:
-        model = TwoVectors()
-        optimizer = with_sgd(model, transport, stage=stage, bucket_cap_mb=bucket_cap_mb)
-        model(-0.0, transport.rank == 1).backward()
-        return optimizer.full_grad(model.a)
-
-    for gradient in on_threads(2, program):
-        assert gradient is not None
-        assert_same_bits(gradient, torch.full((32,), -0.0))

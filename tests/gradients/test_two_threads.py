@@ -138,31 +138,6 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
             assert_same_bits(ours, theirs)
 
 
-@pytest.mark.usefixtures("backwards")
-def test_no_two_hooks_of_an_optimizer_run_at_once() -> None:
-    inside, most = [0], [0]
-
-    class Listening:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            def event(*_: object) -> None:
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(5e-3)  # another thread would come in
-                inside[0] -= 1
-
-            return event
-
-    listener = Listening()  # which hooks hold weakly
-    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
-    optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
-    buckets = parts_of(optimizer).storage.buckets
-    for bucket in buckets:
-        for slot in range(len(bucket.parameters)):
-            watching.watch(bucket, slot)
-    run_backward([parameter for bucket in buckets for parameter in bucket.parameters], 0, 0, 1)
-    assert most == [1]
-
-
 # -- a loss scaler with two devices ------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from zero import MixedPrecision, ZeroOptimizer
 from ..support.errors import error_of
 from ..support.loops import PlainLoop, seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, share
-from ..support.quantised import COPIED, WIDTH, Packed, Quantised, assert_same_qlora, inside, qlora
+from ..support.quantised import COPIED, WIDTH, Packed, assert_same_qlora, inside, qlora
 
 pytestmark = pytest.mark.contract
 
@@ -275,24 +275,3 @@ def test_a_list_or_a_group_may_hold_what_is_replicated(stage: int, module: bool)
     for _, more, model in results:
         assert more.tolist() == [7, 7]
         assert_same_model(model, plain(holder(torch.ones(3, dtype=torch.int8))))
-
-
-def test_a_subclass_on_the_meta_device_is_named_and_a_group_is_taken_where_the_module_has_it() -> None:
-    def program(group: Transport) -> tuple[str, Any, nn.Module]:
-        model = qlora("wrapper")
-        weight = model.blocks[0].weight
-        model.blocks[0].weight = nn.Parameter(Quantised(*(p.to("meta") for p in inside(weight))), requires_grad=False)
-        told = error_of(zero, model, group, 3)
-        model.blocks[0].weight = weight
-        optimizer = zero([("last.weight", model.last.weight)], group, 3, module=model)
-        optimizer.add_param_group({"params": [p for p in model.parameters() if p is not model.last.weight]})
-        names = [each["param_names"] for each in optimizer.param_groups]
-        train(model, optimizer)
-        optimizer.close()
-        return told, names, model
-
-    expected = [name for name, _ in qlora("wrapper").named_parameters() if name != "last.weight"]
-    for told, names, model in on_threads(2, program, timeout=20):
-        assert "'blocks.0.weight' is a Quantised on the meta device, which only its own class could give memory" in told
-        assert names == [["last.weight"], expected]
-        assert_same_qlora(model, plain(qlora("wrapper")))

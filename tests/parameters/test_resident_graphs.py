@@ -113,14 +113,3 @@ def test_changes_are_counted_before_the_first_write(world: str) -> None:
     for messages in on(world, program):
         assert len(messages) >= 2
         assert all(CHANGED in message for message in messages)
-
-
-@TOGETHER
-def test_where_no_unit_travels_no_saved_tensor_hook_is_needed(world: str) -> None:
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> None:
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            model(model.inputs)
-            with optimizer.gathered():
-                loss_of(model)
-
-    on_blocks(world, WIDTH, act)

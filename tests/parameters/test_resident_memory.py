@@ -58,57 +58,47 @@ def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], set[int]]:
 
 
 @pytest.mark.parametrize(("width", "held"), [(4, 0), (40, 1)])
-def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int) -> None:
-    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values as soon as its step ends."""
-    over = threading.Event()
-    late_class, late = waiting(over)
+def test_a_step_or_block_ends_on_a_rank_when_every_rank_has_written(
+    width: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values when its step or block ends.
 
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, list[Tensor]]:
+    So it is if the block raises, inside another one.
+    """
+    stepped, left, commit = threading.Event(), threading.Event(), UnitManager.commit
+    late_class, late = waiting(stepped)
+
+    def commit_late(manager: UnitManager, *given: Any) -> None:
+        if manager.shard_group.rank:
+            left.wait(BRIEFLY)
+        commit(manager, *given)
+
+    monkeypatch.setattr(UnitManager, "commit", commit_late)
+
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[Tensor], list[Tensor]]:
         with optimizer.gathered():
             view = model.weight(held).detach()
         backward(model)
         late.update([threading.get_ident()] * optimizer.rank)
         optimizer.step()
         late.discard(threading.get_ident())
-        shown = view.clone()
-        over.set()
-        return shown, values_of(model, optimizer)
-
-    for (shown, seen), model in on_blocks("common", width, act, optimizer_class=late_class):
-        assert_same_bits(shown, plain_blocks(width, 1).weight(held))
-        assert_values(seen, plain_blocks(width, 1))
-        assert_same_model(model, plain_blocks(width, 2))
-
-
-@pytest.mark.parametrize("width", [4, 40])
-def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(
-    width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the block raises, inside another one. A view of before shows the new values then."""
-    over, commit = threading.Event(), UnitManager.commit
-
-    def late(manager: UnitManager, *given: Any) -> None:
-        if manager.shard_group.rank:
-            over.wait(BRIEFLY)
-        commit(manager, *given)
-
-    monkeypatch.setattr(UnitManager, "commit", late)
-
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, Tensor]:
-        with optimizer.gathered():
-            view = model.weight(1).detach()
-        with optimizer.gathered(model.weight(1)):
-            with suppress(PlannedError), optimizer.gathered(model.weight(1), write=True):
-                model.weight(1).data.mul_(2)
+        shown = [view.clone()]
+        stepped.set()
+        seen = values_of(model, optimizer)
+        with optimizer.gathered(model.weight(held)):
+            with suppress(PlannedError), optimizer.gathered(model.weight(held), write=True):
+                model.weight(held).data.mul_(2)
                 raise PlannedError
-            shown = view.clone()
-            over.set()
-            return model.weight(1).detach().clone(), shown
+            shown += [view.clone(), model.weight(held).detach().clone()]
+            left.set()
+        return shown, seen
 
-    for (seen, shown), model in on_blocks("common", width, act):
-        assert_same_bits(seen, plain_blocks(width, 0, doubled=1).weight(1))
-        assert_same_bits(shown, seen)
-        assert_same_model(model, plain_blocks(width, 1, doubled=1))
+    expected = plain_blocks(width, 1)
+    for (shown, seen), _ in on_blocks("common", width, act, optimizer_class=late_class):
+        assert_values(seen, expected)
+        assert_same_bits(shown[0], expected.weight(held))
+        for value in shown[1:]:
+            assert_same_bits(value, expected.weight(held) * 2)
 
 
 def test_nobody_writes_while_another_rank_reads() -> None:

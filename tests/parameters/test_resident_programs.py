@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -11,15 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from collectives import Transport, on_threads
+from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from ..support.limits import BOUND
 from ..support.plain import assert_same_bits
-from ..support.sockets import on_sockets
-from .stage3 import SLOWLY, Blocks, train, zero
+from .stage3 import SLOWLY, Blocks, on_blocks, train
 
-RANKS = {"travel": on_threads, "common": on_sockets}
 NUMBERS = st.integers(0, 2)
 INSIDE = st.tuples(st.sampled_from(["write", "read", "leave", "forward"]), NUMBERS)
 ACTIONS = st.one_of(
@@ -33,58 +30,43 @@ class PlannedError(Exception):
     """Raised to leave a block."""
 
 
-class Plain:
-    """The actions on a model that always has its parameters. Equal batches of all ranks are one."""
+class Trained:
+    """Actions on a model: of a rank at stage 3, or of the plain loop, where nothing is edited on the quiet."""
 
-    def __init__(self, width: int) -> None:
-        self.model = Blocks(width)
-        self._optimizer = torch.optim.SGD(self.model.parameters(), lr=SLOWLY)
-
-    def act(self, name: str, number: int = 0, inside: Any = ()) -> None:
-        if name == "train":
-            train(self.model, self._optimizer, self.model.inputs)
-        elif name == "write":
-            self.model.weight(number).data.mul_(0.5)
-            for action in inside:
-                self.act(*action)
-
-    def values(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self.model.parameters()]
-
-
-class Sharded:
-    """The same actions on one rank at stage 3."""
-
-    def __init__(self, transport: Transport, width: int, cap: float) -> None:
-        self.model = Blocks(width)
-        self._optimizer = zero(self.model, transport, lr=SLOWLY, bucket_cap_mb=cap)
+    def __init__(self, model: Blocks, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.sharded = isinstance(optimizer, ZeroOptimizer)
         self._held: dict[int, Any] = {}
 
     def act(self, name: str, number: int = 0, inside: Any = ()) -> None:
-        weight = self.model.weight(number)
         if name == "train":
-            train(self.model, self._optimizer, self.model.inputs)
-        elif name == "hold":
-            with self._optimizer.gathered(weight):
+            train(self.model, self.optimizer, self.model.inputs)
+        elif name == "write":
+            with self.optimizer.gathered(self.model.weight(number), write=True) if self.sharded else nullcontext():
+                self.model.weight(number).data.mul_(0.5 + 3 * self.optimizer.rank if self.sharded else 0.5)
+                for action in inside:
+                    self._act_inside(*action)
+        elif self.sharded:
+            self._act_alone(name, number)
+
+    def _act_alone(self, name: str, number: int) -> None:
+        weight = self.model.weight(number)
+        if name == "hold":
+            with self.optimizer.gathered(weight):
                 self._held[number] = weight.detach().numpy()
         elif name == "free":
             self._held.pop(number, None)
         elif name == "scribble" and number in self._held:
             self._held[number].fill(77)  # in common memory an edit of the parameter, elsewhere nothing
-            if not self._optimizer._storage.unit_hooks.needs_gather:
+            if not self.optimizer._storage.unit_hooks.needs_gather:
                 self._assert_told(number)
         elif name == "edit":
-            with self._optimizer.gathered(weight):
+            with self.optimizer.gathered(weight):
                 weight.data.mul_(2)
             self._assert_told(number)
-        elif name == "write":
-            with self._optimizer.gathered(weight, write=True):
-                weight.data.mul_(0.5 + 3 * self._optimizer.rank)
-                for action in inside:
-                    self._act_inside(*action)
 
     def _assert_told(self, number: int) -> None:
-        message = error_of(self._optimizer.check_replicas)
+        message = error_of(self.optimizer.check_replicas)
         assert f"'{number}.weight' was edited while its unit was gathered" in message
 
     def _act_inside(self, name: str, number: int) -> None:
@@ -93,19 +75,20 @@ class Sharded:
         elif name == "forward":
             with torch.no_grad():
                 self.model(self.model.inputs)
-        else:
-            with suppress(PlannedError), self._optimizer.gathered(self.model.weight(number)):
+        elif self.sharded:
+            with suppress(PlannedError), self.optimizer.gathered(self.model.weight(number)):
                 if name == "leave":
                     raise PlannedError
 
     def values(self) -> list[Tensor]:
-        self._optimizer.check_replicas()
-        with self._optimizer.gathered():
+        if self.sharded:
+            self.optimizer.check_replicas()
+        with self.optimizer.gathered() if self.sharded else nullcontext():
             return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
 @pytest.mark.hypothesis
-@pytest.mark.parametrize("world", RANKS)
+@pytest.mark.parametrize("world", ["travel", "common"])
 @given(
     width=st.sampled_from([4, 17, 40]),
     cap=st.sampled_from([1e-6, 0.005, 25.0]),
@@ -115,16 +98,17 @@ class Sharded:
 def test_after_whatever_is_done_every_rank_sees_what_the_plain_loop_sees(
     world: str, width: int, cap: float, actions: list[Any]
 ) -> None:
-    def program(trained: Plain | Sharded) -> list[list[Tensor]]:
-        seen = []
+    def program(model: Blocks, optimizer: Any) -> list[list[Tensor]]:
+        trained, seen = Trained(model, optimizer), []
         for number, action in enumerate(actions):
             trained.act(*action)
             if number % 2:
                 seen.append(trained.values())
         return seen
 
-    expected = program(Plain(width))
-    for seen in RANKS[world](2, lambda transport: program(Sharded(transport, width, cap)), timeout=2 * BOUND):
+    plain = Blocks(width)
+    expected = program(plain, torch.optim.SGD(plain.parameters(), lr=SLOWLY))
+    for seen, _ in on_blocks(world, width, program, bucket_cap_mb=cap):
         for ours, theirs in zip(seen, expected, strict=True):
             for value, other in zip(ours, theirs, strict=True):
                 assert_same_bits(value, other)

@@ -13,8 +13,8 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of, is_plain
-from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
+from ..support.plain import assert_same_model
+from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 pytestmark = pytest.mark.contract
 
@@ -190,31 +190,3 @@ def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
         assert bool(seen.isnan().all())
         assert "was laid out anew" in messages[0]
         assert "which this backward needs, was changed by a step" in messages[1]
-
-
-def test_a_module_that_is_added_later_is_the_users_own() -> None:
-    def grown(model: Any, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        model.extra = nn.Linear(3, 3, bias=False)
-        nn.init.constant_(model.extra.weight, 0.5)
-        with model.register_forward_hook(lambda _, __, out: model.extra(out)):
-            torch.autograd.backward(loss_of(model, INPUTS))
-        optimizer.step()
-        weight: nn.Parameter = model.extra.weight
-        return weight
-
-    def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, Tensor | None]:
-        weight = grown(model, optimizer)
-        given = {"params": [("extra.weight", weight)]}
-        return error_of(optimizer.add_param_group, given), weight.grad
-
-    expected = Net()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
-    theirs = grown(expected, optimizer).grad
-    optimizer.zero_grad()
-    train(expected, optimizer)
-    for (message, ours), model in on_ranks("travel", act):
-        assert f"'extra.weight' {NOT_THERE}" in message
-        assert ours is not None
-        assert theirs is not None
-        assert_same_bits(ours, theirs)
-        assert_same_model(model, expected)

@@ -129,14 +129,6 @@ def test_a_hook_inside_a_backward_for_parameters_never_sees_their_stand_ins(func
     optimizer.close()
 
 
-def test_a_gradient_for_a_frozen_parameter_is_an_error_as_in_torch() -> None:
-    model, optimizer = sharded(Case(prepared=lambda model: model.head.bias.requires_grad_(False)), solo())
-    for function in (torch.autograd.grad, torch.autograd.backward):
-        with pytest.raises(RuntimeError, match="not require grad"):
-            function(loss_of(model), inputs=[model.head.bias])
-    optimizer.close()
-
-
 # -- torch.func -------------------------------------------------------------------------------------------------------
 
 
