@@ -17,15 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
+from zero.core import layout
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.parameter_specs import check_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
+from zero.step.throwaway import Setting
+from zero.step.trial import placed
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
+from ..support.programs import Program, compare, run_rank
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 GPU = torch.device("cuda", 1)
@@ -210,3 +214,30 @@ def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
     zero(model, solo()).close()
     assert model[0].weight.device.type == "cpu"
+
+
+# -- slots -----------------------------------------------------------------------------------------------------------
+
+SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
+PROGRAMS = [
+    Program(
+        3, 2, "adamw fused", bucket_cap_mb=SMALL, precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    ),
+    Program(2, 3, "shampoo", bucket_cap_mb=SMALL),
+    Program(4, 1, "sgd momentum", bucket_cap_mb=SMALL, sharding_factor=2),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["bf16", "by parameter", "replicas"])
+def test_slots_on_the_boundaries_of_an_accelerator_change_nothing_but_the_padding(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "slot_bytes", lambda device: 512)
+    compare(program, on_threads(program.world_size, lambda transport: run_rank(program, transport)))
+
+
+def test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four() -> None:
+    """As a whole; its first half is such a multiple, as all pieces are that end at a cut."""
+    setting = Setting(0, Dtypes.all(torch.float32), torch.device("cuda"), ((3,),))
+    lengths = [shape[0] for _, shape in placed([setting], [1])]
+    assert any(length % 4 for length in lengths)

@@ -254,24 +254,3 @@ def test_writes_are_rank_0s_and_of_subclasses_everybodys_and_copies_that_came_ap
         assert "ValueError: not the same on every rank: 'blocks.4.weight'" in told[0]
         assert "'blocks.0.weight' differs between rank 0 and rank 1" in told[1]
         assert_same_qlora(model, expected)
-
-
-@pytest.mark.parametrize(("stage", "module"), [(0, False), (2, True)])
-def test_a_list_or_a_group_may_hold_what_is_replicated(stage: int, module: bool) -> None:
-    def program(group: Transport) -> tuple[list[int], Tensor, nn.Module]:
-        model = holder(torch.full((3,), group.rank + 1, dtype=torch.int8))
-        optimizer = zero([model.held, model.layer.weight], group, stage, module=model if module else None)
-        more = nn.Parameter(torch.full((2,), group.rank + 7, dtype=torch.uint8), requires_grad=False)
-        optimizer.add_param_group({"params": [more, model.layer.bias]})
-        assert model.held.tolist() == [1, 1, 1]
-        train(model, optimizer)
-        optimizer.consolidate_state_dict(0)
-        indices = [] if group.rank else [g["params"] for g in optimizer.state_dict()["param_groups"]]
-        optimizer.close()
-        return indices, more, model
-
-    results = on_threads(2, program, timeout=20)
-    assert results[0][0] == [[0, 1], [2, 3]]
-    for _, more, model in results:
-        assert more.tolist() == [7, 7]
-        assert_same_model(model, plain(holder(torch.ones(3, dtype=torch.int8))))

@@ -30,7 +30,7 @@ from ..support.cases import (
 )
 from ..support.plain import assert_same_bits, assert_same_model, share
 from .stage3 import Blocks, on_blocks, plain_blocks
-from .unit_cases import body, freeze_parts, tie
+from .unit_cases import freeze_parts, tie
 from .worlds import on, size_of
 
 DEEP = 12
@@ -94,15 +94,12 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str)
 
 # -- how much ---------------------------------------------------------------------------------------------------------
 
-BACKWARDS = body(lambda model, x: model.blocks[0](model.blocks[1](model.blocks[2](x))))
 TRAFFIC: dict[str, tuple[Case, int, str]] = {
     "plain": (Case(), 1, "several"),
     "every backward synchronized": (Case(), TURNS, "travel"),
-    "one unit": (Case(net_of(Block, 1)), 1, "several"),
     "frozen parts": (Case(prepared=freeze_parts), 1, "several"),
     "parameters that are not listed": (Case(groups=lambda model: list(model.blocks[0].parameters())), 1, "several"),
     "tied": (Case(prepared=tie), TURNS, "several"),
-    "in another order": (Case(BACKWARDS), 1, "several"),
     "alone": (Case(), 1, "one"),
     "in common memory": (Case(), 1, "common"),
 }

@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
@@ -81,16 +79,6 @@ def failing(where: str, error: type[BaseException]) -> Any:
     return run
 
 
-def penalty(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Keep a graph of gradients for two backwards, while the same units run again."""
-    x = batch.x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    (gradient.square().sum() + loss_of(model, batch)).backward(retain_graph=True)
-    yield
-    gradient.abs().sum().backward()
-    yield
-
-
 def hook_forward(model: Any) -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: (args[0] * module.norm.weight.mean(),))
@@ -103,11 +91,6 @@ def hook_backward(model: Any) -> None:
         block.register_full_backward_pre_hook(lambda module, given: (given[0] * module.inner.bias.detach().sum(),))
         block.register_full_backward_hook(lambda module, given, _: (given[0] * module.outer.weight.detach().mean(),))
     model.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 2)
-
-
-def every_unit_again(model: Any) -> None:
-    for block in model.blocks:
-        composable_checkpoint(block)
 
 
 # -- units, and their order -------------------------------------------------------------------------------------------
@@ -129,12 +112,6 @@ def acquaint(model: Any, *, holds: bool = False) -> None:
         model.blocks[0].inside = model.blocks[1]
 
 
-def side_by_side(model: Any, x: Tensor) -> Any:
-    """Let nodes of units be reached in turns, and leave the output of one unused."""
-    outputs = [block(x) for block in model.blocks]
-    return outputs[0] + outputs[1] * outputs[0] + model.blocks[0](outputs[1])
-
-
 # -- parameters -------------------------------------------------------------------------------------------------------
 
 
@@ -150,10 +127,6 @@ def freeze_parts(model: Any) -> None:
     """Freeze the first layers too, so that a forward begins without a graph."""
     for part in (model.embed, model.blocks[0], model.blocks[1].norm, model.blocks[2].inner, model.head):
         part.requires_grad_(False)
-
-
-def freeze_later(model: Any, step: int) -> None:
-    model.blocks[2].requires_grad_(step != 1)
 
 
 def groups(model: Any) -> list[dict[str, Any]]:
@@ -265,23 +238,17 @@ CASES: dict[str, Case] = {
     "retained graphs": Case(run=retained_graphs),
     "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
     "interrupt in a backward": Case(net_of(Fails), failing("backward", KeyboardInterrupt)),
-    "gradient penalty": Case(run=penalty),
     "forward hooks from before": Case(prepared=hook_forward),
     "forward hooks from after": Case(built=hook_forward),
     "backward hooks from before": Case(prepared=hook_backward),
     "backward hooks from after": Case(built=hook_backward),
     "checkpoint around the model": Case(run=lambda m, b: checkpoint(m, b.x, use_reentrant=False).sum().backward()),
-    "composable checkpoints from before": Case(net_of(Fails), failing("forward", OSError), prepared=every_unit_again),
-    "composable checkpoints from after": Case(built=every_unit_again),
     "a unit around another": Case(units(around_another, others=()), prepared=acquaint),
     "a unit that holds another": Case(units(around_another, others=()), prepared=partial(acquaint, holds=True)),
-    "units side by side": Case(body(side_by_side)),
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
     "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
-    "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
     "a Function that holds a weight": Case(units(holds_weight)),
     "a view kept": Case(units(keeps_view, kept=None, with_graph=False), lends=True, steps=3),
     "a view kept with its graph": Case(units(keeps_view, kept=None, with_graph=True), lends=True, steps=3),
