@@ -28,15 +28,6 @@ def only_rank_0_uses_a(model: TwoVectors, rank: int) -> Tensor:
     return model(1.0, rank == 0)
 
 
-def unfrozen_later(side: Side) -> None:
-    for step in range(2):
-        side.model.a.requires_grad_(step == 1)
-        for _ in range(2):
-            side.train(loss_of)
-        side.step()
-        side.clear()
-
-
 def converted(side: Side) -> None:
     side.train(loss_of)
     side.model.to("cpu").float()  # assigns each p.grad.data to itself
@@ -99,7 +90,6 @@ CLEARS: list[tuple[int, Clear]] = [(0, "zeros"), (1, "module zeros"), (2, "none"
 @pytest.mark.parametrize(
     ("loop", "build", "stage", "cap"),
     [
-        *((unfrozen_later, TwoVectors, stage, 25.0) for stage in range(4)),
         *((converted, TwoVectors, stage, 25.0) for stage in range(4)),
         (created, locked_build_0, 0, 25.0),
         (differentiated, locked_build_0, 2, 25.0),

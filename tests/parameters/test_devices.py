@@ -6,8 +6,8 @@ Devices are device strings here, and streams record their waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -75,7 +75,7 @@ def test_trained_parameters_or_a_group_on_two_devices_are_refused_before_anythin
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
-_HERE = threading.local()  # for each rank, which is a thread
+_HERE = threading.local()  # the current stream of each rank, which is a thread, and whether it captures
 
 
 class Stream:
@@ -86,15 +86,6 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self._waits.append((self.name, other.name))
-
-
-@contextmanager
-def current(stream: Stream) -> Iterator[None]:
-    before, _HERE.current = getattr(_HERE, "current", None), stream
-    try:
-        yield
-    finally:
-        _HERE.current = before
 
 
 @pytest.fixture
@@ -114,20 +105,18 @@ def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(s
     def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
         waits: list[tuple[str, str]] = []
         forward, backward, update, clear = (Stream(name, waits) for name in ("forward", "backward", "step", "clear"))
-        model = Net()
-        with current(forward):
-            optimizer = zero(model, transport, stage)
+        _HERE.current, model = forward, Net()
+        optimizer = zero(model, transport, stage)
         for _ in range(2):
-            with current(forward):
-                loss = loss_of(model, INPUTS)
-            with current(backward):
-                loss.backward()
-            with current(update):
-                optimizer.step()
-            with current(clear):
-                optimizer.zero_grad()
-        with current(clear):
-            optimizer.close()
+            _HERE.current = forward
+            loss = loss_of(model, INPUTS)
+            _HERE.current = backward
+            loss.backward()
+            _HERE.current = update
+            optimizer.step()
+            _HERE.current = clear
+            optimizer.zero_grad()
+        optimizer.close()
         return waits, model
 
     later = [("step", "backward"), ("clear", "step")]
@@ -153,22 +142,19 @@ ACTS: dict[str, Callable[[nn.Module, ZeroOptimizer], Any]] = {
 @pytest.mark.parametrize(("act", "stage"), [*((act, 3) for act in ACTS), *zip(ACTS, (0, 1, 2, 0, 1), strict=True)])
 def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None:
     def program(transport: Transport) -> tuple[str, nn.Module]:
-        with current(Stream("one", [])):
-            model = Net()
-            optimizer = zero(model, transport, stage)
-            if act in ("step", "clip", "zero_grad"):
-                loss_of(model, INPUTS).backward()
-            waits: list[tuple[str, str]] = []
-            _HERE.captures = True
-            try:
-                with current(Stream("captured", waits)):
-                    message = error_of(ACTS[act], model, optimizer)
-            finally:
-                _HERE.captures = False
-            assert waits == [], "CUDA ends a capture that waits for a stream outside it"
-            optimizer.zero_grad()
-            train(model, optimizer)
-            optimizer.close()
+        waits: list[tuple[str, str]] = []
+        one, _HERE.current = [Stream("one", [])] * 2
+        model = Net()
+        optimizer = zero(model, transport, stage)
+        if act in ("step", "clip", "zero_grad"):
+            loss_of(model, INPUTS).backward()
+        _HERE.current, _HERE.captures = Stream("captured", waits), True
+        message = error_of(ACTS[act], model, optimizer)
+        _HERE.current, _HERE.captures = one, False
+        assert waits == [], "CUDA ends a capture that waits for a stream outside it"
+        optimizer.zero_grad()
+        train(model, optimizer)
+        optimizer.close()
         return message, model
 
     for message, model in on_threads(2, program, timeout=20):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -116,6 +117,16 @@ def written(write: bool, raising: tuple[int, ...]) -> Act:
     return act
 
 
+def around_one_that_raises(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
+    with optimizer.gathered(model.block(1).weight, write=True):
+        doubled(model.block(1).weight, 2 + 5 * optimizer.rank)
+        with suppress(ZeroDivisionError), optimizer.gathered():
+            raise ZeroDivisionError
+        with torch.no_grad():
+            model(INPUTS)
+    return error_of(optimizer.step), error_of(optimizer.step)
+
+
 def through_a_view(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
     with optimizer.gathered():
         view = model.block(1).weight.detach()
@@ -135,6 +146,8 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
     "through a view": ("travel", through_a_view, "'blocks.1.weight' was edited while it was released", False),
     "through a view, on one rank": ("one", through_a_view, "nothing", True),
     "in a block that reads and raises": ("travel", written(False, (0, 1)), "nothing", False),
+    "in a block that writes, around one that raises": ("travel", around_one_that_raises, "nothing", True),
+    "in a block that writes, around one that raises, in common": ("common", around_one_that_raises, "nothing", True),
     "in a block that writes and raises": ("common", written(True, (0, 1)), "nothing", True),
     "in a block that writes and raises on one rank": ("travel", written(True, (1,)), "nothing", True),
 }
