@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,23 +53,18 @@ def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-class Lazy(Mapping[str, Tensor]):
+class Lazy(UserDict[str, Tensor]):
     """A state dict that records its reads, and on some ranks cannot be read."""
 
-    def __init__(self, values: Mapping[str, Tensor], *, torn: bool = False) -> None:
-        self._values, self._torn, self.read = values, torn, list[str]()
+    def __init__(self, values: dict[str, Tensor], *, torn: bool = False) -> None:
+        super().__init__(values)
+        self._torn, self.read = torn, list[str]()
 
     def __getitem__(self, name: str) -> Tensor:
         self.read.append(name)
         if self._torn and name == "6.weight":
             raise OSError("no such block")
-        return self._values[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        return super().__getitem__(name)
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (2, False), (3, True), (3, False)])
