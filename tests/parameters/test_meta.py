@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections import UserDict
 from collections.abc import Callable
@@ -20,10 +19,10 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.errors import error_of
+from ..support.loops import seeded
 from ..support.plain import assert_same_bits
 
 pytestmark = pytest.mark.contract
-_BUILDING = threading.Lock()
 
 
 def net() -> nn.Module:
@@ -33,14 +32,8 @@ def net() -> nn.Module:
 
 
 def on_meta(make: Callable[[], nn.Module] = net) -> Any:
-    with _BUILDING, torch.device("meta"):
+    with torch.device("meta"):
         return make()
-
-
-def plain(seed: int) -> nn.Module:
-    with _BUILDING, torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return net()
 
 
 def zero(model: nn.Module, stage: int = 3, group: Any = None, **given: Any) -> ZeroOptimizer:
@@ -84,14 +77,14 @@ def test_one_seed_gives_the_bits_of_plain_construction(stage: int, bf16: bool) -
     with torch.random.fork_rng():
         torch.manual_seed(0)
         ours = trained(on_meta())
-    for mine, theirs in zip(ours, trained(plain(0)), strict=True):
+    for mine, theirs in zip(ours, trained(seeded(0, net)), strict=True):
         assert_same_bits(mine, theirs)
 
 
 @pytest.mark.parametrize(("stage", "had"), [(2, True), (3, False), (3, True)])
 def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: int, had: bool) -> None:
     """Also for what had memory, and first. It counts whatever it says, and is let go."""
-    expected = plain(3).state_dict()
+    expected = seeded(3, net).state_dict()
     expected["6.bias"].fill_(float("nan"))
     expected["5.num_batches_tracked"].fill_(torch.iinfo(torch.int64).max)
 
@@ -112,7 +105,7 @@ def test_a_state_dict_is_read_tensor_by_tensor_in_order_of_registration(stage: i
 
 
 def test_a_safetensors_file_is_read_where_it_lies(tmp_path: Path) -> None:
-    expected = plain(3).state_dict()
+    expected = seeded(3, net).state_dict()
     names = list(expected)
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file, part in zip(files, (names[:7], names[7:]), strict=True):
@@ -265,7 +258,7 @@ NAMED: dict[str, Callable[[Any], Any]] = {
         [model[6].bias, STRANGER], 1, module=model
     ),
     "no ordinary memory": lambda model: zero(model).add_param_group({"params": [STRANGER]}),
-    "this one has values: build it under": lambda model: zero(plain(0), param_init_fn=print),
+    "this one has values: build it under": lambda model: zero(seeded(0, net), param_init_fn=print),
 }
 
 
@@ -277,7 +270,7 @@ def test_what_has_no_module_or_is_none_of_its_parameters_is_named(said: str) -> 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_state_dict_that_one_rank_cannot_read_is_told_by_all_at_once(stage: int) -> None:
-    values = plain(3).state_dict()
+    values = seeded(3, net).state_dict()
 
     def program(transport: Transport) -> str:
         model, given = on_meta(), Lazy(values, torn=transport.rank == 1)

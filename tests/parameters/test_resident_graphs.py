@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from collectives import Transport
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from .stage3 import Blocks, on_blocks, zero
+from .stage3 import Blocks, on_blocks
 from .unit_cases import Opaque
-from .worlds import TOGETHER, on, size_of
+from .worlds import TOGETHER, size_of
 
 CHANGED = "modified by an inplace operation"
 WIDTH = 4
@@ -86,30 +83,3 @@ def test_a_step_counts_the_changes_of_all_ranks_on_every_rank(world: str) -> Non
     for messages, _ in on_blocks(world, WIDTH, act):
         assert [CHANGED in message for message in messages] == [number < size_of(world) for number in range(3)]
         assert messages[2] == "nothing"
-
-
-@TOGETHER
-def test_changes_are_counted_before_the_first_write(world: str) -> None:
-    """So an interrupt between the two leaves no graph that takes new weights for old ones."""
-
-    def program(transport: Transport) -> list[str]:
-        model, said = Blocks(WIDTH), list[str]()
-        kept: list[Tensor] = []
-
-        class Looks(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                if kept:
-                    said.append(error_of(lambda: torch.autograd.grad(kept[0], model.weight(0), retain_graph=True)))
-                return super().step(closure)
-
-        optimizer = zero(model, transport, optimizer_class=Looks)
-        loss = loss_of(model)
-        loss_of(model).backward()
-        kept.append(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*said, error_of(loss.backward)]
-
-    for messages in on(world, program):
-        assert len(messages) >= 2
-        assert all(CHANGED in message for message in messages)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport
-from zero.parameters.unit_manager import UnitManager
 
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
@@ -179,27 +178,3 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
             later.join(PATIENT)
 
     trains("one", interrupted)
-
-
-def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    releasing, begun, release = threading.Event(), threading.Event(), UnitManager._uninstall
-
-    def slowly(manager: UnitManager, unit: Any) -> None:
-        if threading.current_thread().name == "first" and not releasing.is_set():
-            releasing.set()
-            begun.wait(0.3)  # another forward begins meanwhile, unless it is blocked
-        release(manager, unit)
-
-    def evaluate(run: Rank) -> None:
-        expected = run.evaluate()
-        monkeypatch.setattr(UnitManager, "_uninstall", slowly)
-        thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
-        thread.start()
-        assert releasing.wait(PATIENT)
-        with run.model.layers[0].register_forward_hook(lambda *_: begun.set()):
-            found = run.evaluate()  # it waits
-        thread.join(PATIENT)
-        assert thread.error is None
-        assert torch.equal(found, expected)
-
-    trains("one", evaluate)

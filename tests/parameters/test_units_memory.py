@@ -20,7 +20,6 @@ from ..support.cases import (
     Case,
     assert_nothing_is_here,
     batches_of,
-    externally_held,
     loss_of,
     manager_of,
     net_of,
@@ -28,8 +27,8 @@ from ..support.cases import (
     sharded,
     train,
 )
-from ..support.plain import assert_same_bits, assert_same_model, share
-from .stage3 import Blocks, on_blocks, plain_blocks
+from ..support.plain import assert_same_bits, share
+from .stage3 import Blocks, on_blocks
 from .unit_cases import freeze_parts, tie
 from .worlds import on, size_of
 
@@ -146,23 +145,3 @@ def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
     for views, _ in on_blocks("travel", 4, act):
         for number, view in enumerate(views):
             assert_same_bits(view, Blocks(4).weight(number))
-
-
-def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[int], list[str]]:
-        places: list[int] = []
-        for number in (0, 2):
-            model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
-        inputs = model.inputs.clone().requires_grad_()  # so that autograd also saves the first unit's weight
-        loss = model(inputs).square().sum()
-        with torch.no_grad():
-            model(inputs)  # reshards every unit at its end
-        held = externally_held(manager_of(optimizer))
-        loss.backward()
-        optimizer.step()
-        return places[:2], held
-
-    for ((first, last), held), model in on_blocks("travel", 4, act):
-        assert first == last, "the last unit is gathered into the buffer of the first one"
-        assert held == [], "the graph holds places, not weights"
-        assert_same_model(model, plain_blocks(4, 2))
