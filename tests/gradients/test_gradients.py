@@ -76,9 +76,6 @@ def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_param
     assert on_threads(3, program) == [[False, False]] * 3
 
 
-# -- stage 0, where the mean is shown ----------------------------------------------------------------------------------
-
-
 def test_stage_0_shows_the_mean_gradient_after_each_backward() -> None:
     def program(transport: Transport) -> None:
         model, plain, sums = locked_build(0), locked_build(0), dict[str, Tensor]()
@@ -139,7 +136,6 @@ EDITS: dict[str, tuple[int, Callable[[Any, ZeroOptimizer], object], str, str]] =
     "an edit, then a divisor": (0, lambda p, o: (p.grad.mul_(3), setattr(o, "divisor", 7)), "step", "was edited"),
     "other data": (0, lambda p, _: setattr(p.grad, "data", torch.ones(p.shape)), "step", MEMORY),
     "other memory": (0, lambda p, _: p.grad.set_(torch.ones(p.shape)), "clip", MEMORY),
-    "assigned": (1, lambda p, _: assign(p), "backward", OUTSIDE),
     "assigned before": (0, lambda p, o: (o.zero_grad(), assign(p)), "backward", OUTSIDE),
     "assigned after a clip": (2, lambda p, o: (o.clip_grad_norm_(1.0), assign(p)), "step", OUTSIDE),
 }

@@ -146,9 +146,6 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
         assert_same_model(model, expected)
 
 
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "the same tensor", "a new key"])
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
     """A step with a rate in fp32 has other bits than one with a Python float. Betas stay a tuple."""
@@ -187,9 +184,6 @@ def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
         return [big, optimizer.sum_over_ranks([1e300, 1.0, -1e300][transport.rank])]
 
     assert on_threads(3, program, timeout=BOUND) == [[3 * 2**60 + 3, 1.0]] * 3
-
-
-# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 def other_clips(optimizer: ZeroOptimizer, _: nn.Module) -> None:

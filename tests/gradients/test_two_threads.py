@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,23 +80,16 @@ def gradient_of(rank: int, step: int, index: int) -> Tensor:
 
 def run_backward(parameters: Sequence[nn.Parameter], rank: int, step: int, number: int) -> None:
     """Run the hooks of all parameters, of every second one in another thread, from the last to the first."""
-    backward, errors = Backward(number), list[BaseException]()
+    backward, both = Backward(number), threading.Barrier(2, timeout=BOUND)
 
     def side(first: int) -> None:
-        try:
-            with backward:
-                for index in reversed(range(first, COUNT, 2)):
-                    accumulate(parameters[index], gradient_of(rank, step, index))
-        except BaseException as error:
-            errors.append(error)
+        both.wait()
+        with backward:
+            for index in reversed(range(first, COUNT, 2)):
+                accumulate(parameters[index], gradient_of(rank, step, index))
 
-    threads = [threading.Thread(target=side, args=(first,)) for first in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(side, (0, 1)))
     with backward:
         for callback in backward.callbacks:
             callback()
@@ -136,9 +130,6 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
     for values in Loopback[list[Tensor]](world_size, timeout=BOUND, interfere=slow).run(program):
         for ours, theirs in zip(values, expected, strict=True):
             assert_same_bits(ours, theirs)
-
-
-# -- a loss scaler with two devices ------------------------------------------------------------------------------------
 
 
 def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> None:

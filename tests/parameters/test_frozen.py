@@ -220,28 +220,27 @@ def test_calls_take_one_as_any_frozen_parameter(stage: int) -> None:
 def test_writes_are_rank_0s_and_of_subclasses_everybodys_and_copies_that_came_apart_are_found(
     stage: int, all_at_once: bool
 ) -> None:
-    def write(model: Any, copied: int) -> None:
+    def write(model: Any, copied: int, times: int = 2) -> None:
         with torch.no_grad():
             for number in range(copied):
                 model.blocks[number].weight.copy_(model.blocks[number].weight.flip(0))
-            model.blocks[4].weight.scale.mul_(2)
+            model.blocks[4].weight.scale.mul_(times)
 
     def program(group: Transport) -> tuple[nn.Module, list[str]]:
         model = qlora()
         optimizer = zero(model, group, stage)
         chosen = None if all_at_once else list(model.bases().values())
-        with optimizer.gathered(chosen, write=True):
-            write(model, 0 if group.rank else len(COPIED))
 
         def differently() -> None:
             with optimizer.gathered(chosen, write=True):
-                model.blocks[4].weight.scale.mul_(1 + group.rank)
+                write(model, 0, 1 + group.rank)
 
+        with optimizer.gathered(chosen, write=True):
+            write(model, 0 if group.rank else len(COPIED))
         told = [error_of(differently)]
         model.blocks[4].weight.scale.div_(1 + group.rank)
         train(model, optimizer)
-        with torch.no_grad():
-            model.blocks[0].weight.add_(group.rank)
+        model.blocks[0].weight.data.add_(group.rank)
         told.append(error_of(optimizer.check_replicas))
         model.blocks[0].weight.data.sub_(group.rank)
         optimizer.close()

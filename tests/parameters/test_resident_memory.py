@@ -41,9 +41,6 @@ def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-# -- who waits for whom -----------------------------------------------------------------------------------------------
-
-
 def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], set[int]]:
     """Return a class whose steps wait for an event on the ranks, which are threads, whose numbers are in a set."""
     late: set[int] = set()
@@ -151,9 +148,6 @@ def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pyt
     for (_, output), model in results:
         assert_same_bits(output, plain_blocks(4, 1)(torch.ones(2, 4)))
         assert_same_model(model, plain_blocks(4, 2))
-
-
-# -- edits ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("width", "runs"), [(4, False), (40, True)])

@@ -19,9 +19,6 @@ from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 pytestmark = pytest.mark.contract
 
 
-# -- construction -----------------------------------------------------------------------------------------------------
-
-
 def nested() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
 
@@ -91,9 +88,6 @@ def test_what_the_first_optimizer_holds_is_taken_by_no_second_one(stage: int, li
             assert "or build one optimizer over each submodule" in messages[0]
         assert left
         assert_same_model(model, plain(1))
-
-
-# -- further parameters -----------------------------------------------------------------------------------------------
 
 
 def blocks_first(then: Callable[[Net, ZeroOptimizer], Any]) -> list[tuple[Any, nn.Module]]:

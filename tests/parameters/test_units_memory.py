@@ -25,7 +25,6 @@ from ..support.cases import (
     net_of,
     one_backward,
     sharded,
-    train,
 )
 from ..support.plain import assert_same_bits, share
 from .stage3 import Blocks, on_blocks
@@ -45,31 +44,11 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
     return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
 
 
-def test_after_a_forward_the_graph_holds_no_weights() -> None:
-    """Only the root unit and the last unit are gathered, which the backward needs first."""
-
-    def program(transport: Transport) -> None:
-        model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        manager = manager_of(optimizer)
-        for step in range(2):
-            loss = loss_of(model, batches_of(step, 1)[0])
-            here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
-            assert here == [0, DEEP]
-            assert in_use(manager) == whole_bytes(manager, here)
-            loss.backward()
-            assert in_use(manager) == 0
-            assert_nothing_is_here(model, optimizer)
-            optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, batches_of(0, 1)[0])
-        assert in_use(manager) == 0
-
-    on("several", program)
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("world", ["several", "one"])
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str) -> None:
+    """After a forward, whose graph holds no weights, those that the backward needs first: the root and the last."""
+
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
         manager, seen = manager_of(optimizer), []
@@ -81,17 +60,25 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str)
             part.register_forward_hook(look)
             part.register_full_backward_pre_hook(look)
         for step in range(2):
-            train(Case(), model, optimizer, step)
+            loss = loss_of(model, batches_of(step, 1)[0])
+            if transport.world_size > 1:
+                here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
+                assert here == [0, DEEP]
+                assert in_use(manager) == whole_bytes(manager, here)
+            loss.backward()
+            assert in_use(manager) == 0
             optimizer.step()
             optimizer.zero_grad()
+            assert_nothing_is_here(model, optimizer)
+        with torch.no_grad():
+            loss_of(model, batches_of(0, 1)[0])
+        assert in_use(manager) == 0
         found = optimizer.describe()
-        bound = whole_bytes(manager, (0, 1, 2)) if size_of(world) > 1 else 0
+        bound = whole_bytes(manager, (0, 1, 2)) if transport.world_size > 1 else 0
         assert max(seen) == found.bytes["gathered_peak"] == found.formula_bytes["gathered_peak"] == bound
 
     on(world, program)
 
-
-# -- how much ---------------------------------------------------------------------------------------------------------
 
 TRAFFIC: dict[str, tuple[Case, int, str]] = {
     "plain": (Case(), 1, "several"),
@@ -127,9 +114,6 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str) -> None:
     results = on(world, program)
     for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
         assert [sum(total)] * size_of(world) == [formula for _, formula in results], step
-
-
-# -- where ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:

@@ -29,9 +29,6 @@ def body(through: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
     return type("OtherNet", (Net,), {"body": through, **more})
 
 
-# -- forwards and backwards -------------------------------------------------------------------------------------------
-
-
 def retained_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
     """Keep two graphs at once, and run a backward of the older one twice."""
     first, second = loss_of(model, batch), model(batch.x + 1).exp().mean()
@@ -93,9 +90,6 @@ def hook_backward(model: Any) -> None:
     model.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 2)
 
 
-# -- units, and their order -------------------------------------------------------------------------------------------
-
-
 def around_another(unit: Any, x: Tensor) -> Any:
     """Use weights before and after another unit's forward: in a checkpoint, and in a hook of its gradient."""
     first = checkpoint(lambda y: torch.tanh(unit.inner(y)), unit.norm(x), use_reentrant=False) * 1.0
@@ -110,9 +104,6 @@ def acquaint(model: Any, *, holds: bool = False) -> None:
     model.blocks[0].others = (model.blocks[1],)
     if holds:
         model.blocks[0].inside = model.blocks[1]
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
 
 
 def tie(model: Any) -> None:
@@ -131,30 +122,11 @@ def freeze_parts(model: Any) -> None:
 
 def groups(model: Any) -> list[dict[str, Any]]:
     """Return groups that each have parameters of several units. Some are not listed."""
-    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
+    listed = list(model.parameters())[2:]
     return [
-        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
-        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
+        {"params": [p for p in listed if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
+        {"params": [p for p in listed if p.dim() < 2], "lr": 0.3, "amsgrad": True},
     ]
-
-
-class Awkward(Block):
-    """Parameters of several dtypes, of which one is seen as complex numbers, another dtype on the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
-        self.pairs = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Any:
-        wide = self.wide(x.double()) * self.counter.sum()
-        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
-        return super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float() + numbers.abs().sum()
-
-
-# -- graphs and outputs -----------------------------------------------------------------------------------------------
 
 
 class Linear(torch.autograd.Function):
@@ -248,7 +220,7 @@ CASES: dict[str, Case] = {
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
+    "groups": Case(groups=groups),
     "a Function that holds a weight": Case(units(holds_weight)),
     "a view kept": Case(units(keeps_view, kept=None, with_graph=False), lends=True, steps=3),
     "a view kept with its graph": Case(units(keeps_view, kept=None, with_graph=True), lends=True, steps=3),
