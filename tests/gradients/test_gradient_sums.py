@@ -75,15 +75,6 @@ def one_alone_held(side: Side, how: Clear) -> None:
     side.step()
 
 
-def another_divisor(side: Side) -> None:
-    """Set means to zero that stage 0 does not show."""
-    side.train(lambda model, _: model(1.0))
-    side.divisor = 5
-    side.clear("zeros")
-    side.train(lambda model, _: model(2.0))
-    side.step()
-
-
 CLEARS: list[tuple[int, Clear]] = [(0, "zeros"), (1, "module zeros"), (2, "none"), (0, "zero_grad"), (2, "zeros")]
 
 
@@ -94,7 +85,6 @@ CLEARS: list[tuple[int, Clear]] = [(0, "zeros"), (1, "module zeros"), (2, "none"
         (created, locked_build_0, 0, 25.0),
         (differentiated, locked_build_0, 2, 25.0),
         *((partial(one_alone_held, how=how), TwoVectors, stage, 1e-6) for stage, how in CLEARS),
-        (another_divisor, TwoVectors, 0, 25.0),
     ],
 )
 def test_the_sums_are_those_of_the_plain_loop(loop: Any, build: Any, stage: int, cap: float) -> None:

@@ -85,18 +85,8 @@ def check_compiled_training(group: dist.ProcessGroup | None, rank: int, name: st
 # -- the graph of a unit ----------------------------------------------------------------------------------------------
 
 
-class Hooked(Block):
-    """A unit with hooks of the user's, which a compiler traces."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_forward_pre_hook(lambda module, args: (args[0] * self.inner.weight.sum(),))
-        self.register_forward_hook(lambda module, args, output: output + self.outer.bias)
-
-
 UNITS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], None]]] = {
     "Block": (Block, blocks_in_place),
-    "hooked": (Hooked, blocks_in_place),
     "Linear": (lambda: nn.Linear(WIDTH, WIDTH), compiled_blocks),  # in place torch compiles no module of its own
     "Sequential": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), compiled_blocks),
     "TransformerEncoderLayer": (

@@ -167,24 +167,6 @@ def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
 # -- memory that moves ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", ["one", "travel"])
-def test_a_view_follows_its_parameter_also_where_its_memory_was_moved(world: str) -> None:
-    """`multiprocessing.Queue.put` moves the memory of a tensor. With one rank the parameter moves along."""
-
-    def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, Tensor]:
-        with optimizer.gathered():
-            view = model.block(1).weight.detach().share_memory_()
-        message = error_of(optimizer.step)
-        train(model, optimizer)
-        return message, view
-
-    for (message, view), model in on_ranks(world, act):
-        edited = "'blocks.1.scalar' was edited while its unit was gathered"
-        assert message == "nothing" if world == "one" else edited in message
-        assert_same_bits(view, plain(2).block(1).weight)
-        assert_same_model(model, plain(2))
-
-
 def test_memory_that_was_moved_away_from_all_ranks_is_told_for_good() -> None:
     def program(transport: Transport) -> list[str]:
         model = Net()
