@@ -8,40 +8,41 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from collectives import Loopback, Transport, on_threads
+from collectives import Transport, on_threads
 from collectives.messenger import Messenger
 from zero import ZeroOptimizer
 from zero.gradients.agreement import LONGEST_REPORT
 
 from ..support.parts import parts_of
-from ..support.plain import assert_same_bits, assert_same_model
+from ..support.plain import assert_same_model
 from ..support.small import TwoVectors, plain_two, with_sgd
 
 WORLD = 3
 
 
 class Rounds:
-    """Counts the control messages that rank 0 sends to each other rank, by what they are for."""
+    """Counts the full meshes of control messages that rank 0 takes part in, by what they are for."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.seen = Counter[tuple[int, str]]()
+        self.seen = [Counter[str]() for _ in range(WORLD)]
         send = Messenger.send_control
 
         def sent(messenger: Messenger, data: bytes, to: int, tag: Any) -> Any:
             if messenger.rank == 0:
-                self.seen[to, tag.label] += 1
+                self.seen[to][tag.label] += 1
             return send(messenger, data, to, tag)
 
         patch.setattr(Messenger, "send_control", sent)
 
-    def taken(self) -> Counter[str]:
-        """Return the number of full meshes since the last call."""
-        seen, self.seen = self.seen, Counter()
-        by_rank = [Counter({label: n for (to, label), n in seen.items() if to == rank}) for rank in range(1, WORLD)]
-        assert all(of_rank == by_rank[0] for of_rank in by_rank), "as many to each rank"
-        return by_rank[0]
+    def taken(self, rank: int) -> Counter[str]:
+        """Return those since the last call, on rank 0."""
+        if rank:
+            return Counter()
+        (_, first, *others), self.seen = self.seen, [Counter[str]() for _ in range(WORLD)]
+        assert all(other == first for other in others), "as many to each rank"
+        return first
 
 
 CLIP, STEP, UNSCALE = "clip_grad_norm_()", "step()", "GradScaler.unscale_()"
@@ -58,16 +59,15 @@ CALLS_INSIDE_JOIN = {"step": 1, "clip": 2, "scaler": 2, "scaler and clip": 3}
 
 def one_step(model: nn.Module, optimizer: ZeroOptimizer, scaler: Any, what: str, rounds: Rounds) -> list[Counter[str]]:
     """Take a step; return the rounds of the backward and of what follows, on rank 0."""
-    found = []
-    rounds.taken() if optimizer.rank == 0 else None
+    rounds.taken(optimizer.rank)
     scaler.scale(model(torch.ones(2, 4)).sum()).backward()
     optimizer.exchange(b"")  # no rank is behind
-    found.append(rounds.taken() if optimizer.rank == 0 else Counter())
+    found = [rounds.taken(optimizer.rank)]
     if "clip" in what:
         scaler.unscale_(optimizer)
         optimizer.clip_grad_norm_(0.1)
     scaler.step(optimizer)
-    found.append(rounds.taken() if optimizer.rank == 0 else Counter())
+    found.append(rounds.taken(optimizer.rank))
     scaler.update()
     optimizer.zero_grad()
     return found
@@ -114,9 +114,6 @@ def test_the_control_rounds_of_a_step(stage: int, what: str, joined: bool, monke
         assert backward == Counter([USED] if shown else [])
 
 
-# -- a rank that is behind ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("stage", "behind"), enumerate([0, 1, 0, 1]))
 def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind: int) -> None:
     """What `no_sync` left is reduced in the round of the other rank, in which the rank behind takes part late. Its
@@ -139,90 +136,25 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
         assert rounds == 1
 
 
-# -- the norm with the agreement ---------------------------------------------------------------------------------------
-
-
-def clipped_twice(transport: Transport, stage: int, forgets: int) -> list[Tensor]:
-    """Clip twice. Between the clips a rank forgets a gradient."""
-    model = TwoVectors()
-    optimizer = with_sgd(model, transport, stage=stage, module=model)
-    model(1.0 + transport.rank).backward()
-    norms = [optimizer.clip_grad_norm_(0.5)]
-    if forgets == transport.rank:
-        model.a.grad = None
-    return [*norms, optimizer.clip_grad_norm_(0.25)]
-
-
-@pytest.mark.parametrize(("stage", "forgets"), enumerate([0, 1, 0, 1]))
-def test_one_norm_on_all_ranks_although_one_has_forgotten_a_gradient(
-    stage: int, forgets: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parts that travel with the agreement are of gradients that the ranks do not agree on: they are not used."""
-    monkeypatch.setattr(f"{__name__}.WORLD", 2)
-    rounds = Rounds(monkeypatch)
-    ours, theirs = on_threads(2, lambda transport: clipped_twice(transport, stage, forgets))
-    assert rounds.taken()[NORM] == 2
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_same_bits(mine, other)
-
-
-# -- reports -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("stage", "joined"), [(0, True), (1, False), (2, True), (3, False)])
-def test_a_report_of_one_rank_reaches_all_with_the_next_agreement(stage: int, joined: bool) -> None:
-    def program(transport: Transport) -> list[list[dict[str, str]]]:
-        model = nn.Linear(4, 4)
-        optimizer = with_sgd(model, transport, stage=stage, module=model)
-        agreement = parts_of(optimizer).reducer.agreement
-        seen = [agreement.reports]
-        if transport.rank == 1:
-            agreement.report("save", "the disk is full")
-            agreement.report("stop", "x" * 2 * LONGEST_REPORT)
-        with optimizer.join() if joined else nullcontext():
-            model(torch.ones(2, 4)).sum().backward()
-            seen.append(agreement.reports)
-            optimizer.clip_grad_norm_(1.0)
-            seen.append(agreement.reports)
-            if transport.rank == 1:
-                agreement.report("save", None)
-            optimizer.step()
-            seen.append(agreement.reports)
-        return seen
-
-    stop = {"stop": "x" * LONGEST_REPORT}
-    nothing: list[dict[str, str]] = [{}, {}, {}]
-    expected = [nothing, nothing, [{}, {"save": "the disk is full", **stop}, {}], [{}, stop, {}]]
-    assert Loopback[Any](WORLD).run(program) == [expected] * WORLD
-
-
-def test_options_that_differ_between_ranks_are_an_error_that_names_them() -> None:
-    def program(transport: Transport) -> str:
+def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
+    def program(transport: Transport) -> list[dict[str, str]]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        groups = [{"params": [p]} for p in model.parameters()]
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, process_group=transport, module=model)
+        groups: Any = [{"params": [p]} for p in model.parameters()]
+        optimizer = with_sgd(groups, transport, module=model)
+        agreement = parts_of(optimizer).reducer.agreement
+        agreement.report("rank", str(transport.rank))
+        agreement.report("stop", "x" * 2 * LONGEST_REPORT if transport.rank else None)
         model(torch.ones(2, 4)).sum().backward()
-        if transport.rank == 1:
-            optimizer.param_groups[2]["lr"] = 0.2
-        with pytest.raises(ValueError, match="'lr' of the param groups") as caught:
+        optimizer.param_groups[2]["lr"] = 0.1 + transport.rank
+        with pytest.raises(ValueError, match="option 'lr' of the param groups differs between rank 0 and rank 1"):
             optimizer.step()
         optimizer.param_groups[2]["lr"] = 0.2
         optimizer.step()  # no state was lost
-        return str(caught.value)
+        found = agreement.reports
+        agreement.report("stop", None)
+        optimizer.zero_grad()
+        optimizer.step()
+        assert agreement.reports == [{"rank": "0"}, {"rank": "1"}]
+        return found
 
-    first, second = on_threads(2, program)
-    assert first == second
-    assert "between rank 0 and rank 1" in first
-
-
-def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
-    def program(transport: Transport) -> list[dict[str, str]]:
-        optimizer = with_sgd(nn.Linear(4, 4), transport)
-        agreement = parts_of(optimizer).reducer.agreement
-        agreement.report("rank", str(transport.rank))
-        optimizer.param_groups[0]["lr"] = 0.1 + transport.rank
-        with pytest.raises(ValueError, match="option 'lr' of the param groups differs between rank 0 and rank 1"):
-            optimizer.step()
-        return agreement.reports
-
-    assert on_threads(2, program) == [[{"rank": "0"}, {"rank": "1"}]] * 2
+    assert on_threads(2, program) == [[{"rank": "0"}, {"rank": "1", "stop": "x" * LONGEST_REPORT}]] * 2

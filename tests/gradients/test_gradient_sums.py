@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from collectives import Transport, on_threads
 
@@ -17,8 +16,6 @@ from ..support.plain import Clear, assert_same_model, plain_step
 from ..support.programs import locked_build
 from ..support.sides import Side, same_as_plain
 from ..support.small import TwoVectors, with_sgd
-
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 pytestmark = pytest.mark.contract
 
@@ -31,25 +28,10 @@ def only_rank_0_uses_a(model: TwoVectors, rank: int) -> Tensor:
     return model(1.0, rank == 0)
 
 
-def unfrozen_later(side: Side) -> None:
-    for step in range(2):
-        side.model.a.requires_grad_(step == 1)
-        for _ in range(2):
-            side.train(loss_of)
-        side.step()
-        side.clear()
-
-
 def converted(side: Side) -> None:
     side.train(loss_of)
     side.model.to("cpu").float()  # assigns each p.grad.data to itself
     side.step()
-
-
-@STAGES
-def test_a_parameter_that_is_unfrozen_or_converted_keeps_its_gradients(stage: int) -> None:
-    for loop in (unfrozen_later, converted):
-        same_as_plain(loop, TwoVectors, lr=0.1, settings={"stage": stage}, divisor=4)
 
 
 def differentiated(side: Side) -> None:
@@ -78,75 +60,35 @@ def created(side: Side) -> None:
     side.step()
 
 
-def recomputed(side: Side) -> None:
-    def loss_of(model: Any, rank: int) -> Tensor:
-        hidden = checkpoint(model.first, model.embed(odd_batches(2)[rank][0]), use_reentrant=False)
-        return checkpoint(lambda x: model.head(model.last(x)), hidden, use_reentrant=False).square().mean()
-
-    side.train(loss_of)
-    side.step()
-
-
-@pytest.mark.parametrize(("stage", "loop"), enumerate([created, recomputed, differentiated]))
-def test_graphs_that_are_kept_or_made_anew_count_once(stage: int, loop: Any) -> None:
-    same_as_plain(loop, locked_build_0, lr=0.1, settings={"stage": stage})
-
-
 def locked_build_0() -> nn.Module:
     return locked_build(0)
 
 
-# -- clears ------------------------------------------------------------------------------------------------------------
+def one_alone_held(side: Side, how: Clear) -> None:
+    """Clear a gradient that one rank alone has."""
+    side.train(only_rank_0_uses_a, sync=False)
+    side.clip(float("inf"))
+    side.model.a.requires_grad_(False)
+    side.clear(how)
+    side.model.a.requires_grad_(True)
+    side.train(loss_of)
+    side.step()
+
+
+CLEARS: list[tuple[int, Clear]] = [(0, "zeros"), (1, "module zeros"), (2, "none"), (0, "zero_grad"), (2, "zeros")]
 
 
 @pytest.mark.parametrize(
-    ("stage", "how"), [(0, "zeros"), (1, "module zeros"), (2, "none"), (0, "zero_grad"), (2, "zeros")]
+    ("loop", "build", "stage", "cap"),
+    [
+        *((converted, TwoVectors, stage, 25.0) for stage in range(4)),
+        (created, locked_build_0, 0, 25.0),
+        (differentiated, locked_build_0, 2, 25.0),
+        *((partial(one_alone_held, how=how), TwoVectors, stage, 1e-6) for stage, how in CLEARS),
+    ],
 )
-def test_a_gradient_that_one_rank_alone_held_does_not_survive_a_clear(stage: int, how: Clear) -> None:
-    def loop(side: Side) -> None:
-        side.train(only_rank_0_uses_a, sync=False)
-        side.clip(float("inf"))
-        side.model.a.requires_grad_(False)
-        side.clear(how)
-        side.model.a.requires_grad_(True)
-        side.train(loss_of)
-        side.step()
-
-    same_as_plain(loop, TwoVectors, lr=0.1, settings={"stage": stage, "bucket_cap_mb": 1e-6})
-
-
-def stepped(plain: nn.Module, divisor: float) -> nn.Module:
-    """Divide the gradients, and take a step of SGD."""
-    for p in plain.parameters():
-        assert p.grad is not None
-        p.grad.div_(divisor)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return plain
-
-
-def assert_all_are(models: list[nn.Module], plain: nn.Module) -> None:
-    for model in models:
-        assert_same_model(model, plain)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_clearing_one_gradient_of_a_divergent_graph_leaves_the_others(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = TwoVectors()
-        optimizer = with_sgd(model, transport, stage=stage)
-        only_rank_0_uses_a(model, transport.rank).backward()
-        model.a.grad = None
-        model(2.0).backward()
-        optimizer.step()
-        return model
-
-    plain = TwoVectors()
-    for use_a in (True, False):
-        plain(1.0, use_a).backward()
-    plain.a.grad = None
-    for _ in range(2):
-        plain(2.0).backward()
-    assert_all_are(on_threads(2, program), stepped(plain, 2))
+def test_the_sums_are_those_of_the_plain_loop(loop: Any, build: Any, stage: int, cap: float) -> None:
+    same_as_plain(loop, build, lr=0.1, settings={"stage": stage, "bucket_cap_mb": cap}, divisor=4)
 
 
 @pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (1, 2), (2, 1), (0, 2)])
@@ -175,19 +117,9 @@ def test_what_no_sync_left_and_was_cleared_does_not_come_back(stage: int, world_
     for _ in range(world_size):
         for parameter, other in zip(plain.parameters(), twice.parameters(), strict=True):
             parameter.grad += other.grad  # type: ignore[operator]
-    assert_all_are(on_threads(world_size, program), stepped(plain, 1))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_stage_0_zeroes_means_that_it_does_not_show(world_size: int) -> None:
-    def loop(side: Side) -> None:
-        side.train(lambda model, _: model(1.0))
-        side.divisor = 5
-        side.clear("zeros")
-        side.train(lambda model, _: model(2.0))
-        side.step()
-
-    same_as_plain(loop, TwoVectors, lr=0.1, world_size=world_size, settings={"stage": 0})
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for model in on_threads(world_size, program):
+        assert_same_model(model, plain)
 
 
 def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
@@ -210,4 +142,5 @@ def test_another_optimizer_may_set_our_gradients_to_zero() -> None:
         plain_step(plain, sgd, lambda model, scale: model(scale), [1.0, 1.0], 2)
         sgd.zero_grad(set_to_none=False)
     sgd.step()
-    assert_all_are(on_threads(2, program), plain)
+    for model in on_threads(2, program):
+        assert_same_model(model, plain)

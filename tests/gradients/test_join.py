@@ -31,19 +31,6 @@ def small() -> nn.Module:
     return seeded(3, lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)))
 
 
-class Crossed(nn.Module):
-    """Units that are used in another order than that of registration; the library learns it from a forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number in (0, 2, 1, 3):
-            x = torch.tanh(self.layers[number](x))
-        return x
-
-
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2 + (step + rank) % 3, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -54,15 +41,12 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
     return loss
 
 
-def joined(counts: tuple[int, ...], *, then: tuple[int, ...] = (), evaluates: bool = False) -> Loop:
-    """Return a loop in which rank r has ``counts[r]`` batches; ``then``: steps of all ranks behind it.
-
-    ``evaluates``: forwards without a backward, before the block and at its end, leave units gathered.
-    """
+def joined(*counts: int) -> Loop:
+    """Return a loop in which rank r has ``counts[r]`` batches."""
 
     def loop(side: Side) -> list[Tensor]:
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 1.0 if then else 0.5)
-        norms, left = list[Tensor](), [loss_of(side.model, 0, 0)] if evaluates else []
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
+        norms = list[Tensor]()
         with side.join():
             for step in range(max(counts[rank] for rank in side.ranks)):
                 mine = [rank for rank in side.ranks if step < counts[rank]]
@@ -73,11 +57,6 @@ def joined(counts: tuple[int, ...], *, then: tuple[int, ...] = (), evaluates: bo
                 side.step()
                 side.clear()
                 scheduler.step()
-                left += [loss_of(side.model, 0, 0)] if evaluates else []
-        for step in then:
-            side.train(lambda model, rank, step=step: loss_of(model, step, rank))  # type: ignore[misc]
-            side.step()
-            side.clear()
         return norms[: min(counts)]
 
     return loop
@@ -99,39 +78,7 @@ def test_training_is_that_of_the_plain_loop_over_the_union(
 ) -> None:
     """With tokens counted over all ranks, a clip, and a schedule that the ranks with batches follow."""
     settings = {"stage": stage, "bucket_cap_mb": 1e-4}
-    same_as_plain(joined(counts), small, ADAMW, len(counts), run=run, precision=precision, settings=settings, lr=0.05)
-
-
-@pytest.mark.parametrize(
-    ("counts", "evaluates", "reshard"),
-    [((1, 0, 0, 0), True, False), ((0, 2, 1, 2), True, False), ((0, 2, 1, 2), False, True), ((1, 0, 0, 0), True, 2)],
-)
-def test_units_may_be_there_when_a_block_begins_and_when_a_rank_leaves_it(
-    counts: tuple[int, ...], evaluates: bool, reshard: bool | int
-) -> None:
-    loop, settings = joined(counts, then=(7, 8), evaluates=evaluates), {"reshard_after_forward": reshard}
-    settings |= {"stage": 3, "bucket_cap_mb": 1e-4}
-    same_as_plain(loop, lambda: seeded(0, Crossed), SGD, len(counts), settings=settings, divisor=1, lr=0.1)
-
-
-def test_a_unit_that_a_forward_left_for_its_backward_is_gathered_again_for_a_block() -> None:
-    """The forward has no backward; a rank without batches has nothing of it."""
-
-    def program(transport: Transport) -> nn.Module:
-        model = small()
-        optimizer = ZeroOptimizer(model, SGD, lr=0.1, stage=3, process_group=transport)
-        with optimizer.join():
-            if transport.rank == 0:
-                loss_of(model, 0, 0).backward()
-                for chosen in (model[0].weight, None):
-                    with optimizer.gathered(chosen):
-                        model(batch(0, 0))
-                optimizer.step()
-        optimizer.close()
-        return model
-
-    first, second = on_threads(2, program, timeout=BOUND)
-    assert_same_model(first, second)
+    same_as_plain(joined(*counts), small, ADAMW, len(counts), run=run, precision=precision, settings=settings, lr=0.05)
 
 
 @STAGES
@@ -199,59 +146,33 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
         assert_same_model(model, expected)
 
 
-def test_join_ends_with_an_exception() -> None:
-    def loop(side: Side) -> list[Tensor]:
-        with pytest.raises(KeyError, match="this loop"), side.join():
-            raise KeyError("this loop")
-        found: list[Tensor] = joined((1, 2))(side)
-        return found
-
-    same_as_plain(loop, small, ADAMW, lr=0.05)
-
-
-# -- options -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "a new key"])
+@pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "the same tensor", "a new key"])
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
-    """A step with a rate in fp32 has other bits than one with a Python float."""
+    """A step with a rate in fp32 has other bits than one with a Python float. Betas stay a tuple."""
 
     def loop(side: Side) -> Any:
+        group = side.optimizer.param_groups[0]
+        given = group["lr"]
         with side.join():
             for step in range(3 if 0 in side.ranks else 0):
                 side.train(lambda model, _, step=step: loss_of(model, step, 0), ranks=[0])  # type: ignore[misc]
-                rate, group = 0.1 / (step + 3), side.optimizer.param_groups[0]
+                rate, group["betas"] = 0.1 / (step + 3), (0.5, 0.75)
                 if kind == "a new key":
                     group["note"] = None
-                group["lr"] = {"numpy's": np.float32(rate), "a tensor": torch.tensor(rate)}.get(kind, rate)
+                if kind == "the same tensor":
+                    given.fill_(rate)
+                else:
+                    group["lr"] = {"numpy's": np.float32(rate), "a tensor": torch.tensor(rate)}.get(kind, rate)
                 side.step()
                 side.clear()
-        return side.optimizer.param_groups[0].get("note", "no note")
+        assert (group["lr"] is given) == (kind == "the same tensor")
+        assert group["betas"] == (0.5, 0.75)
+        return group.get("note", "no note")
 
-    same_as_plain(loop, small, ADAMW, settings={"stage": 2}, divisor=1, foreach=False)
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        return [{"params": list(model.parameters()), "lr": torch.tensor(0.1) if kind == "the same tensor" else 0.1}]
 
-
-def test_options_that_a_rank_takes_over_keep_their_type() -> None:
-    """A learning rate in a tensor stays that tensor, betas stay a tuple."""
-
-    def program(transport: Transport) -> None:
-        model, rate = small(), torch.tensor(0.1)
-        groups = [{"params": [p], "lr": rate, "betas": (0.9, 0.99)} for p in model.parameters()]
-        optimizer = ZeroOptimizer(groups, ADAMW, process_group=transport, module=model, foreach=False)
-        with optimizer.join():
-            if transport.rank == 0:
-                loss_of(model, 0, 0).backward()
-                rate.fill_(0.25)
-                for group in optimizer.param_groups:
-                    group["betas"] = (0.5, 0.75)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert rate.item() == 0.25
-        for group in optimizer.param_groups:
-            assert group["lr"] is rate
-            assert group["betas"] == (0.5, 0.75)
-
-    on_threads(2, program, timeout=BOUND)
+    same_as_plain(loop, small, ADAMW, groups=groups, settings={"stage": 2}, divisor=1, foreach=False)
 
 
 def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
@@ -265,48 +186,47 @@ def test_sums_over_ranks_are_exact_and_equal_everywhere() -> None:
     assert on_threads(3, program, timeout=BOUND) == [[3 * 2**60 + 3, 1.0]] * 3
 
 
-# -- errors ------------------------------------------------------------------------------------------------------------
+def other_clips(optimizer: ZeroOptimizer, _: nn.Module) -> None:
+    if optimizer.rank < 2:
+        optimizer.clip_grad_norm_(1.0 + optimizer.rank)
 
 
-def told(act: Callable[[ZeroOptimizer, nn.Module], object], error: Any = RuntimeError) -> list[str]:
-    """Let three ranks act inside `join`, and then train on; return what each was told."""
+def one_fails(optimizer: ZeroOptimizer, model: nn.Module) -> None:
+    if optimizer.rank == 1:
+        raise KeyError("a broken batch")
+    if optimizer.rank == 0:
+        loss_of(model, 0, 0).backward()
+        optimizer.step()
 
+
+def all_fail(optimizer: ZeroOptimizer, _: nn.Module) -> None:
+    raise KeyError(f"on rank {optimizer.rank}")
+
+
+CALLS = r"inside join.*rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0"
+LEFT = r"^rank 1 left join\(\) with an error: KeyError: 'a broken batch'$"
+ERRORS: dict[Callable[[ZeroOptimizer, nn.Module], object], tuple[str, str, str]] = {
+    other_clips: (CALLS, CALLS, CALLS),
+    one_fails: (LEFT, "^'a broken batch'$", LEFT),
+    all_fail: ("^'on rank 0'$", "^'on rank 1'$", "^'on rank 2'$"),
+}
+
+
+@pytest.mark.parametrize("act", ERRORS)
+def test_an_error_ends_the_block_on_every_rank_and_training_goes_on(act: Any) -> None:
     def program(transport: Transport) -> str:
         model = small()
         optimizer = ZeroOptimizer(model, SGD, lr=0.1, process_group=transport)
-        with pytest.raises(error) as caught:
-            within(optimizer, model)
+        with pytest.raises((KeyError, RuntimeError)) as caught, optimizer.join():
+            act(optimizer, model)
         optimizer.zero_grad()
         loss_of(model, 0, transport.rank).backward()
         optimizer.step()
         optimizer.check_replicas()
         return str(caught.value)
 
-    def within(optimizer: ZeroOptimizer, model: nn.Module) -> None:
-        with optimizer.join():
-            act(optimizer, model)
-
-    return on_threads(3, program, timeout=BOUND)
-
-
-def test_ranks_that_call_different_things_are_told_on_every_rank() -> None:
-    first, *others = told(lambda optimizer, _: optimizer.rank < 2 and optimizer.clip_grad_norm_(1.0 + optimizer.rank))
-    assert others == [first, first]
-    assert "inside join" in first
-    assert re.search(r"rank 0 calls clip_grad_norm_\(\) and rank 1 .*max_norm.*1.0.*max_norm.*2.0", first)
-
-
-def test_an_error_of_one_rank_inside_join_reaches_all_others() -> None:
-    def act(optimizer: ZeroOptimizer, model: nn.Module) -> None:
-        if optimizer.rank == 1:
-            raise KeyError("a broken batch")
-        if optimizer.rank == 0:
-            loss_of(model, 0, 0).backward()
-            optimizer.step()
-
-    first, culprit, last = told(act, (KeyError, RuntimeError))
-    assert first == last == "rank 1 left join() with an error: KeyError: 'a broken batch'"
-    assert culprit == "'a broken batch'"
+    for text, expected in zip(on_threads(3, program, timeout=BOUND), ERRORS[act], strict=True):
+        assert re.search(expected, text, re.DOTALL)
 
 
 def test_what_changes_the_layout_is_refused_inside_join() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,23 +80,16 @@ def gradient_of(rank: int, step: int, index: int) -> Tensor:
 
 def run_backward(parameters: Sequence[nn.Parameter], rank: int, step: int, number: int) -> None:
     """Run the hooks of all parameters, of every second one in another thread, from the last to the first."""
-    backward, errors = Backward(number), list[BaseException]()
+    backward, both = Backward(number), threading.Barrier(2, timeout=BOUND)
 
     def side(first: int) -> None:
-        try:
-            with backward:
-                for index in reversed(range(first, COUNT, 2)):
-                    accumulate(parameters[index], gradient_of(rank, step, index))
-        except BaseException as error:
-            errors.append(error)
+        both.wait()
+        with backward:
+            for index in reversed(range(first, COUNT, 2)):
+                accumulate(parameters[index], gradient_of(rank, step, index))
 
-    threads = [threading.Thread(target=side, args=(first,)) for first in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(side, (0, 1)))
     with backward:
         for callback in backward.callbacks:
             callback()
@@ -138,71 +132,21 @@ def test_two_threads_give_the_sums_of_one(stage: int, world_size: int, ahead: bo
             assert_same_bits(ours, theirs)
 
 
-def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, most, together = [0], [0], threading.Barrier(2)
-
-    class Listening:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            def event(*_: object) -> None:
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(5e-3)  # another thread would come in
-                inside[0] -= 1
-
-            return event
-
-    listener = Listening()
-    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
-    optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
-    buckets = parts_of(optimizer).storage.buckets
-    for bucket in buckets:
-        for slot in range(len(bucket.parameters)):
-            watching.watch(bucket, slot)
-    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
-    backward = Backward(1)
-    for module in (hooks, backward_tracker):
-        monkeypatch.setattr(module, "current_graph_task_id", lambda: 1)
-    monkeypatch.setattr(backward_tracker, "queue_callback", backward.callbacks.append)
-
-    def side(first: int) -> None:
-        together.wait(BOUND)
-        for parameter in parameters[first::2]:
-            accumulate(parameter, torch.ones(NUMEL))
-
-    sides = [threading.Thread(target=side, args=(first,)) for first in range(2)]
-    for thread in sides:
-        thread.start()
-    for thread in sides:
-        thread.join()
-    assert most == [1]
-
-
-# -- a loss scaler with two devices ------------------------------------------------------------------------------------
-
-
 def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> None:
     flags = FoundInf()
     second, first = torch.zeros(1), torch.zeros(1, device="meta")
     assert not flags.repeats(first, may_be_new=True)
     flags.note(first, True)
     assert flags.repeats(first, may_be_new=False)
-    assert flags.repeats(second, may_be_new=False)
-    assert second.item() == 1
-    assert flags.repeats(second, may_be_new=False)
-    again = torch.zeros(1, device="meta")
+    for _ in range(2):
+        assert flags.repeats(second, may_be_new=False)
+        assert second.item() == 1
+    again, other = torch.zeros(1, device="meta"), torch.zeros(1)
     assert not flags.repeats(again, may_be_new=True), "the next unscale_"
     flags.note(again, False)
-    other = torch.zeros(1)
     assert flags.repeats(other, may_be_new=False)
     assert other.item() == 0
-
-
-def test_an_unscale_of_another_step_is_none_of_this_one() -> None:
-    """The step before used parameters on one device alone, and this one those on the other."""
-    flags = FoundInf()
-    flags.note(torch.zeros(1, device="meta"), True)
-    found = torch.zeros(1)
-    assert not flags.repeats(found, may_be_new=True)
-    assert found.item() == 0
-    flags.note(found, False)
+    third = torch.zeros(1)
+    assert not flags.repeats(third, may_be_new=True), "that of another step, with parameters of this device alone"
+    flags.note(third, False)
     assert not flags.repeats(torch.zeros(1, device="meta"), may_be_new=True)

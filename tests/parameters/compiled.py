@@ -7,22 +7,23 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from collectives import solo
+from collectives import on_threads, solo
 from collectives.backends.gloo import connect
 
-from ..support.cases import Batch, Case, check_rank, one_backward, plain_loop
+from ..support.cases import WIDTH, Batch, Block, Case, check_rank, net_of, one_backward, plain_loop
 
 BACKEND = "aot_eager"
 
 
 @contextmanager
 def forgotten() -> Iterator[None]:
-    """Run the block as if nothing had been compiled before, and leave nothing compiled."""
+    """Run the block, or the function, as if nothing had been compiled before, and leave nothing compiled."""
     torch._dynamo.reset()
     try:
         yield
@@ -59,55 +60,77 @@ CASES: dict[str, Case] = {
 }
 
 
-def compiled_training(group: dist.ProcessGroup | None, rank: int, name: str) -> list[int]:
-    """Return the numbers of graphs compiled so far: at first, at the beginning of each step of this rank, at the end.
+def check_compiled_training(group: dist.ProcessGroup | None, rank: int, name: str) -> None:
+    """Compare a case with its plain loop; assert that the first step alone compiles something.
 
-    The first number is that before the plain loop. Each rank is a process: if several threads compile at once, torch
-    may put off the compilation of some to a later step.
+    Each rank is a process: if several threads compile at once, torch may put off the compilation of some to a later
+    step.
     """
-    counts = [counters["stats"]["unique_graphs"]]
+    counts = []
 
-    def count(model: Any, step: int) -> None:
+    def count(*_: Any) -> None:
         counts.append(counters["stats"]["unique_graphs"])
 
     with forgotten():
-        case = replace(CASES[name], steps=3)
-        transport = solo() if group is None else connect(group)
+        case, transport = replace(CASES[name], steps=3), solo() if group is None else connect(group)
+        count()
         _, expected = plain_loop(case, transport.world_size)
         check_rank(replace(case, begin=count), transport, expected)
-        return [*counts, counters["stats"]["unique_graphs"]]
-
-
-def assert_compiled_in_the_first_step_alone(counts: list[int]) -> None:
+        count()
     before, _, after_first, *later = counts
     assert before < after_first
     assert later == [after_first, after_first]
 
 
-class Recorder:
-    """A backend that compiles nothing and keeps the source of each graph."""
-
-    def __init__(self) -> None:
-        self.graphs: list[str] = []
-        self._before = counters["frames"]["total"]
-
-    def frames(self) -> int:
-        """The number of functions that Dynamo tried to trace."""
-        return counters["frames"]["total"] - self._before
-
-    def __call__(self, graph: torch.fx.GraphModule, _: Any) -> Any:
-        self.graphs.append(graph.code)
-        return graph.forward
+# -- the graph of a unit ----------------------------------------------------------------------------------------------
 
 
-def recorded(train: Callable[[Recorder], Any]) -> tuple[Recorder, int]:
-    """Return what was compiled in a training, and how many functions were traced, the second time that it runs.
+UNITS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], None]]] = {
+    "Block": (Block, blocks_in_place),
+    "Linear": (lambda: nn.Linear(WIDTH, WIDTH), compiled_blocks),  # in place torch compiles no module of its own
+    "Sequential": (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), compiled_blocks),
+    "TransformerEncoderLayer": (
+        lambda: nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True),
+        compiled_blocks,
+    ),
+}
 
-    The first time some functions are marked as not to be traced, for good.
+
+def recorded(train: Callable[[Callable[..., Any]], Any]) -> tuple[list[str], int]:
+    """Train with a backend that compiles nothing. Return the source of its graphs, and how many functions were traced.
+
+    Both are those of the second time: the first time some functions are marked as not to be traced, for good.
     """
     for _ in range(2):
+        graphs, before = list[str](), counters["frames"]["total"]
+
+        def backend(graph: torch.fx.GraphModule, _: Any, graphs: list[str] = graphs) -> Any:
+            graphs.append(graph.code)
+            return graph.forward
+
         with forgotten():
-            recorder = Recorder()
-            train(recorder)
-            frames = recorder.frames()
-    return recorder, frames
+            train(backend)
+            frames = counters["frames"]["total"] - before
+    return graphs, frames
+
+
+def check_graphs(name: str, ranks: int) -> None:
+    """Assert that a unit has the graphs of the plain model, and that no function of the library is traced."""
+    build, compiles = UNITS[name]
+
+    def case(backend: Any) -> Case:
+        return Case(net_of(build), prepared=lambda model: compiles(model, backend))
+
+    def ours(backend: Any) -> None:
+        try:
+            on_threads(ranks, lambda transport: check_rank(case(backend), transport, expected), timeout=60)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            pytest.fail(str(error))
+
+    plain, frames = recorded(lambda backend: plain_loop(case(backend), ranks))
+    with forgotten():
+        _, expected = plain_loop(case("eager"), ranks)
+    found, our_frames = recorded(ours)
+    assert set(found) == set(plain) != set()
+    assert ranks > 1 or len(found) == len(plain)
+    assert our_frames == frames if ranks == 1 else our_frames <= ranks * frames

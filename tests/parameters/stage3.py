@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from collectives import Transport
 from zero import ZeroOptimizer
 
+from .worlds import on
+
 INPUTS = torch.linspace(-1, 1, 6).view(2, 3)
 
 
@@ -77,17 +79,21 @@ def plain(steps: int, *, doubled: bool = False) -> Net:
     return model
 
 
-def then_train(
-    transport: Transport, act: Callable[[Any, ZeroOptimizer], Any], build: Callable[[], Any] = Net, **arguments: Any
-) -> tuple[Any, Any]:
-    """Return the result of an action on a rank, and the model after one further step."""
-    model = build()
-    optimizer = zero(model, transport, **arguments)
-    found = act(model, optimizer)
-    optimizer.zero_grad()
-    train(model, optimizer, getattr(model, "inputs", INPUTS))
-    optimizer.close()
-    return found, model
+def on_ranks(
+    world: str, act: Callable[[Any, ZeroOptimizer], Any], build: Callable[[], Any] = Net, **arguments: Any
+) -> list[tuple[Any, Any]]:
+    """Return each rank's result of an action, and its model after one further step."""
+
+    def program(transport: Transport) -> tuple[Any, Any]:
+        model = build()
+        optimizer = zero(model, transport, **arguments)
+        found = act(model, optimizer)
+        optimizer.zero_grad()
+        train(model, optimizer, getattr(model, "inputs", INPUTS))
+        optimizer.close()
+        return found, model
+
+    return on(world, program)
 
 
 class Blocks(nn.Sequential):
@@ -107,6 +113,12 @@ class Blocks(nn.Sequential):
 
 
 SLOWLY = 1e-3  # a learning rate at which `Blocks` do not diverge
+
+
+def on_blocks(
+    world: str, width: int, act: Callable[[Any, ZeroOptimizer], Any], **arguments: Any
+) -> list[tuple[Any, Blocks]]:
+    return on_ranks(world, act, lambda: Blocks(width), lr=SLOWLY, **arguments)
 
 
 def plain_blocks(width: int, steps: int, *, doubled: int | None = None) -> Blocks:

@@ -6,8 +6,8 @@ Devices are device strings here, and streams record their waits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -17,15 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
+from zero.core import layout
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.parameter_specs import check_one_device
 from zero.runtime import streams
 from zero.runtime.streams import Streams
+from zero.step.throwaway import Setting
+from zero.step.trial import placed
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
+from ..support.programs import Program, compare, run_rank
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 GPU = torch.device("cuda", 1)
@@ -38,47 +42,40 @@ def spec(name: str, device: str, trainable: bool = True) -> ParameterSpec:
     return ParameterSpec((name,), (2,), (1,), Dtypes.all(torch.float32), device, trainable, 0, 0)
 
 
-def test_what_is_trained_is_on_one_device() -> None:
+@pytest.mark.parametrize("other", ["cuda:1", "cpu"])
+def test_what_is_trained_is_on_one_device(other: str) -> None:
     check_one_device([], "now")
-    check_one_device([spec("a", "cuda:0"), spec("b", "cuda:0"), spec("mask", "cpu", trainable=False)], "now")
-    check_one_device([spec("mask", "cpu", trainable=False), spec("a", "cuda:0")], "now")
-    for other in ("cuda:1", "cpu"):
-        found = [spec("a", "cuda:0"), spec("b", "cuda:0"), spec("c", other)]
-        with pytest.raises(
-            ValueError, match=f"'a' is on cuda:0 and 'c' on {other}: what is trained must be on one device now"
-        ):
-            check_one_device(found, "now")
-        check_one_device(found, "")
+    check_one_device([spec("mask", "cpu", trainable=False), spec("a", "cuda:0"), spec("b", "cuda:0")], "now")
+    found = [spec("a", "cuda:0"), spec("b", "cuda:0"), spec("c", other)]
+    check_one_device(found, "")
+    message = error_of(check_one_device, found, "now")
+    assert f"'a' is on cuda:0 and 'c' on {other}: what is trained must be on one device now" in message
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_trained_parameters_on_two_devices_are_refused_before_anything_moves(world_size: int) -> None:
+def test_trained_parameters_or_a_group_on_two_devices_are_refused_before_anything_moves() -> None:
     def program(transport: Transport) -> str:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-        message = error_of(zero, model, transport, 3)
+        message = error_of(zero, model, transport)
         assert model[1].weight.is_meta
         return message
 
     with mock.patch("zero.config.Config.default_device", return_value=GPU):
-        for message in on_threads(world_size, program, timeout=20):
-            assert message.startswith("ValueError: ")
-            assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
-            assert message.endswith("would gather units in an order that differs between ranks")
-
-
-def test_so_is_a_group_on_another_device() -> None:
+        messages = on_threads(2, program, timeout=20)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizer = zero(list(model[0].parameters()), solo(), 3, module=model)
-    added = [spec("1.weight", "cuda:1")], list(model[1].parameters())[:1]
-    with mock.patch("zero.setup.specs", return_value=added[::-1]):
-        message = error_of(optimizer.add_param_group, {"params": added[1]})
-    assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
+    optimizer = zero(list(model[0].parameters()), solo(), module=model)
+    added = list(model[1].parameters())[:1]
+    with mock.patch("zero.setup.specs", return_value=[added, [spec("1.weight", "cuda:1")]]):
+        messages.append(error_of(optimizer.add_param_group, {"params": added}))
     assert len(optimizer.param_groups) == 1
+    for message in messages:
+        assert message.startswith("ValueError: ")
+        assert "'0.weight' is on cpu and '1.weight' on cuda:1" in message
+        assert message.endswith("would gather units in an order that differs between ranks")
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
-_HERE = threading.local()  # for each rank, which is a thread
+_HERE = threading.local()  # the current stream of each rank, which is a thread, and whether it captures
 
 
 class Stream:
@@ -89,15 +86,6 @@ class Stream:
 
     def wait_stream(self, other: Stream) -> None:
         self._waits.append((self.name, other.name))
-
-
-@contextmanager
-def current(stream: Stream) -> Iterator[None]:
-    before, _HERE.current = getattr(_HERE, "current", None), stream
-    try:
-        yield
-    finally:
-        _HERE.current = before
 
 
 @pytest.fixture
@@ -117,20 +105,18 @@ def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(s
     def program(transport: Transport) -> tuple[list[tuple[str, str]], nn.Module]:
         waits: list[tuple[str, str]] = []
         forward, backward, update, clear = (Stream(name, waits) for name in ("forward", "backward", "step", "clear"))
-        model = Net()
-        with current(forward):
-            optimizer = zero(model, transport, stage)
+        _HERE.current, model = forward, Net()
+        optimizer = zero(model, transport, stage)
         for _ in range(2):
-            with current(forward):
-                loss = loss_of(model, INPUTS)
-            with current(backward):
-                loss.backward()
-            with current(update):
-                optimizer.step()
-            with current(clear):
-                optimizer.zero_grad()
-        with current(clear):
-            optimizer.close()
+            _HERE.current = forward
+            loss = loss_of(model, INPUTS)
+            _HERE.current = backward
+            loss.backward()
+            _HERE.current = update
+            optimizer.step()
+            _HERE.current = clear
+            optimizer.zero_grad()
+        optimizer.close()
         return waits, model
 
     later = [("step", "backward"), ("clear", "step")]
@@ -143,10 +129,7 @@ def test_each_part_of_a_step_waits_for_the_one_before_on_whatever_stream_it_is(s
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
-Act = Callable[[nn.Module, ZeroOptimizer], Any]
-
-
-ACTS: dict[str, Act] = {
+ACTS: dict[str, Callable[[nn.Module, ZeroOptimizer], Any]] = {
     "backward": lambda model, _: loss_of(model, INPUTS).backward(),
     "step": lambda _, optimizer: optimizer.step(),
     "clip": lambda _, optimizer: optimizer.clip_grad_norm_(1.0),
@@ -159,22 +142,19 @@ ACTS: dict[str, Act] = {
 @pytest.mark.parametrize(("act", "stage"), [*((act, 3) for act in ACTS), *zip(ACTS, (0, 1, 2, 0, 1), strict=True)])
 def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None:
     def program(transport: Transport) -> tuple[str, nn.Module]:
-        with current(Stream("one", [])):
-            model = Net()
-            optimizer = zero(model, transport, stage)
-            if act in ("step", "clip", "zero_grad"):
-                loss_of(model, INPUTS).backward()
-            waits: list[tuple[str, str]] = []
-            _HERE.captures = True
-            try:
-                with current(Stream("captured", waits)):
-                    message = error_of(ACTS[act], model, optimizer)
-            finally:
-                _HERE.captures = False
-            assert waits == [], "CUDA ends a capture that waits for a stream outside it"
-            optimizer.zero_grad()
-            train(model, optimizer)
-            optimizer.close()
+        waits: list[tuple[str, str]] = []
+        one, _HERE.current = [Stream("one", [])] * 2
+        model = Net()
+        optimizer = zero(model, transport, stage)
+        if act in ("step", "clip", "zero_grad"):
+            loss_of(model, INPUTS).backward()
+        _HERE.current, _HERE.captures = Stream("captured", waits), True
+        message = error_of(ACTS[act], model, optimizer)
+        _HERE.current, _HERE.captures = one, False
+        assert waits == [], "CUDA ends a capture that waits for a stream outside it"
+        optimizer.zero_grad()
+        train(model, optimizer)
+        optimizer.close()
         return message, model
 
     for message, model in on_threads(2, program, timeout=20):
@@ -189,34 +169,24 @@ def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None
 # -- models without memory ---------------------------------------------------------------------------------------------
 
 
-class ToldError(Exception):
-    pass
-
-
-def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> torch.device:
+def lands(group: dist.ProcessGroup | None, backend: str, context: Any) -> str:
     """Return the device on which the optimizer places a model from the meta device, on a machine with a second GPU."""
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+    backends = "collectives.backends.gloo._device_backend"
     with (
         mock.patch("torch.accelerator.current_accelerator", return_value=torch.device("cuda")),
         mock.patch("torch.accelerator.current_device_index", return_value=1),
-        mock.patch(
-            "collectives.backends.gloo._device_backend", lambda _, device: {"cpu": "gloo"}.get(device.type, backend)
-        ),
-        mock.patch("zero.setup.build_collective", side_effect=ToldError) as told_of,
+        mock.patch(backends, lambda _, device: {"cpu": "gloo"}.get(device.type, backend)),
+        mock.patch("zero.setup.build_collective", side_effect=ZeroDivisionError) as told_of,
         context,
     ):
-        with pytest.raises(ToldError):
-            ZeroOptimizer(model, torch.optim.SGD, process_group=group, lr=0.1)
-        device: torch.device = told_of.call_args.args[2]
-    return device
+        assert error_of(ZeroOptimizer, model, process_group=group) == "ZeroDivisionError: "
+    return str(told_of.call_args.args[2])
 
 
 def everywhere(group: dist.ProcessGroup, rank: int) -> list[str]:
-    return [
-        str(lands(each, backend, context))
-        for each in (group, None)
-        for backend, context in (("nccl", nullcontext()), ("gloo", nullcontext()), ("nccl", torch.device("cpu")))
-    ]
+    settings = [("nccl", nullcontext()), ("gloo", nullcontext()), ("nccl", torch.device("cpu"))]
+    return [lands(each, backend, context) for each in (group, None) for backend, context in settings]
 
 
 def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: GlooPool) -> None:
@@ -226,7 +196,34 @@ def test_a_model_without_memory_lands_on_the_accelerator_that_nccl_serves(gloo: 
 
 
 def test_without_a_group_or_an_accelerator_it_lands_on_the_cpu() -> None:
-    assert str(lands(None, "nccl", nullcontext())) == "cpu"
+    assert lands(None, "nccl", nullcontext()) == "cpu"
     model = nn.Sequential(nn.Linear(2, 2, device="meta"))
-    zero(model, solo(), 3).close()
+    zero(model, solo()).close()
     assert model[0].weight.device.type == "cpu"
+
+
+# -- slots -----------------------------------------------------------------------------------------------------------
+
+SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
+PROGRAMS = [
+    Program(
+        3, 2, "adamw fused", bucket_cap_mb=SMALL, precision=MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
+    ),
+    Program(2, 3, "shampoo", bucket_cap_mb=SMALL),
+    Program(4, 1, "sgd momentum", bucket_cap_mb=SMALL, sharding_factor=2),
+]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=["bf16", "by parameter", "replicas"])
+def test_slots_on_the_boundaries_of_an_accelerator_change_nothing_but_the_padding(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "slot_bytes", lambda device: 512)
+    compare(program, on_threads(program.world_size, lambda transport: run_rank(program, transport)))
+
+
+def test_on_a_device_a_class_is_tried_on_lengths_that_are_no_multiple_of_four() -> None:
+    """As a whole; its first half is such a multiple, as all pieces are that end at a cut."""
+    setting = Setting(0, Dtypes.all(torch.float32), torch.device("cuda"), ((3,),))
+    lengths = [shape[0] for _, shape in placed([setting], [1])]
+    assert any(length % 4 for length in lengths)

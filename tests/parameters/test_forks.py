@@ -15,56 +15,19 @@ import torch.distributed as dist
 from torch import nn
 
 from collectives.backends.shared_memory import PeerProcess
-from zero import ZeroOptimizer
 
+from ..support.errors import error_of
 from ..support.forks import said_by_a_child
-from ..support.models import Odd, build, odd_batches, odd_loss
-from ..support.plain import assert_same_model, plain_step
+from ..support.models import odd_loss
+from ..support.plain import assert_same_model
 from ..support.pool import GlooPool
+from .odd import Run, plain
 
-RANKS, STEPS = 2, 3
+RANKS = 2
 REMEDY = "a copy of the model that was made before the fork"
-
-
-class Run:
-    """A rank that trains."""
-
-    def __init__(self, group: Any, rank: int, stage: int, algorithm: str) -> None:
-        self.model: Any = build(0)
-        given: Any = {"process_group": group, "collective": algorithm, "bucket_cap_mb": 0.0005, "lr": 0.1}
-        self.optimizer = ZeroOptimizer(self.model, torch.optim.AdamW, stage=stage, **given)
-        self.rank, self.batches = rank, batches()
-
-    def loss(self, step: int = 0) -> Any:
-        return odd_loss(self.model, self.batches[step][self.rank])
-
-    def end_step(self) -> None:
-        self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def steps(self, first: int, last: int = STEPS) -> None:
-        for number in range(first, last):
-            self.loss(number).backward()
-            self.end_step()
-
-
-def batches() -> list[list[Any]]:
-    return [odd_batches(RANKS, seed=step, extra=False) for step in range(STEPS)]
-
-
-def plain(ranks: int = RANKS) -> Odd:
-    model = build(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in batches():
-        plain_step(model, optimizer, odd_loss, step[:ranks], ranks, max_norm=1.0)
-        optimizer.zero_grad()
-    return model
-
-
 FORWARDS: dict[str, Callable[[Run], Any]] = {
     "forward": Run.loss,
-    "evaluation": torch.no_grad()(Run.loss),
+    "evaluation": Run.evaluate,
     "forward of a unit": lambda run: run.model.layers[1](torch.ones(2, 13)),
 }
 COLLECTIVES: dict[str, Callable[[Run], Any]] = {
@@ -92,14 +55,7 @@ def assert_child_is_refused(run: Run, stage: int, kept: Any) -> None:
     actions = COLLECTIVES | (FORWARDS if stage == 3 else {}) | {"backward": lambda _: kept.backward()}
 
     def tried() -> dict[str, str]:
-        found = {}
-        for name, action in actions.items():
-            try:
-                action(run)
-                found[name] = "nothing"
-            except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
-        return found
+        return {name: error_of(action, run) for name, action in actions.items()}
 
     found = said_by_a_child(tried)
     assert list(found) == list(actions), found
@@ -111,9 +67,9 @@ def assert_child_is_refused(run: Run, stage: int, kept: Any) -> None:
         assert said_by_a_child(lambda: run.loss().item()) == run.loss().item()
 
 
-def forks(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str, moment: str) -> Any:
-    run, forked = Run(group, rank, stage, algorithm), list[bool]()
-    run.steps(0, 1)
+def forks(group: dist.ProcessGroup | None, rank: int, stage: int, algorithm: str, moment: str) -> nn.Module:
+    run, forked = Run(group, stage=stage, collective=algorithm), list[bool]()
+    run.step(0)
     kept = run.loss(1)
 
     def fork(*_: Any) -> None:
@@ -136,9 +92,10 @@ def forks(group: dist.ProcessGroup, rank: int, stage: int, algorithm: str, momen
         fork()
     assert forked
     run.end_step()
-    run.steps(2)
+    run.step(2)
     run.optimizer.close()
-    return run.model
+    model: nn.Module = run.model
+    return model
 
 
 @pytest.mark.parametrize(
@@ -155,12 +112,17 @@ def test_what_a_forked_child_does_raises_at_once_and_the_ranks_go_on(
     gloo: GlooPool, stage: int, algorithm: str, moment: str
 ) -> None:
     for model in gloo.run(forks, stage, algorithm, moment):
-        assert_same_model(model, plain())
+        assert_same_model(model, plain(RANKS))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_rank_alone_behaves_as_several(stage: int) -> None:
+    assert_same_model(forks(None, 0, stage, "auto", "before a step"), plain(1))
 
 
 def collects(group: dist.ProcessGroup, rank: int) -> Any:
-    run = Run(group, rank, 3, "auto")
-    run.steps(0, 1)
+    run = Run(group, stage=3)
+    run.step(0)
     with run.optimizer.gathered():
         copied = copy.deepcopy(run.model)
 
@@ -172,7 +134,8 @@ def collects(group: dist.ProcessGroup, rank: int) -> Any:
         return [optimizer() is None, len(peers), odd_loss(copied, run.batches[0][0]).item()]
 
     assert said_by_a_child(collect) == [True, 0, odd_loss(copied, run.batches[0][0]).item()]
-    run.steps(1)
+    run.step(1)
+    run.step(2)
     run.optimizer.close()
     return run.model
 
@@ -180,16 +143,4 @@ def collects(group: dist.ProcessGroup, rank: int) -> Any:
 def test_to_collect_an_optimizer_in_a_forked_child_takes_nothing_from_the_ranks(gloo: GlooPool) -> None:
     """A copy that was made inside `gathered()` evaluates there."""
     for model in gloo.run(collects):
-        assert_same_model(model, plain())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_one_rank_alone_behaves_as_several(stage: int) -> None:
-    run = Run(None, 0, stage, "auto")
-    run.steps(0, 1)
-    kept = run.loss(1)
-    assert_child_is_refused(run, stage, kept)
-    del kept
-    run.steps(1)
-    run.optimizer.close()
-    assert_same_model(run.model, plain(1))
+        assert_same_model(model, plain(RANKS))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 import zero
-from collectives import Transport
-from zero import ZeroOptimizer
+from collectives import Transport, solo
 
 from ..support.cases import (
-    INPUTS,
     ROWS,
     WIDTH,
     Batch,
@@ -32,6 +30,8 @@ from ..support.cases import (
 )
 from ..support.plain import assert_same_bits
 from .worlds import EVERY_WORLD, check_in, on
+
+X = torch.ones(ROWS, WIDTH)
 
 
 class Acting(Block):
@@ -52,123 +52,109 @@ class Acting(Block):
 
 
 class Agent(Net):
-    """A model whose other methods are called, too."""
+    """A model whose other methods are called, too, by its forward and by themselves."""
 
     block = Acting
 
-    def encode(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.embed(x) + self.embed.bias
-        for block in self.blocks:
-            hidden = block(hidden)
-        return hidden
+    def encode(self, x: Tensor) -> Any:
+        return self.blocks[1](self.blocks[0](self.embed(x) + self.embed.bias))
 
-    def both(self, x: Tensor) -> Tensor:
-        found: Tensor = self.head(self.norm(self.encode(x))) * self.head.weight.sum()
-        return found
+    def decode(self, hidden: Tensor) -> Any:
+        return self.head(self.blocks[0](self.blocks[2](hidden)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.decode(self.encode(x))
+
+    def both(self, x: Tensor) -> Any:
+        return self.forward(x) * self.head.weight.sum()
 
 
 def register(model: Any) -> None:
-    for name in ("encode", "both"):
+    for name in ("encode", "decode", "both"):
         zero.register_forward_method(model, name)
     for block in model.blocks:
         for name in ("act", "again", "fails"):
             zero.register_forward_method(block, name)
 
 
-def of_a_unit_and_its_forward(model: Any, batch: Batch) -> None:
+def call_all(model: Any, batch: Batch) -> Iterator[None]:
+    """Call methods of units and of the model, around each other and around forwards."""
     x = model.blocks[1].again(model.blocks[1].act(model.embed(batch.x), bias=0.5))
     (model.blocks[2].act(x) + model.blocks[1](x)).square().mean().backward()
-
-
-def of_the_model_nested(model: Any, batch: Batch) -> None:
+    yield
     with torch.no_grad():
         x = batch.x + model.both(batch.x).mean()
     (model.both(x) + model(batch.x)).square().mean().backward()
+    yield
 
 
-RUNS = [of_a_unit_and_its_forward, of_the_model_nested]
+CASE = Case(Agent, call_all, built=register)
 
 
-def assert_methods_are_plain(model: Any) -> None:
-    for part in model.modules():
-        assert not any(type(value).__module__.startswith("zero") for value in vars(part).values())
-    assert model.encode.__func__ is Agent.encode
-    assert model.blocks[1].act.__func__ is Acting.act
-
-
-def case_of(run: Callable[[Any, Batch], None]) -> Case:
-    return Case(Agent, run, built=register)
-
-
-@pytest.mark.parametrize(("run", "world"), [*((run, "several") for run in RUNS), (RUNS[0], "one"), (RUNS[1], "common")])
-def test_registered_methods_train_as_in_the_plain_loop(run: Any, world: str) -> None:
-    check_in(world, case_of(run))
+@EVERY_WORLD
+def test_registered_methods_train_as_in_the_plain_loop(world: str) -> None:
+    check_in(world, CASE)
 
 
 @EVERY_WORLD
 def test_close_takes_them_away_and_nothing_stays_gathered_before(world: str) -> None:
-    case = case_of(of_the_model_nested)
-
     def program(transport: Transport) -> None:
-        model, optimizer = sharded(case, transport)
-        train(case, model, optimizer, 0)
+        model, optimizer = sharded(CASE, transport)
+        train(CASE, model, optimizer, 0)
         with torch.no_grad():
-            model.blocks[1].act(torch.ones(ROWS, WIDTH))
+            model.blocks[1].act(X)
         optimizer.step()
         optimizer.zero_grad()
         assert_nothing_is_here(model, optimizer)
         with torch.no_grad():
             for method in (model.blocks[1].act, model.blocks[1].again):
-                method(torch.ones(ROWS, WIDTH))
+                method(X)
                 assert_nothing_is_here(model, optimizer)
             with pytest.raises(ZeroDivisionError):
-                model.blocks[1].fails(torch.ones(ROWS, WIDTH))
+                model.blocks[1].fails(X)
             assert_nothing_is_here(model, optimizer)
         optimizer.close()
-        assert_methods_are_plain(model)
-        assert torch.isfinite(model.both(torch.ones(ROWS, INPUTS))).all()
+        for part in model.modules():
+            assert not any(type(value).__module__.startswith("zero") for value in vars(part).values())
+        assert model.encode.__func__ is Agent.encode
+        assert model.blocks[1].act.__func__ is Acting.act
 
     on(world, program)
 
 
-def one_rank(**arguments: Any) -> tuple[Any, ZeroOptimizer]:
-    model = Case(Agent).make()
-    return model, ZeroOptimizer(model, torch.optim.SGD, stage=3, lr=0.1, **arguments)
-
-
 def test_registering_twice_is_harmless_and_what_the_user_puts_there_stays() -> None:
     """Before, as a method of one module alone, which comes back, or after. A copy has the plain method."""
-    model = Case(Agent).make()
+
+    def put(model: Any) -> None:
+        block = model.blocks[0]
+        block.act = types.MethodType(lambda self, x: self.inner.weight.sum() * x, block)
+        block.partly = functools.partial(Acting.act, block, bias=1.0)
+
+    expected = Case(Agent, prepared=put).make().blocks[0]  # type: ignore[index]
+    model, optimizer = sharded(Case(Agent, prepared=put), solo())
     block = model.blocks[0]
-    block.act = types.MethodType(lambda self, x: self.inner.weight.sum() * x, block)
-    block.partly = functools.partial(Acting.act, block, bias=1.0)
     own = {name: vars(block)[name] for name in ("act", "partly")}
-    x = torch.ones(ROWS, WIDTH)
-    expected = {name: method(x) for name, method in own.items()}
-    again = block.again(x)
-    optimizer = ZeroOptimizer(model, stage=3)
     for name in (*own, "again"):
         zero.register_forward_method(block, name)
         first = vars(block)[name]
         zero.register_forward_method(block, name)
         assert vars(block)[name] is first
-    for name, values in expected.items():
-        assert_same_bits(getattr(block, name)(x), values)
+        assert_same_bits(getattr(block, name)(X), getattr(expected, name)(X))
     with optimizer.gathered():
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(model).blocks[0]
     block.again = lambda value: value + 1
     optimizer.close()
-    assert_same_bits(twin.blocks[0].again(x), again)
-    assert twin.blocks[0].again.__self__ is twin.blocks[0]
-    assert twin.blocks[0].again.__func__ is Acting.again
-    assert_same_bits(block.again(x), x + 1)
+    assert_same_bits(twin.again(X), expected.again(X))
+    assert twin.again.__self__ is twin
+    assert twin.again.__func__ is Acting.again
+    assert_same_bits(block.again(X), X + 1)
     assert all(vars(block)[name] is method for name, method in own.items())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_no_method_is_an_error(stage: int) -> None:
-    model = Case(Agent).make()
-    optimizer = ZeroOptimizer(model, stage=stage)
+def test_what_is_no_method_or_lies_inside_a_unit_is_an_error(stage: int) -> None:
+    """A method around units needs nothing."""
+    model, optimizer = sharded(Case(Agent), solo(), stage=stage)
     for name in ("nothing", "scale", "inner", ""):
         with pytest.raises(ValueError, match=f"register_forward_method: Acting has no method '{name}'"):
             zero.register_forward_method(model.blocks[0], name)
@@ -176,40 +162,21 @@ def test_what_is_no_method_is_an_error(stage: int) -> None:
         zero.register_forward_method(model.blocks[0], 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a module is needed, not 'act'"):
         zero.register_forward_method("act", "act")  # type: ignore[arg-type]
+    if stage == 3:
+        with pytest.raises(ValueError, match=r"Linear, with the parameter 'weight', lies inside a unit, .*of the unit"):
+            zero.register_forward_method(model.blocks[0].inner, "extra_repr")
+        zero.register_forward_method(model.blocks, "append")
+        assert "append" not in vars(model.blocks)
+        with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' is released: .*register_forward_method"):
+            model.blocks[0].act(X)
     optimizer.close()
-
-
-def test_a_method_inside_a_unit_is_an_error_and_one_around_units_needs_nothing() -> None:
-    model, optimizer = one_rank()
-    with pytest.raises(ValueError, match=r"Linear, with the parameter 'weight', lies inside a unit, .*of the unit"):
-        zero.register_forward_method(model.blocks[0].inner, "extra_repr")
-    zero.register_forward_method(model.blocks, "append")
-    assert "append" not in vars(model.blocks)
-    with pytest.raises(RuntimeError, match=r"'blocks\.0\.inner\.weight' is released: .*register_forward_method"):
-        model.blocks[0].act(torch.ones(ROWS, WIDTH))
-    optimizer.close()
-
-
-class Halves(Net):
-    """A model whose forward calls two methods, which are also called by themselves."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self.second(self.first(x))
-
-    def first(self, x: Tensor) -> Any:
-        return self.blocks[1](self.blocks[0](self.embed(x)))
-
-    def second(self, x: Tensor) -> Any:
-        return self.head(self.blocks[0](self.blocks[2](x)))
 
 
 def test_methods_inside_a_forward_begin_no_order_of_their_own() -> None:
     """Units are gathered ahead through both methods, as without them; the next forward begins anew."""
 
     def program(transport: Transport) -> list[list[int]]:
-        model, optimizer = sharded(Case(Halves), transport)
-        for name in ("first", "second"):
-            zero.register_forward_method(model, name)
+        model, optimizer = sharded(Case(Agent, built=register), transport)
         manager, seen = manager_of(optimizer), list[list[int]]()
         fetch = manager.unshard
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from collectives import Transport
+from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from .stage3 import Blocks, zero
+from .stage3 import Blocks, on_blocks
 from .unit_cases import Opaque
-from .worlds import TOGETHER, on, size_of
+from .worlds import TOGETHER, size_of
 
 CHANGED = "modified by an inplace operation"
-RELEASED = "is released: at stage 3"
 WIDTH = 4
-
-
-def hide_the_output(model: Blocks, hides: list[bool]) -> None:
-    """Let the first unit hide its output in an object, if it is told to, and the second one unpack it."""
-    model[0].register_forward_hook(lambda _, __, out: Opaque(out) if hides[0] else None)
-    model[1].register_forward_pre_hook(lambda _, args: (args[0].hidden,) if isinstance(args[0], Opaque) else None)
 
 
 def loss_of(model: Blocks) -> Tensor:
@@ -30,56 +21,48 @@ def loss_of(model: Blocks) -> Tensor:
     return loss
 
 
+def released(model: Blocks) -> list[bool]:
+    """Return which of the weights are released."""
+    return ["is released: at stage 3" in error_of(model.weight(number).sum) for number in range(3)]
+
+
 @TOGETHER
 def test_a_unit_whose_output_hides_tensors_stays_until_the_backward_or_the_step_ends(world: str) -> None:
-    def program(transport: Transport) -> list[bool]:
-        model, hides = Blocks(WIDTH), [True]
-        hide_the_output(model, hides)
-        optimizer = zero(model, transport)
-        seen = []
+    """One that has hidden a tensor once is as any other."""
 
-        def look() -> None:
-            seen.extend(RELEASED in error_of(model.weight(number).sum) for number in range(2))
-
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[list[bool]]:
+        hidden = model[0].register_forward_hook(lambda _, __, out: Opaque(out))
+        model[1].register_forward_pre_hook(lambda _, args: (getattr(args[0], "hidden", args[0]),))
         with torch.no_grad():
             model(model.inputs)
-        look()
+        seen = [released(model)]
         loss = loss_of(model)
-        look()
+        seen.append(released(model))
         loss.backward()
-        look()
+        seen.append(released(model))
         optimizer.zero_grad()
         model(model.inputs)
         optimizer.step()
-        look()
-        hides[0] = False
+        seen.append(released(model))
+        hidden.remove()
         model(model.inputs)
-        look()
-        optimizer.step()
+        seen.append(released(model))
         return seen
 
-    for seen in on(world, program):
-        assert seen == [True, True, False, True, *[True] * 6], "and one that has hidden a tensor once is as any other"
+    for seen, _ in on_blocks(world, WIDTH, act):
+        assert [unit[:2] for unit in seen] == [[True, True], [False, True], [True, True], [True, True], [True, True]]
 
 
 @TOGETHER
 def test_inside_a_backward_a_unit_is_released_when_the_next_is_reached(world: str) -> None:
-    def program(transport: Transport) -> list[bool]:
-        model = Blocks(WIDTH)
-        optimizer = zero(model, transport)
-        seen: list[bool] = []
+    def act(model: Blocks, _: ZeroOptimizer) -> list[list[bool]]:
+        seen: list[list[bool]] = []
+        with model[1].register_full_backward_pre_hook(lambda *_: seen.append(released(model))):
+            model(model.inputs.clone().requires_grad_()).sum().backward()
+        return [*seen, released(model)]
 
-        def look(*_: Any) -> None:
-            seen.extend(RELEASED in error_of(model.weight(number).sum) for number in range(3))
-
-        model[1].register_full_backward_pre_hook(look)
-        model(model.inputs.clone().requires_grad_()).sum().backward()
-        look()
-        optimizer.zero_grad()
-        return seen
-
-    for seen in on(world, program):
-        assert seen == [True, False, True, True, True, True]
+    for seen, _ in on_blocks(world, WIDTH, act):
+        assert seen == [[True, False, True], [True, True, True]]
 
 
 @TOGETHER
@@ -89,56 +72,14 @@ def test_a_step_counts_the_changes_of_all_ranks_on_every_rank(world: str) -> Non
     A graph of weights that no rank used in the step stays right.
     """
 
-    def program(transport: Transport) -> list[str]:
-        model = Blocks(WIDTH)
-        optimizer = zero(model, transport)
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[str]:
         inputs = model.inputs.clone().requires_grad_()  # else its graph needs no weight
         kept = [model[number](inputs).square().sum() for number in range(3)]
-        model[transport.rank](model.inputs).square().sum().backward()
+        model[optimizer.rank](model.inputs).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         return [error_of(graph.backward) for graph in kept]
 
-    for messages in on(world, program):
+    for messages, _ in on_blocks(world, WIDTH, act):
         assert [CHANGED in message for message in messages] == [number < size_of(world) for number in range(3)]
         assert messages[2] == "nothing"
-
-
-@TOGETHER
-def test_changes_are_counted_before_the_first_write(world: str) -> None:
-    """So an interrupt between the two leaves no graph that takes new weights for old ones."""
-
-    def program(transport: Transport) -> list[str]:
-        model, said = Blocks(WIDTH), list[str]()
-        kept: list[Tensor] = []
-
-        class Looks(torch.optim.SGD):
-            def step(self, closure: Any = None) -> Any:
-                if kept:
-                    said.append(error_of(lambda: torch.autograd.grad(kept[0], model.weight(0), retain_graph=True)))
-                return super().step(closure)
-
-        optimizer = zero(model, transport, optimizer_class=Looks)
-        loss = loss_of(model)
-        loss_of(model).backward()
-        kept.append(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        return [*said, error_of(loss.backward)]
-
-    for messages in on(world, program):
-        assert len(messages) >= 2
-        assert all(CHANGED in message for message in messages)
-
-
-@TOGETHER
-def test_where_no_unit_travels_no_saved_tensor_hook_is_needed(world: str) -> None:
-    def program(transport: Transport) -> None:
-        model = Blocks(WIDTH)
-        optimizer = zero(model, transport)
-        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-            model(model.inputs)
-            with optimizer.gathered():
-                loss_of(model)
-
-    on(world, program)

@@ -16,12 +16,11 @@ from zero.parameters.unit_manager import UnitManager
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import SLOWLY, Blocks, plain_blocks, then_train, train, zero
+from .stage3 import SLOWLY, Blocks, on_blocks, plain_blocks, train, zero
 from .worlds import TOGETHER, on, size_of
 
 TOLD = "'1.weight' was edited while its unit was gathered"
 BRIEFLY = 0.3  # seconds in which a rank that wrongly does not wait has gone on; a right one takes them
-WIDTHS = pytest.mark.parametrize("width", [4, 40])
 
 
 class PlannedError(Exception):
@@ -42,16 +41,13 @@ def values_of(model: nn.Module, optimizer: ZeroOptimizer) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-# -- who waits for whom -----------------------------------------------------------------------------------------------
-
-
-def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], list[bool]]:
-    """Return a class whose steps wait for an event while the list that comes with it is not empty."""
-    late: list[bool] = []
+def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], set[int]]:
+    """Return a class whose steps wait for an event on the ranks, which are threads, whose numbers are in a set."""
+    late: set[int] = set()
 
     class Late(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
-            if late:
+            if threading.get_ident() in late:
                 over.wait(BRIEFLY)
             return super().step(closure)
 
@@ -59,63 +55,47 @@ def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], list[bool]]:
 
 
 @pytest.mark.parametrize(("width", "held"), [(4, 0), (40, 1)])
-def test_a_step_ends_on_a_rank_when_every_rank_has_written(width: int, held: int) -> None:
-    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values as soon as its step ends."""
-    over = threading.Event()
-
-    def program(transport: Transport) -> tuple[tuple[Tensor, list[Tensor]], Blocks]:
-        late_class, late = waiting(over)
-
-        def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, list[Tensor]]:
-            with optimizer.gathered():
-                view = model.weight(held).detach()
-            backward(model)
-            late.extend([True] * transport.rank)
-            optimizer.step()
-            late.clear()
-            shown = view.clone()
-            over.set()
-            return shown, values_of(model, optimizer)
-
-        return then_train(transport, act, lambda: Blocks(width), lr=SLOWLY, optimizer_class=late_class)
-
-    for (shown, seen), model in on("common", program):
-        assert_same_bits(shown, plain_blocks(width, 1).weight(held))
-        assert_values(seen, plain_blocks(width, 1))
-        assert_same_model(model, plain_blocks(width, 2))
-
-
-@WIDTHS
-def test_a_block_that_writes_ends_on_a_rank_when_every_rank_has_written(
-    width: int, monkeypatch: pytest.MonkeyPatch
+def test_a_step_or_block_ends_on_a_rank_when_every_rank_has_written(
+    width: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the block raises, inside another one. A view of before shows the new values then."""
-    over, commit = threading.Event(), UnitManager.commit
+    """Rank 1 writes late. A view that rank 0 has of any unit shows only new values when its step or block ends.
 
-    def late(manager: UnitManager, *given: Any) -> None:
+    So it is if the block raises, inside another one.
+    """
+    stepped, left, commit = threading.Event(), threading.Event(), UnitManager.commit
+    late_class, late = waiting(stepped)
+
+    def commit_late(manager: UnitManager, *given: Any) -> None:
         if manager.shard_group.rank:
-            over.wait(BRIEFLY)
+            left.wait(BRIEFLY)
         commit(manager, *given)
 
-    monkeypatch.setattr(UnitManager, "commit", late)
+    monkeypatch.setattr(UnitManager, "commit", commit_late)
 
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[Tensor, Tensor]:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[Tensor], list[Tensor]]:
         with optimizer.gathered():
-            view = model.weight(1).detach()
-        with optimizer.gathered(model.weight(1)):
-            with suppress(PlannedError), optimizer.gathered(model.weight(1), write=True):
-                model.weight(1).data.mul_(2)
+            view = model.weight(held).detach()
+        backward(model)
+        late.update([threading.get_ident()] * optimizer.rank)
+        optimizer.step()
+        late.discard(threading.get_ident())
+        shown = [view.clone()]
+        stepped.set()
+        seen = values_of(model, optimizer)
+        with optimizer.gathered(model.weight(held)):
+            with suppress(PlannedError), optimizer.gathered(model.weight(held), write=True):
+                model.weight(held).data.mul_(2)
                 raise PlannedError
-            shown = view.clone()
-            over.set()
-            return model.weight(1).detach().clone(), shown
+            shown += [view.clone(), model.weight(held).detach().clone()]
+            left.set()
+        return shown, seen
 
-    for (seen, shown), model in on(
-        "common", lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)
-    ):
-        assert_same_bits(seen, plain_blocks(width, 0, doubled=1).weight(1))
-        assert_same_bits(shown, seen)
-        assert_same_model(model, plain_blocks(width, 1, doubled=1))
+    expected = plain_blocks(width, 1)
+    for (shown, seen), _ in on_blocks("common", width, act, optimizer_class=late_class):
+        assert_values(seen, expected)
+        assert_same_bits(shown[0], expected.weight(held))
+        for value in shown[1:]:
+            assert_same_bits(value, expected.weight(held) * 2)
 
 
 def test_nobody_writes_while_another_rank_reads() -> None:
@@ -132,7 +112,7 @@ def test_nobody_writes_while_another_rank_reads() -> None:
         written.set()
         return output
 
-    for output, model in on("common", lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
+    for output, model in on_blocks("common", 4, act):
         assert_same_bits(output, Blocks(4)(torch.ones(2, 4)))
         assert_same_model(model, plain_blocks(4, 1, doubled=1))
 
@@ -140,67 +120,41 @@ def test_nobody_writes_while_another_rank_reads() -> None:
 def test_an_interrupt_of_the_wait_for_the_others_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wait is interrupted on rank 0 while rank 1 writes; the next forward waits instead."""
     begun = threading.Event()
+    late_class, late = waiting(begun)
 
-    def program(transport: Transport) -> tuple[tuple[bool, Tensor], Blocks]:
-        late_class, late = waiting(begun)
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor]:
+        backward(model)
+        resident: Any = optimizer._storage.manager.resident  # type: ignore[attr-defined]
+        wait, interrupted = resident.wait_for_writes, []
 
-        def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[bool, Tensor]:
-            backward(model)
-            resident: Any = optimizer._storage.manager.resident  # type: ignore[attr-defined]
-            wait, interrupted = resident.wait_for_writes, []
+        def interrupt() -> None:
+            if optimizer.rank == 0 and resident._writing is not None and not interrupted:
+                interrupted.append(True)
+                raise KeyboardInterrupt
+            wait()
 
-            def interrupt() -> None:
-                if transport.rank == 0 and resident._writing is not None and not interrupted:
-                    interrupted.append(True)
-                    raise KeyboardInterrupt
-                wait()
+        monkeypatch.setattr(resident, "wait_for_writes", interrupt)
+        late.update([threading.get_ident()] * optimizer.rank)
+        with suppress(KeyboardInterrupt):
+            optimizer.step()
+        late.discard(threading.get_ident())
+        with torch.no_grad():
+            if optimizer.rank == 0:
+                model[0].register_forward_pre_hook(lambda *_: begun.set())
+            return bool(interrupted), model(model.inputs)
 
-            monkeypatch.setattr(resident, "wait_for_writes", interrupt)
-            late.extend([True] * transport.rank)
-            with suppress(KeyboardInterrupt):
-                optimizer.step()
-            late.clear()
-            with torch.no_grad():
-                if transport.rank == 0:
-                    model[0].register_forward_pre_hook(lambda *_: begun.set())
-                return bool(interrupted), model(model.inputs)
-
-        return then_train(transport, act, lambda: Blocks(4), lr=SLOWLY, optimizer_class=late_class)
-
-    results = on("common", program)
+    results = on_blocks("common", 4, act, optimizer_class=late_class)
     assert [interrupted for (interrupted, _), _ in results] == [True, False]
     for (_, output), model in results:
         assert_same_bits(output, plain_blocks(4, 1)(torch.ones(2, 4)))
         assert_same_model(model, plain_blocks(4, 2))
 
 
-# -- edits ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("world", "width", "number"), [("common", 40, 2), ("common", 4, 1), ("travel", 40, 1)])
-def test_an_exception_in_a_block_inside_one_that_writes_undoes_nothing(world: str, width: int, number: int) -> None:
-    """Also while somebody holds the neighbour's memory."""
-
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> None:
-        with optimizer.gathered(model.weight(2)):
-            kept = model.weight(2).detach()
-        with optimizer.gathered(model.weight(1), write=True):
-            model.weight(1).data.mul_(2 + 5 * optimizer.rank)
-            with suppress(PlannedError), optimizer.gathered(model.weight(number)):
-                raise PlannedError
-            with torch.no_grad():
-                model(model.inputs)
-        del kept
-
-    for _, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(width), lr=SLOWLY)):
-        assert_same_model(model, plain_blocks(width, 1, doubled=1))
-
-
 @pytest.mark.parametrize(("width", "runs"), [(4, False), (40, True)])
 def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width: int, runs: bool) -> None:
     """Also on a rank that ran no forward since; and nothing stays of it when the other ranks have written there."""
 
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[str, str, list[Tensor], Tensor]:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> tuple[list[str], list[Tensor], Tensor]:
         with optimizer.gathered():
             array = model.weight(1).detach().numpy()
         optimizer.step()  # without gradients; edits of before are looked for
@@ -208,17 +162,15 @@ def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width:
             array.fill(77)
         if optimizer.rank == 1 or runs:
             backward(model)
-        message = error_of(optimizer.step)
+        said = [error_of(optimizer.step)]
         optimizer.zero_grad()
         backward(model)
-        again = error_of(optimizer.step)
-        return message, again, values_of(model, optimizer), torch.from_numpy(array).clone()
+        said.append(error_of(optimizer.step))
+        return said, values_of(model, optimizer), torch.from_numpy(array).clone()
 
-    for (message, again, seen, array), model in on(
-        "common", lambda group: then_train(group, act, lambda: Blocks(width), lr=SLOWLY)
-    ):
-        assert f"rank 0: {TOLD}" in message
-        assert again == "nothing"
+    for (said, seen, array), model in on_blocks("common", width, act):
+        assert f"rank 0: {TOLD}" in said[0]
+        assert said[1] == "nothing"
         assert_values(seen, plain_blocks(width, 1))
         assert_same_bits(array, plain_blocks(width, 1).weight(1))
         assert_same_model(model, plain_blocks(width, 2))
@@ -228,21 +180,17 @@ def test_what_is_written_into_an_array_after_its_block_is_told_and_undone(width:
 def test_an_edit_in_a_backward_is_told_or_kept(world: str) -> None:
     """A hook of the output edits its unit's weight, which the backward of this very unit has installed."""
 
-    def edit(model: Blocks) -> None:
+    def act(model: Blocks, optimizer: Any) -> str:
         with model[1].register_full_backward_pre_hook(lambda *_: [None, model.weight(1).data.mul_(2)][0]):
             backward(model)
-
-    def act(model: Blocks, optimizer: ZeroOptimizer) -> str:
-        edit(model)
         return error_of(optimizer.step)
 
     edited = Blocks(4)
     optimizer = torch.optim.SGD(edited.parameters(), lr=SLOWLY)
-    edit(edited)
-    optimizer.step()
+    act(edited, optimizer)
     optimizer.zero_grad()
     train(edited, optimizer, edited.inputs)
-    for said, model in on(world, lambda transport: then_train(transport, act, lambda: Blocks(4), lr=SLOWLY)):
+    for said, model in on_blocks(world, 4, act):
         assert said == "nothing" if size_of(world) == 1 else TOLD in said
         assert_same_model(model, edited if size_of(world) == 1 else plain_blocks(4, 1))
 

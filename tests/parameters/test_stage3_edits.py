@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,15 +18,11 @@ from zero.core.parameter_specs import as_plain
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, loss_of, plain, then_train, train, zero
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 from .worlds import on
 
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"
 Act = Callable[[Net, ZeroOptimizer], Any]
-
-
-def on_ranks(world: str, act: Act) -> list[tuple[Any, nn.Module]]:
-    return on(world, lambda transport: then_train(transport, act))
 
 
 def doubled(parameter: Tensor, times: float = 2) -> None:
@@ -64,23 +63,24 @@ def test_gathered_of_a_stranger_names_it_and_holds_nothing() -> None:
         assert_same_model(model, plain(1))
 
 
-@pytest.mark.usefixtures("whenever_seen")
-def test_parameters_that_are_not_listed_are_rank_0s_and_are_edited_alike() -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = Net()
-        doubled(model.block(1).weight, 1 + transport.rank)
-        optimizer = zero(list(model.first.parameters()), transport, module=model)
-        with optimizer.gathered(model.block(1).weight, write=True):
-            doubled(model.block(1).weight, 2 + 5 * transport.rank)
+@pytest.mark.parametrize(
+    ("world", "copied"),
+    [("travel", copy.deepcopy), ("common", lambda model: pickle.loads(pickle.dumps(model))), ("one", copy.deepcopy)],
+)
+def test_a_copy_made_inside_gathered_is_a_plain_model_that_trains_alone(world: str, copied: Any) -> None:
+    def act(model: Net, optimizer: ZeroOptimizer) -> list[nn.Module]:
         train(model, optimizer)
-        optimizer.close()
-        return model
+        with optimizer.gathered():
+            twins = [copied(model), copied(model)]
+        before = optimizer.traffic
+        train(twins[1], torch.optim.SGD(twins[1].parameters(), lr=0.5))
+        assert optimizer.traffic == before
+        return twins
 
-    expected = plain(0, doubled=True)
-    train(expected, torch.optim.SGD(expected.first.parameters(), lr=0.5))
-    for world in ("travel", "common"):
-        for model in on(world, program):
-            assert_same_model(model, expected)
+    for twins, model in on_ranks(world, act):
+        for number, twin in enumerate(twins, 1):
+            assert_same_model(twin, plain(number))
+        assert_same_model(model, plain(2))
 
 
 # -- edits ------------------------------------------------------------------------------------------------------------
@@ -117,6 +117,16 @@ def written(write: bool, raising: tuple[int, ...]) -> Act:
     return act
 
 
+def around_one_that_raises(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
+    with optimizer.gathered(model.block(1).weight, write=True):
+        doubled(model.block(1).weight, 2 + 5 * optimizer.rank)
+        with suppress(ZeroDivisionError), optimizer.gathered():
+            raise ZeroDivisionError
+        with torch.no_grad():
+            model(INPUTS)
+    return error_of(optimizer.step), error_of(optimizer.step)
+
+
 def through_a_view(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
     with optimizer.gathered():
         view = model.block(1).weight.detach()
@@ -136,6 +146,8 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
     "through a view": ("travel", through_a_view, "'blocks.1.weight' was edited while it was released", False),
     "through a view, on one rank": ("one", through_a_view, "nothing", True),
     "in a block that reads and raises": ("travel", written(False, (0, 1)), "nothing", False),
+    "in a block that writes, around one that raises": ("travel", around_one_that_raises, "nothing", True),
+    "in a block that writes, around one that raises, in common": ("common", around_one_that_raises, "nothing", True),
     "in a block that writes and raises": ("common", written(True, (0, 1)), "nothing", True),
     "in a block that writes and raises on one rank": ("travel", written(True, (1,)), "nothing", True),
 }
@@ -153,26 +165,6 @@ def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
 
 
 # -- memory that moves ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world", ["one", "travel"])
-def test_a_view_follows_its_parameter_also_where_its_memory_was_moved(world: str) -> None:
-    """`multiprocessing.Queue.put` moves the memory of a tensor. With one rank the parameter moves along."""
-
-    def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, Tensor, Tensor]:
-        with optimizer.gathered():
-            view = model.block(1).weight.detach().share_memory_()
-        message = error_of(optimizer.step)
-        train(model, optimizer)
-        with optimizer.gathered():
-            return message, view.clone(), model.block(1).weight.detach().clone()
-
-    for (message, view, weight), model in on_ranks(world, act):
-        edited = "'blocks.1.scalar' was edited while its unit was gathered"
-        assert message == "nothing" if world == "one" else edited in message
-        assert_same_bits(view, weight)
-        assert_same_bits(weight, plain(1).block(1).weight)
-        assert_same_model(model, plain(2))
 
 
 def test_memory_that_was_moved_away_from_all_ranks_is_told_for_good() -> None:
@@ -213,26 +205,21 @@ def test_memory_that_was_put_into_a_released_parameter_is_told_on_every_rank() -
 def test_an_embedding_that_renormalises_is_told_on_every_rank_and_undone(
     world: str, call: Callable[[ZeroOptimizer], Any]
 ) -> None:
-    words = torch.tensor([0, 3])
-
-    def build(max_norm: float | None) -> Any:
-        model = nn.Sequential(nn.Embedding(4, 3, max_norm=max_norm), Net())
+    def build() -> Any:
+        model = nn.Sequential(nn.Embedding(4, 3, max_norm=1.0), Net())
         nn.init.constant_(model[0].weight, 0.75)  # type: ignore[arg-type]
+        model.inputs = torch.tensor([0, 3])  # type: ignore[assignment]
         return model
 
-    def program(transport: Transport) -> tuple[str, nn.Module]:
-        model = build(1.0)
-        optimizer = zero(model, transport)
-        torch.autograd.backward(loss_of(model, words))
+    def act(model: Any, optimizer: ZeroOptimizer) -> str:
+        torch.autograd.backward(loss_of(model, model.inputs))
         message = error_of(call, optimizer)
-        optimizer.zero_grad()
         model[0].max_norm = None
-        train(model, optimizer, words)
-        optimizer.close()
-        return message, model
+        return message
 
-    expected = build(None)
-    train(expected, torch.optim.SGD(expected.parameters(), lr=0.5), words)
-    for message, model in on(world, program):
+    expected = build()
+    expected[0].max_norm = None
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.5), expected.inputs)
+    for message, model in on_ranks(world, act, build):
         assert "'0.weight' was edited while its unit was gathered (as an Embedding with max_norm" in message
         assert_same_model(model, expected)

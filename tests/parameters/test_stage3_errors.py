@@ -9,17 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of, is_plain
-from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, loss_of, plain, train, zero
+from ..support.plain import assert_same_model
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
 pytestmark = pytest.mark.contract
-
-
-# -- construction -----------------------------------------------------------------------------------------------------
 
 
 def nested() -> nn.Module:
@@ -30,38 +27,24 @@ def linears(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-def with_first(weight: nn.Parameter) -> Net:
-    model = Net()
-    model.first.weight = weight
-    return model
-
-
 NEEDS_A_MODULE = "ValueError: stage 3 gathers parameters for the forwards of their modules: pass the"
+DIFFERENT = "the ranks built different models or optimizers"
 STRANGER = "ValueError: 'stranger' is not a parameter of the module that the optimizer was built"
-BUILDS: dict[str, tuple[Callable[[int], nn.Module], Callable[[nn.Module, int], dict[str, Any]], str]] = {
-    "no module": (lambda rank: Net(), lambda model, _: {"params": list(model.parameters())}, NEEDS_A_MODULE),
+BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], dict[str, Any]], str]] = {
+    "no module": (Net, lambda model, _: {"params": list(model.parameters()), "module": None}, NEEDS_A_MODULE),
     "a stranger": (
-        lambda rank: Net(),
+        Net,
         lambda model, _: {"params": [*model.named_parameters(), ("stranger", nn.Parameter(torch.ones(3)))]},
         STRANGER,
     ),
-    "no unit": (lambda rank: Net(), lambda *_: {"units": lambda m: False}, "units: the predicate matches no module"),
-    "units inside units": (lambda rank: nested(), lambda *_: {"units": lambda m: True}, "inside it: units never nest"),
+    "no unit": (Net, lambda *_: {"units": lambda m: False}, "units: the predicate matches no module"),
+    "units inside units": (nested, lambda *_: {"units": lambda m: True}, "inside it: units never nest"),
     "no unit on one rank": (
-        lambda rank: Net(),
+        Net,
         lambda _, rank: {"units": lambda module: rank == 0 and linears(module)},
         "the predicate matches no module",
     ),
-    "memory that overlaps": (
-        lambda rank: with_first(nn.Parameter(torch.zeros(1, 3).expand(3, 3))) if rank else Net(),
-        lambda *_: {},
-        "'first.weight' overlaps itself in memory",
-    ),
-    "complex on one rank": (
-        lambda rank: with_first(nn.Parameter(torch.zeros(3, 3, dtype=torch.complex64))) if rank else Net(),
-        lambda *_: {},
-        "'first.weight' is torch.complex64, and only real parameters are trained",
-    ),
+    "another predicate on one rank": (Net, lambda _, rank: {"units": linears if rank else None}, DIFFERENT),
 }
 
 
@@ -70,8 +53,8 @@ def test_what_cannot_be_built_is_told_to_every_rank_and_stays_plain(name: str) -
     build, arguments, text = BUILDS[name]
 
     def program(transport: Transport) -> tuple[str, bool, nn.Module]:
-        model = build(transport.rank)
-        given = {"params": model, "module": None if name == "no module" else model, **arguments(model, transport.rank)}
+        model = build()
+        given = {"params": model, "module": model, **arguments(model, transport.rank)}
         message, left = error_of(zero, given.pop("params"), transport, **given), is_plain(model)
         good = model if type(model) is Net and transport.rank == 0 else Net()
         optimizer = zero(good, transport)
@@ -85,69 +68,44 @@ def test_what_cannot_be_built_is_told_to_every_rank_and_stays_plain(name: str) -
         assert_same_model(model, plain(1))
 
 
-def test_a_predicate_that_differs_between_ranks_is_told_to_every_rank() -> None:
-    messages = on_threads(2, lambda group: error_of(zero, Net(), group, units=linears if group.rank else None))
-    for message in messages:
-        assert "the ranks built different models or optimizers" in message
-        assert "first.weight" in message
+@pytest.mark.parametrize(("stage", "listed"), [(0, True), (1, False), (3, False), (3, True)])
+def test_what_the_first_optimizer_holds_is_taken_by_no_second_one(stage: int, listed: bool) -> None:
+    """Of the same model, inside `gathered`, or of another one that shares a parameter, listed or not."""
 
-
-@pytest.mark.parametrize(
-    ("stage", "listed", "inside"),
-    [(0, True, False), (1, False, True), (2, True, True), (3, False, False), (3, True, True)],
-)
-def test_a_second_optimizer_needs_the_first_one_closed(stage: int, listed: bool, inside: bool) -> None:
-    """Over the same model, also inside `gathered`, or over another one that shares a parameter, listed or not."""
-
-    def program(transport: Transport) -> tuple[list[str], bool, nn.Module]:
-        model, other = Net(), Net()
-        first = zero(model, transport)
+    def act(model: Net, first: ZeroOptimizer) -> tuple[list[str], bool]:
+        other = Net()
         other.first.weight = model.first.weight
         chosen = [(name, p) for name, p in other.named_parameters() if listed or name != "first.weight"]
-        given: Any = list(model.named_parameters()) if listed else model
-        with first.gathered() if inside else torch.no_grad():
-            messages = [error_of(zero, given, transport, stage, module=model if stage == 3 else None)]
-        messages.append(error_of(zero, chosen, transport, stage, module=other))
-        left = is_plain(other.blocks)
-        train(model, first)
-        first.close()
-        second = zero(model, transport, stage)
-        train(model, second)
-        second.close()
-        return messages, left, model
+        with first.gathered():
+            messages = [error_of(zero, list(model.named_parameters()), solo(), stage, module=model)]
+        return [*messages, error_of(zero, chosen, solo(), stage, module=other)], is_plain(other.blocks)
 
-    for messages, left, model in on_threads(2, program, timeout=20):
+    for (messages, left), model in on_ranks("travel", act):
         for message in messages:
             assert message.startswith("ValueError: ")
             assert "belongs to another stage-3 optimizer" in message
-        assert "give one optimizer param groups, each with an optimizer_class" in messages[0]
-        assert "or build one optimizer over each submodule" in messages[0]
+            assert "give one optimizer param groups, each with an optimizer_class" in messages[0]
+            assert "or build one optimizer over each submodule" in messages[0]
         assert left
-        assert_same_model(model, plain(2))
+        assert_same_model(model, plain(1))
 
 
-# -- further parameters -----------------------------------------------------------------------------------------------
-
-
-def blocks_first(transport: Transport, then: Callable[[Net, ZeroOptimizer], Any]) -> tuple[Any, nn.Module]:
+def blocks_first(then: Callable[[Net, ZeroOptimizer], Any]) -> list[tuple[Any, nn.Module]]:
     """Run a step in which the first layer is not listed, call ``then``, and run a step in which it is."""
-    model = Net()
-    optimizer = zero(list(model.blocks.parameters()), transport, module=model)
-    train(model, optimizer)
-    found = then(model, optimizer)
-    if len(optimizer.param_groups) == 1:
-        optimizer.add_param_group({"params": list(model.first.parameters())})
-    train(model, optimizer)
-    optimizer.check_replicas()
-    optimizer.close()
-    return found, model
 
+    def program(transport: Transport) -> tuple[Any, nn.Module]:
+        model = Net()
+        optimizer = zero(list(model.blocks.parameters()), transport, module=model)
+        train(model, optimizer)
+        found = then(model, optimizer)
+        if len(optimizer.param_groups) == 1:
+            optimizer.add_param_group({"params": list(model.first.parameters())})
+        train(model, optimizer)
+        optimizer.check_replicas()
+        optimizer.close()
+        return found, model
 
-def plain_blocks_first() -> Net:
-    model = Net()
-    train(model, torch.optim.SGD(model.blocks.parameters(), lr=0.5))
-    train(model, torch.optim.SGD(model.parameters(), lr=0.5))
-    return model
+    return on_threads(2, program, timeout=20)
 
 
 def adding(parameters: Callable[[Net, int], list[nn.Parameter]]) -> Callable[[Net, ZeroOptimizer], str]:
@@ -181,9 +139,12 @@ ADDITIONS: dict[str, tuple[Callable[[Net, ZeroOptimizer], str], str]] = {
 @pytest.mark.parametrize("name", ADDITIONS)
 def test_a_group_that_cannot_be_added_changes_nothing(name: str) -> None:
     add, text = ADDITIONS[name]
-    for message, model in on_threads(2, lambda transport: blocks_first(transport, add), timeout=20):
+    expected = Net()
+    train(expected, torch.optim.SGD(expected.blocks.parameters(), lr=0.5))
+    train(expected, torch.optim.SGD(expected.parameters(), lr=0.5))
+    for message, model in blocks_first(add):
         assert text in message
-        assert_same_model(model, plain_blocks_first())
+        assert_same_model(model, expected)
 
 
 def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
@@ -202,35 +163,7 @@ def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
         optimizer.zero_grad()
         return seen, [*said, error_of(torch.autograd.backward, loss)]
 
-    for (seen, messages), _ in on_threads(2, lambda transport: blocks_first(transport, then), timeout=20):
+    for (seen, messages), _ in blocks_first(then):
         assert bool(seen.isnan().all())
         assert "was laid out anew" in messages[0]
         assert "which this backward needs, was changed by a step" in messages[1]
-
-
-def test_a_module_that_is_added_later_is_the_users_own() -> None:
-    def grown(model: Any, optimizer: torch.optim.Optimizer) -> nn.Parameter:
-        model.extra = nn.Linear(3, 3, bias=False)
-        nn.init.constant_(model.extra.weight, 0.5)
-        with model.register_forward_hook(lambda _, __, out: model.extra(out)):
-            torch.autograd.backward(loss_of(model, INPUTS))
-        optimizer.step()
-        weight: nn.Parameter = model.extra.weight
-        return weight
-
-    def program(transport: Transport) -> tuple[str, nn.Parameter, nn.Module]:
-        model = Net()
-        optimizer = zero(model, transport)
-        weight = grown(model, optimizer)
-        message = error_of(optimizer.add_param_group, {"params": [("extra.weight", weight)]})
-        optimizer.close()
-        return message, weight, model
-
-    expected = Net()
-    theirs = grown(expected, torch.optim.SGD(expected.parameters(), lr=0.5))
-    for message, ours, model in on_threads(2, program, timeout=20):
-        assert f"'extra.weight' {NOT_THERE}" in message
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        assert_same_bits(ours.grad, theirs.grad)
-        assert_same_model(model, expected)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -16,8 +15,8 @@ from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from ..support.limits import BOUND
-from ..support.plain import assert_same_bits, assert_same_model
+from ..support.limits import BOUND, at_once
+from ..support.plain import assert_same_model
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 pytestmark = pytest.mark.contract
@@ -41,34 +40,12 @@ def second_block(model: Net, optimizer: ZeroOptimizer) -> None:
 
 
 REST = 'gather of unit "the root\'s rest"'
-PARTED: dict[str, tuple[Call, Call, str, str]] = {
+PARTED: dict[str, tuple[Any, ...]] = {
     "forward, step": (forward, step, REST, "step()"),
     "step, evaluation": (step, evaluate, "step()", REST),
     "forward, a unit": (forward, second_block, REST, "gather of unit 'blocks.1'"),
     "forward, close": (forward, close, REST, "close()"),
 }
-
-
-def parted(group: Any, rank: int, name: str) -> tuple[str, str, list[str], float]:
-    """Return a rank's error when another rank does something else, that of its next call, wrong values, and seconds."""
-    model = Net()
-    optimizer = zero(model, group, collective="pairwise")
-    train(model, optimizer)
-    begin = time.monotonic()
-    found, then = error_of(PARTED[name][:2][rank], model, optimizer), error_of(forward, model, optimizer)
-    return found, then, wrong_values(model, steps=1), time.monotonic() - begin
-
-
-def assert_parted(results: list[tuple[str, str, list[str], float]], name: str) -> None:
-    for found, then, wrong, seconds in results:
-        for place in PARTED[name][2:]:
-            assert place in found, found
-        assert "all ranks of a group must make the same calls in the same order" in found
-        assert "Did one rank alone evaluate, generate or save?" in found
-        assert "synced_gpus=True" in found
-        assert "this communicator is closed since an earlier failure" in then or "is released" in then
-        assert wrong == []
-        assert seconds < BOUND, "a message brought it, no time limit"
 
 
 def wrong_values(model: nn.Module, steps: int) -> list[str]:
@@ -84,7 +61,24 @@ def wrong_values(model: nn.Module, steps: int) -> list[str]:
 
 @pytest.mark.parametrize("name", PARTED)
 def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
-    assert_parted(on_threads(2, lambda group: parted(group, group.rank, name), timeout=4 * BOUND), name)
+    *calls, place, other = PARTED[name]
+
+    def program(transport: Transport) -> tuple[str, str, list[str]]:
+        model = Net()
+        optimizer = zero(model, transport, collective="pairwise")
+        train(model, optimizer)
+        with at_once():
+            found, then = error_of(calls[transport.rank], model, optimizer), error_of(forward, model, optimizer)
+        return found, then, wrong_values(model, steps=1)
+
+    for found, then, wrong in on_threads(2, program, timeout=4 * BOUND):
+        assert place in found
+        assert other in found
+        assert "all ranks of a group must make the same calls in the same order" in found
+        assert "Did one rank alone evaluate, generate or save?" in found
+        assert "synced_gpus=True" in found
+        assert "this communicator is closed since an earlier failure" in then or "is released" in then
+        assert wrong == []
 
 
 @pytest.mark.parametrize(("event", "after"), list(product(["send", "recv", "wait"], [0, 5, 9, 14, 20])))
@@ -122,27 +116,6 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
     assert "this communicator is closed since an earlier failure" in told[0]
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
-    def program(transport: Transport) -> tuple[str, nn.Embedding]:
-        table = nn.Embedding(5, 3, sparse=True)
-        nn.init.constant_(table.weight, 0.5)
-        model = nn.Sequential(table)
-        optimizer = zero(model, transport)
-        message = error_of(lambda: torch.autograd.backward(model(torch.tensor([1])).sum()))
-        optimizer.zero_grad()
-        table.sparse = False
-        torch.autograd.backward(model(torch.tensor([1])).sum())
-        optimizer.step()
-        optimizer.close()
-        return message, table
-
-    expected = torch.full((5, 3), 0.5)
-    expected[1] = 0
-    for message, table in on_threads(2, program, timeout=2 * BOUND):
-        assert "the gradient of '0.weight' is torch.sparse_coo: sparse gradients are not supported" in message
-        assert_same_bits(table.weight, expected)
-
-
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:
     def program(transport: Transport) -> tuple[list[str], nn.Module]:
         model = Net()
@@ -151,12 +124,8 @@ def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_
         loss, weight = loss_of(model, INPUTS), model.first.weight
         del optimizer
         gc.collect()
-        found = [
-            error_of(weight.sum),
-            error_of(model, INPUTS),
-            error_of(model.state_dict),
-            error_of(torch.autograd.backward, loss),
-        ]
+        calls: list[Any] = [weight.sum, lambda: model(INPUTS), model.state_dict, lambda: torch.autograd.backward(loss)]
+        found = [error_of(call) for call in calls]
         assert "belongs to another stage-3 optimizer" in error_of(zero, model, transport)
         model.load_state_dict(plain(1).state_dict(), assign=True)
         optimizer = zero(model, transport)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,17 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport
-from zero import ZeroOptimizer
-from zero.parameters.unit_manager import UnitManager
 
 from ..support.limits import PATIENT
-from ..support.models import build, odd_batches, odd_loss
-from ..support.plain import assert_same_model, plain_step
+from ..support.plain import assert_same_model
+from .odd import STEPS, Run, plain
 from .worlds import EVERY_WORLD, WORLDS
 
-STEPS = 3
 REFUSAL = "another thread, 'first', is inside a forward"
-_BUILDING = threading.Lock()  # all threads share torch's generator
 
 
 class Thread(threading.Thread):
@@ -52,31 +47,8 @@ def in_a_thread(work: Callable[[], Any], name: str = "another") -> Any:
     return thread.found
 
 
-class Rank:
+class Rank(Run):
     """Training on one rank, and threads that evaluate meanwhile."""
-
-    def __init__(self, transport: Transport) -> None:
-        with _BUILDING:
-            self.model: Any = build(0)
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.optimizer = ZeroOptimizer(
-            self.model, torch.optim.AdamW, stage=3, process_group=transport, lr=0.1, bucket_cap_mb=0.0005
-        )
-
-    def loss(self, number: int) -> Any:
-        return odd_loss(self.model, batches(self.world_size)[number][self.rank])
-
-    def end_step(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def step(self, number: int) -> None:
-        self.loss(number).backward()
-        self.end_step()
-
-    def evaluate(self) -> Any:
-        with torch.no_grad():
-            return self.loss(0)
 
     def enter_a_unit(self) -> Any:
         """Enter the unit in which `inside_a_forward` is."""
@@ -104,24 +76,11 @@ class Rank:
             assert not thread.is_alive()
 
 
-def batches(world_size: int) -> list[list[Any]]:
-    return [odd_batches(world_size, seed=step, extra=False) for step in range(STEPS)]
-
-
-def plain(world_size: int) -> nn.Module:
-    model = build(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in batches(world_size):
-        plain_step(model, optimizer, odd_loss, step, world_size)
-        optimizer.zero_grad()
-    return model
-
-
 def trains(world: str, between: Callable[[Rank], None], step: Callable[[Rank, int], None] = Rank.step) -> None:
     """Check for the plain loop's bits, whatever is done before the second step."""
 
     def program(transport: Transport) -> nn.Module:
-        run = Rank(transport)
+        run = Rank(transport, stage=3)
         step(run, 0)
         between(run)
         for number in range(1, STEPS):
@@ -219,51 +178,3 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
             later.join(PATIENT)
 
     trains("one", interrupted)
-
-
-def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A frame that was read just before its generator yielded has no frame below it."""
-    frames = sys._current_frames
-    generator = (number for number in range(3))
-    next(generator)
-    reads = list[int]()
-
-    def between(run: Rank) -> None:
-        with run.inside_a_forward() as first:
-
-            def yielded() -> Any:
-                reads.append(len(reads))
-                return {**frames(), first.ident: generator.gi_frame} if len(reads) % 2 else frames()
-
-            monkeypatch.setattr(sys, "_current_frames", yielded)
-            for _ in range(4):
-                with pytest.raises(RuntimeError, match=REFUSAL):
-                    run.evaluate()
-            monkeypatch.setattr(sys, "_current_frames", frames)
-
-    trains("one", between)
-    assert len(reads) >= 8
-
-
-def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    releasing, begun, release = threading.Event(), threading.Event(), UnitManager._uninstall
-
-    def slowly(manager: UnitManager, unit: Any) -> None:
-        if threading.current_thread().name == "first" and not releasing.is_set():
-            releasing.set()
-            begun.wait(0.3)  # another forward begins meanwhile, unless it is blocked
-        release(manager, unit)
-
-    def evaluate(run: Rank) -> None:
-        expected = run.evaluate()
-        monkeypatch.setattr(UnitManager, "_uninstall", slowly)
-        thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
-        thread.start()
-        assert releasing.wait(PATIENT)
-        with run.model.layers[0].register_forward_hook(lambda *_: begun.set()):
-            found = run.evaluate()  # it waits
-        thread.join(PATIENT)
-        assert thread.error is None
-        assert torch.equal(found, expected)
-
-    trains("one", evaluate)

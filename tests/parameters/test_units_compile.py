@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 
-import pytest
 import torch
 
 from collectives import solo
-from zero import ZeroOptimizer
 
-from ..support.cases import INPUTS, Case, Net, check_rank, plain_loop
-from .compiled import (
-    Recorder,
-    assert_compiled_in_the_first_step_alone,
-    blocks_in_place,
-    compiled_training,
-    forgotten,
-    recorded,
-)
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    with forgotten():
-        yield
+from ..support.cases import INPUTS, Case, sharded
+from .compiled import check_compiled_training, check_graphs, forgotten
 
 
 def test_compiled_training_equals_the_compiled_plain_loop_and_compiles_once() -> None:
-    assert_compiled_in_the_first_step_alone(compiled_training(None, 0, "block.compile() before"))
+    check_compiled_training(None, 0, "block.compile() before")
 
 
 def test_a_compiled_unit_has_the_graphs_of_the_plain_model() -> None:
-    """No function of the library is traced."""
-
-    def case(recorder: Recorder) -> Case:
-        return Case(prepared=lambda model: blocks_in_place(model, recorder))
-
-    _, expected = plain_loop(Case(), 1)
-    plain, frames = recorded(lambda recorder: plain_loop(case(recorder), 1))
-    ours, ours_frames = recorded(lambda recorder: check_rank(case(recorder), solo(), expected))
-    assert ours.graphs == plain.graphs != []
-    assert ours_frames == frames
+    check_graphs("Block", 1)
 
 
+@forgotten()
 def test_a_graph_that_is_broken_at_units_is_said_once() -> None:
-    model = Net()
-    optimizer = ZeroOptimizer(model, stage=3, process_group=solo(), lr=0.1)
+    model, optimizer = sharded(Case(), solo())
     model.compile(backend="eager")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

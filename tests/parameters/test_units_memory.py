@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from collectives import Pairwise, Tag, Transport, Work
+from collectives import Transport
+from zero import ZeroOptimizer
 from zero.parameters.gathered.buffers import State
 from zero.parameters.unit_manager import UnitManager
 
@@ -18,24 +18,20 @@ from ..support.cases import (
     TURNS,
     Block,
     Case,
-    Net,
     assert_nothing_is_here,
     batches_of,
-    externally_held,
     loss_of,
     manager_of,
     net_of,
     one_backward,
     sharded,
-    train,
 )
-from ..support.plain import assert_same_bits, assert_same_model, share
-from ..support.small import blocks, with_sgd
-from .unit_cases import body, freeze_parts, tie
+from ..support.plain import assert_same_bits, share
+from .stage3 import Blocks, on_blocks
+from .unit_cases import freeze_parts, tie
 from .worlds import on, size_of
 
 DEEP = 12
-Events = list[tuple[str, str]]
 
 
 def in_use(manager: UnitManager) -> int:
@@ -48,31 +44,11 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
     return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
 
 
-def test_after_a_forward_the_graph_holds_no_weights() -> None:
-    """Only the root unit and the last unit are gathered, which the backward needs first."""
-
-    def program(transport: Transport) -> None:
-        model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
-        manager = manager_of(optimizer)
-        for step in range(2):
-            loss = loss_of(model, batches_of(step, 1)[0])
-            here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
-            assert here == [0, DEEP]
-            assert in_use(manager) == whole_bytes(manager, here)
-            loss.backward()
-            assert in_use(manager) == 0
-            assert_nothing_is_here(model, optimizer)
-            optimizer.zero_grad()
-        with torch.no_grad():
-            loss_of(model, batches_of(0, 1)[0])
-        assert in_use(manager) == 0
-
-    on("several", program)
-
-
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("world", ["several", "one"])
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str) -> None:
+    """After a forward, whose graph holds no weights, those that the backward needs first: the root and the last."""
+
     def program(transport: Transport) -> None:
         model, optimizer = sharded(Case(net_of(Block, DEEP)), transport)
         manager, seen = manager_of(optimizer), []
@@ -84,92 +60,32 @@ def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str)
             part.register_forward_hook(look)
             part.register_full_backward_pre_hook(look)
         for step in range(2):
-            train(Case(), model, optimizer, step)
+            loss = loss_of(model, batches_of(step, 1)[0])
+            if transport.world_size > 1:
+                here = [number for number, unit in enumerate(manager.units) if unit.gathered.state is not State.SHARDED]
+                assert here == [0, DEEP]
+                assert in_use(manager) == whole_bytes(manager, here)
+            loss.backward()
+            assert in_use(manager) == 0
             optimizer.step()
             optimizer.zero_grad()
+            assert_nothing_is_here(model, optimizer)
+        with torch.no_grad():
+            loss_of(model, batches_of(0, 1)[0])
+        assert in_use(manager) == 0
         found = optimizer.describe()
-        bound = whole_bytes(manager, (0, 1, 2)) if size_of(world) > 1 else 0
+        bound = whole_bytes(manager, (0, 1, 2)) if transport.world_size > 1 else 0
         assert max(seen) == found.bytes["gathered_peak"] == found.formula_bytes["gathered_peak"] == bound
 
     on(world, program)
 
 
-# -- when -------------------------------------------------------------------------------------------------------------
-
-
-def recorded(events: Events) -> Callable[[Transport], Pairwise]:
-    """Return an algorithm that records when the gather of a unit is launched."""
-
-    class Recorded(Pairwise):
-        def all_gather(self, flat: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-            events.append(("gather", tag.label.removeprefix("gather of unit ").strip("'")))
-            return super().all_gather(flat, bounds, tag=tag)
-
-    return Recorded
-
-
-def record_blocks(model: Any, events: Events) -> None:
-    """Record when a block's forward and backward end."""
-    for number, block in enumerate(model.blocks):
-
-        def enter(_: Any, args: tuple[Tensor], name: str = f"blocks.{number}") -> None:
-            args[0].register_hook(lambda gradient: events.append(("backward ends", name)))
-
-        def leave(*_: Any, name: str = f"blocks.{number}") -> None:
-            events.append(("forward ends", name))
-
-        block.register_forward_pre_hook(enter)
-        block.register_forward_hook(leave)
-
-
-BACKWARDS = body(lambda model, x: model.blocks[0](model.blocks[1](model.blocks[2](x))))
-
-
-@pytest.mark.parametrize("build", [Net, BACKWARDS])
-def test_the_next_unit_is_gathered_while_one_runs(build: type[Net]) -> None:
-    """A forward uses the order of the last one, a backward its reverse. No gather begins before the preceding unit has
-    ended."""
-
-    def program(transport: Transport) -> Events:
-        events: Events = []
-        model, optimizer = sharded(Case(build), transport, collective=recorded(events), bucket_cap_mb=1)
-        record_blocks(model, events)
-        for step in range(2):
-            events.clear()
-            one_backward(model, batches_of(step, 1)[0])
-            optimizer.zero_grad()
-        return events
-
-    order = [f"blocks.{number}" for number in range(Net.count)]
-    if build is BACKWARDS:
-        order.reverse()
-    for events in on("several", program):
-        for path, names in (("forward", order), ("backward", order[::-1])):
-            for name, following in pairwise(names):
-                gather = position(events, ("gather", following), last=path == "backward")
-                assert gather < events.index((f"{path} ends", name)), (path, name, events)
-                if name != names[0]:
-                    before = names[names.index(name) - 1]
-                    assert gather > events.index((f"{path} ends", before)), (path, name, events)
-
-
-def position(events: Events, event: tuple[str, str], last: bool) -> int:
-    """Return the position of the first or last occurrence of an event."""
-    found = [number for number, each in enumerate(events) if each == event]
-    assert len(found) in (1, 2), (event, events)
-    return found[-1 if last else 0]
-
-
-# -- how much ---------------------------------------------------------------------------------------------------------
-
 TRAFFIC: dict[str, tuple[Case, int, str]] = {
     "plain": (Case(), 1, "several"),
     "every backward synchronized": (Case(), TURNS, "travel"),
-    "one unit": (Case(net_of(Block, 1)), 1, "several"),
     "frozen parts": (Case(prepared=freeze_parts), 1, "several"),
     "parameters that are not listed": (Case(groups=lambda model: list(model.blocks[0].parameters())), 1, "several"),
     "tied": (Case(prepared=tie), TURNS, "several"),
-    "in another order": (Case(BACKWARDS), 1, "several"),
     "alone": (Case(), 1, "one"),
     "in common memory": (Case(), 1, "common"),
 }
@@ -200,47 +116,16 @@ def test_what_travels_in_a_step_is_what_the_formula_says(name: str) -> None:
         assert [sum(total)] * size_of(world) == [formula for _, formula in results], step
 
 
-# -- where ------------------------------------------------------------------------------------------------------------
-
-
 def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
     """It must not show a unit that is gathered into a free buffer of the same size meanwhile."""
 
-    def program(transport: Transport) -> list[Tensor]:
-        model = blocks()
-        optimizer = with_sgd(model, transport, stage=3)
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[Tensor]:
         with optimizer.gathered():
-            views = [model[number].weight.detach() for number in range(3)]
+            views = [model.weight(number).detach() for number in range(3)]
         with torch.no_grad():
-            model(torch.ones(1, 4))
+            model(model.inputs)
         return [view.clone() for view in views]
 
-    for views in on("travel", program):
-        for view, layer in zip(views, blocks(), strict=True):
-            assert_same_bits(view, layer.weight)  # type: ignore[arg-type]
-
-
-def test_a_graph_takes_the_weights_of_its_own_unit_also_where_another_lay_there_before() -> None:
-    def program(transport: Transport) -> tuple[list[int], list[str], nn.Module]:
-        model = blocks()
-        optimizer = with_sgd(model, transport, stage=3)
-        places: list[int] = []
-        for number in (0, 2):
-            model[number].register_forward_pre_hook(lambda layer, _: places.append(layer.weight.data_ptr()))
-        inputs = torch.ones(1, 4, requires_grad=True)  # so that autograd also saves the first unit's weight
-        loss = model(inputs).sum()
-        with torch.no_grad():
-            model(inputs)  # reshards every unit at its end
-        held = externally_held(manager_of(optimizer))
-        loss.backward()
-        optimizer.step()
-        optimizer.close()
-        return places[:2], held, model
-
-    expected = blocks()
-    expected(torch.ones(1, 4)).sum().backward()
-    torch.optim.SGD(expected.parameters(), lr=0.1).step()
-    for (first, last), held, model in on("travel", program):
-        assert first == last, "the last unit is gathered into the buffer of the first one"
-        assert held == [], "the graph holds places, not weights"
-        assert_same_model(model, expected)
+    for views, _ in on_blocks("travel", 4, act):
+        for number, view in enumerate(views):
+            assert_same_bits(view, Blocks(4).weight(number))

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
@@ -28,9 +27,6 @@ def units(forward: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
 def body(through: Callable[[Any, Tensor], Any], **more: Any) -> type[Net]:
     """Return a net that goes through its units in another way."""
     return type("OtherNet", (Net,), {"body": through, **more})
-
-
-# -- forwards and backwards -------------------------------------------------------------------------------------------
 
 
 def retained_graphs(model: nn.Module, batch: Batch) -> Iterator[None]:
@@ -55,6 +51,16 @@ def inside_gathered(model: Any, batch: Batch) -> None:
     (loss + hidden.square().mean()).backward()
 
 
+def parameters_inside_gathered(model: nn.Module, batch: Batch) -> None:
+    """Compute a loss of the parameters themselves inside, and run its backward there or after it."""
+    with batch.gathered():
+        loss = torch.stack([p.square().sum() for p in model.parameters()]).sum()
+        if batch.turn == 0:
+            loss.backward()
+    if batch.turn:
+        loss.backward()
+
+
 def failing(where: str, error: type[BaseException]) -> Any:
     """Fail in the first micro-batch of each step. Gradients that its backward has computed count."""
 
@@ -70,16 +76,6 @@ def failing(where: str, error: type[BaseException]) -> Any:
     return run
 
 
-def penalty(model: nn.Module, batch: Batch) -> Iterator[None]:
-    """Keep a graph of gradients for two backwards, while the same units run again."""
-    x = batch.x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    (gradient.square().sum() + loss_of(model, batch)).backward(retain_graph=True)
-    yield
-    gradient.abs().sum().backward()
-    yield
-
-
 def hook_forward(model: Any) -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: (args[0] * module.norm.weight.mean(),))
@@ -92,14 +88,6 @@ def hook_backward(model: Any) -> None:
         block.register_full_backward_pre_hook(lambda module, given: (given[0] * module.inner.bias.detach().sum(),))
         block.register_full_backward_hook(lambda module, given, _: (given[0] * module.outer.weight.detach().mean(),))
     model.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 2)
-
-
-def every_unit_again(model: Any) -> None:
-    for block in model.blocks:
-        composable_checkpoint(block)
-
-
-# -- units, and their order -------------------------------------------------------------------------------------------
 
 
 def around_another(unit: Any, x: Tensor) -> Any:
@@ -118,15 +106,6 @@ def acquaint(model: Any, *, holds: bool = False) -> None:
         model.blocks[0].inside = model.blocks[1]
 
 
-def side_by_side(model: Any, x: Tensor) -> Any:
-    """Let nodes of units be reached in turns, and leave the output of one unused."""
-    outputs = [block(x) for block in model.blocks]
-    return outputs[0] + outputs[1] * outputs[0] + model.blocks[0](outputs[1])
-
-
-# -- parameters -------------------------------------------------------------------------------------------------------
-
-
 def tie(model: Any) -> None:
     """Share weights and modules of units with other units and with the root."""
     model.blocks[2].inner.weight = model.blocks[0].inner.weight
@@ -141,51 +120,13 @@ def freeze_parts(model: Any) -> None:
         part.requires_grad_(False)
 
 
-def freeze_later(model: Any, step: int) -> None:
-    model.blocks[2].requires_grad_(step != 1)
-
-
 def groups(model: Any) -> list[dict[str, Any]]:
     """Return groups that each have parameters of several units. Some are not listed."""
-    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
+    listed = list(model.parameters())[2:]
     return [
-        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
-        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
+        {"params": [p for p in listed if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
+        {"params": [p for p in listed if p.dim() < 2], "lr": 0.3, "amsgrad": True},
     ]
-
-
-class Awkward(Block):
-    """Parameters with no element, a scalar, a prime number of elements, transposed memory, and several dtypes.
-
-    One is seen as complex numbers, another dtype on the same memory.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
-        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
-        self.prime = nn.Parameter(torch.randn(31))
-        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
-        self.pairs = nn.Parameter(torch.randn(3, 2))
-
-    def forward(self, x: Tensor) -> Any:
-        wide = self.wide(x.double()) * self.counter.sum()
-        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
-        more = self.empty.exp().sum() + self.prime.tanh().sum() + numbers.abs().sum()
-        found = super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float()
-        return found * self.scalar + more + (x @ self.turned.t())[:, :1]
-
-
-# -- graphs and outputs -----------------------------------------------------------------------------------------------
-
-
-def forces(unit: Any, x: Tensor) -> Any:
-    """Give out a derivative."""
-    x = x.clone() if x.requires_grad else x.clone().requires_grad_()
-    (force,) = torch.autograd.grad(Block.forward(unit, x).exp().sum(), x, create_graph=True)
-    return force
 
 
 class Linear(torch.autograd.Function):
@@ -264,30 +205,22 @@ def edited(model: Any, x: Tensor) -> Tensor:
 
 CASES: dict[str, Case] = {
     "plain": Case(),
-    "retained graphs": Case(run=retained_graphs),
+    "parameters inside gathered()": Case(run=parameters_inside_gathered),
     "inside gathered()": Case(run=inside_gathered),
+    "retained graphs": Case(run=retained_graphs),
     "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
-    "exception in a backward": Case(net_of(Fails), failing("backward", ZeroDivisionError)),
-    "interrupt in a forward": Case(net_of(Fails), failing("forward", KeyboardInterrupt)),
     "interrupt in a backward": Case(net_of(Fails), failing("backward", KeyboardInterrupt)),
-    "gradient penalty": Case(run=penalty),
     "forward hooks from before": Case(prepared=hook_forward),
     "forward hooks from after": Case(built=hook_forward),
     "backward hooks from before": Case(prepared=hook_backward),
     "backward hooks from after": Case(built=hook_backward),
     "checkpoint around the model": Case(run=lambda m, b: checkpoint(m, b.x, use_reentrant=False).sum().backward()),
-    "composable checkpoints from before": Case(net_of(Fails), failing("forward", OSError), prepared=every_unit_again),
-    "composable checkpoints from after": Case(built=every_unit_again),
     "a unit around another": Case(units(around_another, others=()), prepared=acquaint),
     "a unit that holds another": Case(units(around_another, others=()), prepared=partial(acquaint, holds=True)),
-    "units side by side": Case(body(side_by_side)),
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
-    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
-    "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
-    "units that give out a derivative": Case(units(forces)),
+    "groups": Case(groups=groups),
     "a Function that holds a weight": Case(units(holds_weight)),
     "a view kept": Case(units(keeps_view, kept=None, with_graph=False), lends=True, steps=3),
     "a view kept with its graph": Case(units(keeps_view, kept=None, with_graph=True), lends=True, steps=3),
@@ -295,5 +228,6 @@ CASES: dict[str, Case] = {
     "a loss beside the outputs": Case(units(passes_through), what_is_aside),
     "outputs edited in place": Case(body(edited)),
 }
-ROWS = [(name, world) for name in CASES for world in ("one", "several", "common")]
-"""Every case in every world. Each fourth row is in the default run."""
+WORLDS = ("one", "several", "common")
+BY_DEFAULT = list(zip(CASES, cycle(WORLDS)))
+"""Every case in a world. The other rows are in CI."""

@@ -131,7 +131,7 @@ TRAININGS: list[tuple[Callable[[Transport, int], None], tuple[int, ...], tuple[s
     (frozen, (2,), ("step(): '2.bias' is trainable on rank 0, but frozen on rank 1: freeze and unfreeze on every",)),
     (edited, (2,), ("'2.bias' differs between rank 0 and rank 1",)),
     (not_finite, (0, 1, 2, 3), ("non-finite",)),
-    (sparse, (0, 1, 2), ("'weight' is torch.sparse_coo: sparse gradients are not supported", "sparse=False")),
+    (sparse, (0, 1, 2, 3), ("'weight' is torch.sparse_coo: sparse gradients are not supported", "sparse=False")),
     (in_other_calls, (2,), ("step()", "check_replicas()")),
     (with_fewer_batches, (0, 1, 2, 3), ("Ranks with different numbers of batches train inside optimizer.join()",)),
 ]

@@ -1,1 +1,0 @@
-"""Python calls of a backward."""
