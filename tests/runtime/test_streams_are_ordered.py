@@ -29,6 +29,8 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = [  # pattern, ranks, stage, o
     ("in turn", 1, 3, BF16),
     ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
     ("each part", 2, 0, {"collective": "pairwise"}),
+    ("two towers", 1, 1, {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}),
+    ("in turn", 2, 2, {"collective": "native"}),
 ]
 
 
