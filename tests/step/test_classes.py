@@ -110,31 +110,6 @@ def test_muon_and_adamw_are_those_of_the_plain_loop(
         assert_same_model(model, plain.model)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_groups_without_a_class_have_the_main_one(stage: int) -> None:
-    def run(model: nn.Module, transport: Transport) -> nn.Module:
-        matrices, rest = shared(model)
-        groups = [{"params": rest}, {"params": matrices[:2], "optimizer_class": torch.optim.AdamW, "lr": 0.01}]
-        arguments: dict[str, Any] = {"module": model, "stage": stage, "process_group": transport}
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9, **arguments)
-        optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Shampoo, "partition": "parameter"})
-        assert "optimizer_class" not in optimizer.param_groups[0]
-        assert optimizer.param_groups[0]["momentum"] == 0.9
-        assert optimizer.param_groups[2]["lr"] == Shampoo([torch.zeros(1)]).defaults["lr"]
-        assert "nesterov" not in optimizer.param_groups[2]
-        train(model, optimizer, range(2))
-        optimizer.close()
-        return model
-
-    plain = made(Mixed)
-    matrices, rest = shared(plain)
-    adamw = torch.optim.AdamW([p for _, p in matrices[:2]], lr=0.01)
-    sgd, shampoo = torch.optim.SGD([p for _, p in rest], lr=0.1, momentum=0.9), Shampoo([p for _, p in matrices[2:]])
-    train_plainly(plain, Several(adamw, sgd, shampoo), range(2))
-    for model in on_ranks(3, run, plain):
-        assert_same_model(model, plain)
-
-
 def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> None:
     model = made(Mixed)
     optimizer = build(model, solo(), 2)
@@ -200,17 +175,27 @@ class Popping(Scaled):
     ],
 )
 def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: Any, given: Any, tmp_path: Path) -> None:
-    """Its param groups and its dict are those of the class that is built with these arguments."""
+    """Its param groups and its dict are those of the class that is built with these arguments.
+
+    A group without a class has the main one, and one that is added may have another.
+    """
     plain = made(Mixed)
     matrices, rest = shared(plain)
-    sgd, stepped = torch.optim.SGD([p for _, p in rest]), cls(matrices, **given)
-    train_plainly(plain, Several(sgd, stepped), range(3))
+    sgd, shampoo = torch.optim.SGD([p for _, p in rest], momentum=0.9), Shampoo([p for _, p in matrices[2:]])
+    stepped = cls(matrices[:2], **given)
+    train_plainly(plain, Several(sgd, stepped, shampoo), range(3))
     name = f"{cls.__module__}.{cls.__qualname__}"
 
     def run(model: nn.Module, transport: Transport) -> Any:
         matrices, rest = shared(model)
-        groups = [{"params": rest}, {"params": matrices, "optimizer_class": cls, "layer": "block", **given}]
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, module=model, stage=stage, process_group=transport)
+        groups = [{"params": rest}, {"params": matrices[:2], "optimizer_class": cls, "layer": "block", **given}]
+        arguments: dict[str, Any] = {"momentum": 0.9, "module": model, "stage": stage, "process_group": transport}
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, **arguments)
+        optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Shampoo, "partition": "parameter"})
+        assert "optimizer_class" not in optimizer.param_groups[0]
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert optimizer.param_groups[2]["lr"] == shampoo.defaults["lr"]
+        assert "nesterov" not in optimizer.param_groups[2]
         train(model, optimizer, range(2))
         zero.save(tmp_path / "saved", optimizer)
         zero.load(tmp_path / "saved", optimizer, rng=False)
@@ -220,7 +205,7 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         optimizer.close()
         return model, states
 
-    for model, states in on_ranks(2, run, plain):
+    for model, states in on_ranks(3, run, plain):
         assert_same_model(model, plain)
         assert_same_states(states, stepped.state_dict())
         (group,) = states["param_groups"]
@@ -240,15 +225,18 @@ def another_sgd(rate: float) -> type[torch.optim.Optimizer]:
 MATRICES, REST = shared(made(Mixed))
 OF_MUON = {"params": MATRICES, "optimizer_class": torch.optim.Muon}
 ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # groups, main class
-    *[
-        ([{"params": REST}, {"params": MATRICES, "optimizer_class": named}], torch.optim.AdamW, error, said)
-        for named, error, said in (
-            ("muon", TypeError, "param group 1: optimizer_class must be a class of optimizers, not 'muon'"),
-            (nn.Linear, TypeError, "param group 1: optimizer_class must be a class of optimizers"),
-            (torch.optim.Optimizer, TypeError, "param group 1: optimizer_class is Optimizer, which is abstract"),
-            (torch.optim.LBFGS, ValueError, "LBFGS cannot be sharded: .*closure"),
-        )
-    ],
+    (
+        [{"params": REST}, {"params": MATRICES, "optimizer_class": torch.optim.Optimizer}],
+        torch.optim.AdamW,
+        TypeError,
+        "param group 1: optimizer_class is Optimizer, which is abstract",
+    ),
+    (
+        [{"params": REST}, {"params": MATRICES, "optimizer_class": torch.optim.LBFGS}],
+        torch.optim.AdamW,
+        ValueError,
+        "LBFGS cannot be sharded: .*closure",
+    ),
     ([{"params": REST}, {**OF_MUON, "fused": True}], None, ValueError, "param group 1: Muon has no option 'fused'"),
     ([{"params": REST + MATRICES[:1]}, OF_MUON], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
     ([{**OF_MUON, "params": MATRICES + REST[1:2]}], None, ValueError, r"Muon refuses 'first.bias', of shape"),

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads, solo
+from collectives import Transport, solo
 from zero import ZeroOptimizer
 
 from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, check
+from ..support.sides import Side, same_as_plain
 from ..support.warned import own
 from .refused import ALONE, OPTIONS, net
 from .whole import Mixed, loss_of, made, on_ranks, train, train_plainly
@@ -73,37 +74,23 @@ def test_no_rank_has_more_than_its_share_and_one_parameter(world_size: int, stag
 
 
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.filterwarnings("ignore:.* is not element-wise")
 def test_all_others_give_the_bits_of_the_plain_loop(name: str) -> None:
-    def rows(step: int, rank: int) -> Tensor:
-        return torch.randn(3, 13, generator=torch.Generator().manual_seed(10 * step + rank))
+    """A state that cannot be sent is named on every rank; its owner alone knows it."""
 
-    def run(transport: Transport) -> nn.Module:
-        model = net()
-        optimizer = ZeroOptimizer(model, ALONE[name], stage=3, process_group=transport, **OPTIONS)
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, torch.randn(3, 13, generator=torch.Generator().manual_seed(10 * step + rank)))
+
+    def loop(side: Side) -> None:
         for step in range(4):
-            loss_of(model, rows(step, transport.rank)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        if name == "OwnObjects":  # a state that cannot be sent is named on every rank; its owner alone knows it
+            side.train(lambda model, rank, step=step: loss(model, step, rank))  # type: ignore[misc]
+            side.step()
+            side.clear()
+        if name == "OwnObjects" and isinstance(side.optimizer, ZeroOptimizer):
             with pytest.raises(TypeError, match=r"\['keeper'\] is a Keeper"):
-                optimizer.consolidate_state_dict()
-        optimizer.close()
-        return model
+                side.optimizer.consolidate_state_dict()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = on_threads(2, run, timeout=10)
-    plain = net()
-    stepped = ALONE[name](plain.parameters(), **OPTIONS)
-    for step in range(4):
-        for rank in range(2):
-            loss_of(plain, rows(step, rank)).backward()  # type: ignore[no-untyped-call]
-        for parameter in plain.parameters():
-            parameter.grad.div_(2)
-        stepped.step()
-        stepped.zero_grad()
-    for model in results:
-        assert_same_model(model, plain)
+    same_as_plain(loop, net, ALONE[name], settings={"stage": 3}, **OPTIONS)
 
 
 def test_a_class_is_partitioned_by_parameter_where_it_must_be() -> None:
