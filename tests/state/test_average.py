@@ -159,7 +159,8 @@ def test_what_would_take_the_average_for_weights_is_an_error(stage: int, tmp_pat
 
 
 def build(listed: Any, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(listed, torch.optim.AdamW, stage=stage, process_group=group, lr=0.01, **arguments)
+    arguments = {"stage": stage, "process_group": group, "bucket_cap_mb": 0.0005, "lr": 0.01, **arguments}
+    return ZeroOptimizer(listed, torch.optim.AdamW, **arguments)
 
 
 def test_ranks_with_other_averages_neither_gather_nor_save_nor_restore(tmp_path: Path) -> None:

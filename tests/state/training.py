@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import swa_utils
 
 from zero import ShardedAverage
@@ -21,12 +23,23 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(side: Side, steps: range, *averages: Any) -> None:
+def batches(step: int) -> Sequence[Any]:
+    return odd_batches(TOGETHER, step, extra=False)
+
+
+def train(
+    side: Side,
+    steps: range,
+    *averages: Any,
+    batches_of: Callable[[int], Sequence[Any]] = batches,
+    loss_of: Callable[[Any, Any], Tensor] = odd_loss,
+) -> None:
+    """Take steps over the micro-batches of all ranks, and update averages behind each."""
     world_size = side.world_size if isinstance(side, AsPlain) else side.optimizer.world_size
     for step in steps:
-        for number, batch in enumerate(odd_batches(TOGETHER, step, extra=False)):
+        for number, batch in enumerate(batches_of(step)):
             if number % world_size in side.ranks:
-                side.train(lambda model, _, batch=batch: odd_loss(model, batch), ranks=[number % world_size])  # type: ignore[misc]
+                side.train(lambda model, _, batch=batch: loss_of(model, batch), ranks=[number % world_size])  # type: ignore[misc]
         side.step()
         side.clear()
         for average in averages:
