@@ -123,20 +123,3 @@ def test_two_buckets_at_most_are_resident(row: Any, tmp_path: Path) -> None:
         fallen = beside["private"] - kept["private"]
         assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
     assert list(folder.iterdir()) == []
-
-
-def test_states_are_read_before_they_are_touched_and_leave_whole(tmp_path: Path) -> None:
-    spool = DiskOffload(tmp_path)
-    spool.reserve([(4 * MIB, torch.float32)] * 2)
-    first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
-    spool.evict([first, second])
-    assert mapped(str(tmp_path)) == 0
-    spool.prefetch([first])
-    for coming in spool._coming.values():
-        coming.result()
-    assert mapped(str(tmp_path)) == 16 * MIB
-    spool.prefetch([second])
-    spool.evict([second, first])
-    assert mapped(str(tmp_path)) == 0
-    assert (first.eq(1).all(), second.eq(2).all()) == (True, True)
-    spool.close()
