@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -43,28 +42,32 @@ def mib(most: int, first: int | None = None) -> BucketSizes:
     return BucketSizes(most * MIB, (most if first is None else first) * MIB)
 
 
-def test_on_the_cpu_auto_is_a_unit_where_ranks_are_many() -> None:
-    for stage, cap in product((0, 3), ("auto", None)):
-        found = config(blocks(), stage, bucket_cap_mb=cap)
-        for ranks in (1, MANY_RANKS - 1):
-            assert sizes(found, ranks=ranks) == mib(DEFAULT_CAP_MB)
-        for ranks in (MANY_RANKS, 10_000):
-            assert sizes(found, ranks=ranks) == mib(DEFAULT_CAP_MB if cap is None else PAIR)
-
-
-def test_on_an_accelerator_a_bucket_is_a_unit_or_a_twelfth() -> None:
-    for cap in ("auto", None):
-        gathered = config(blocks(), bucket_cap_mb=cap)
-        assert sizes(gathered, "cuda") == sizes(gathered, "cuda", MANY_RANKS, hosts=8) == mib(PAIR)
-        for stage, ranks in ((0, 1), (0, 8), (1, 8), (2, 8), (3, 1)):  # one rank gathers nothing
-            found = config(blocks(), stage, bucket_cap_mb=cap)
-            assert sizes(found, "cuda", ranks) == mib(TWELFTH, DEFAULT_CAP_MB)
-        many = sizes(config(blocks(), 1, bucket_cap_mb=cap), "cuda", MANY_RANKS, hosts=8)
-        assert many == (mib(PAIR) if cap == "auto" else mib(TWELFTH, DEFAULT_CAP_MB))
+def module_of(width: int) -> nn.Module:
     with torch.device("meta"):
-        small, large = nn.Linear(3, 3), nn.Linear(1 << 16, 1 << 16)  # 16 GiB
-    for module, hosts, most in ((small, 1, 25), (small, 2, 25), (large, 1, 256), (large, 2, 128)):
-        assert sizes(config(module, 2), "cuda", 8, hosts) == mib(most, DEFAULT_CAP_MB)
+        return nn.Linear(width, width)
+
+
+SMALL, LARGE = module_of(3), module_of(1 << 16)  # 16 GiB
+ROWS: list[tuple[nn.Module, Any, str, tuple[int, int, int], BucketSizes]] = [  # cap; device; stage, ranks, hosts
+    *[(blocks(), cap, "cpu", (3, MANY_RANKS - 1, 1), mib(DEFAULT_CAP_MB)) for cap in ("auto", None)],
+    (blocks(), "auto", "cpu", (0, MANY_RANKS, 1), mib(PAIR)),
+    (blocks(), None, "cpu", (3, 10_000, 1), mib(DEFAULT_CAP_MB)),
+    *[(blocks(), cap, "cuda", (3, ranks, 8), mib(PAIR)) for cap, ranks in (("auto", 2), (None, MANY_RANKS))],
+    *[
+        (blocks(), cap, "cuda", (stage, ranks, 1), mib(TWELFTH, DEFAULT_CAP_MB))
+        for cap in ("auto", None)
+        for stage, ranks in ((0, 1), (0, 8), (2, 8), (3, 1))  # one rank gathers nothing
+    ],
+    (blocks(), "auto", "cuda", (1, MANY_RANKS, 8), mib(PAIR)),
+    (blocks(), None, "cuda", (1, MANY_RANKS, 8), mib(TWELFTH, DEFAULT_CAP_MB)),
+    *[(SMALL, "auto", "cuda", (2, 8, hosts), mib(25, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+    *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(256 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+]
+
+
+def test_auto_is_a_unit_or_a_twelfth_on_an_accelerator_and_where_ranks_are_many() -> None:
+    for module, cap, device, (stage, ranks, hosts), expected in ROWS:
+        assert sizes(config(module, stage, bucket_cap_mb=cap), device, ranks, hosts) == expected
 
 
 def test_the_first_bucket_is_smaller_and_a_later_group_has_none() -> None:

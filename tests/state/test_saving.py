@@ -13,6 +13,7 @@ from collectives import on_threads
 from zero import ZeroOptimizer
 
 from ..support.models import odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_states
 from ..support.programs import CLASSES, locked_build
 from ..support.sides import AsPlain, OnRank
@@ -21,19 +22,21 @@ from .training import TOGETHER, train
 
 pytestmark = pytest.mark.contract
 
-ROWS: list[tuple[str, Any, Any]] = [  # class, before and after: the plain loop, or ranks, stage and cap
-    ("adamw", (3, 3, 0.0005), (2, 1, 1e-6)),
-    ("asgd", (2, 1, 1e-6), "plain"),
-    ("nadam", "plain", (3, 2, 0.0005)),
-    ("adagrad", (2, 0, 25.0), (2, 3, 25.0)),
+ROWS: list[tuple[str, Any, Any, str]] = [  # class, before and after: the plain loop, or ranks, stage and cap; precision
+    ("adamw", (3, 3, 0.0005), (2, 1, 1e-6), ""),
+    ("asgd", (2, 1, 1e-6), "plain", ""),
+    ("nadam", "plain", (3, 2, 0.0005), ""),
+    ("adagrad", (2, 0, 25.0), (2, 3, 25.0), ""),
+    ("adamw fused", (2, 2, 0.0005), (3, 1, 0.0005), "bf16"),
+    ("adamw foreach", (2, 1, 0.0005), (2, 3, 0.0005), "bf16"),
 ]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_training_goes_on_from_a_saved_dict(row: Any) -> None:
     """In a new optimizer, whose param groups have no options except those of the dict."""
-    name, before, after = row
-    cls, arguments = CLASSES[name]
+    name, before, after, numbers = row
+    (cls, arguments), precision = CLASSES[name], PRECISIONS.get(numbers)
     usual = cls([nn.Parameter(torch.ones(1))], **arguments).defaults["lr"]
 
     def program(transport: Any, where: Any, steps: range, saved: Any) -> Any:
@@ -41,10 +44,10 @@ def test_training_goes_on_from_a_saved_dict(row: Any) -> None:
         if saved is not None:
             model.load_state_dict(saved[0])
         if where == "plain":
-            side: Any = AsPlain(model, lambda updated: cls(updated, **options), divisor=TOGETHER)
+            side: Any = AsPlain(model, lambda updated: cls(updated, **options), 1, precision, TOGETHER)
         else:
             options.update(stage=where[1], process_group=transport, bucket_cap_mb=where[2], divisor=TOGETHER)
-            side = OnRank(model, ZeroOptimizer(model, cls, **options))
+            side = OnRank(model, ZeroOptimizer(model, cls, mixed_precision=precision, **options))
         optimizer = side.optimizer
         if saved is not None:
             optimizer.load_state_dict(copy.deepcopy(saved[1]))

@@ -108,17 +108,6 @@ class ClippedTogether(Coupled):
         super().step()
 
 
-class RateByPlace(Coupled):
-    """Uses a lower rate for parameters further back in their group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for place, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    p.sub_(p.grad * group["lr"] / (1 + place))
-
-
 class OwnBuffers(Coupled):
     """Creates momentum for the parameters with which it is built, outside `state`."""
 
@@ -161,7 +150,7 @@ ALONE: dict[str, type[Coupled]] = {  # they step a parameter in a way of its own
     "OwnObjects": coupled("OwnObjects", keep_an_object),
 }
 TOGETHER: dict[str, type[Coupled]] = {  # a step of one parameter depends on others, or fails by itself
-    **{cls.__name__: cls for cls in (ClippedTogether, RateByPlace, OwnBuffers, EstimatesTogether)},
+    **{cls.__name__: cls for cls in (ClippedTogether, OwnBuffers, EstimatesTogether)},
     "Rebinds": coupled("Rebinds", rebind),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -135,41 +134,6 @@ def test_what_is_never_trained_has_no_master_weights(stage: int) -> None:
         assert all(master is not None and master.exists for master in masters)
 
     on_threads(2, program)
-
-
-@pytest.mark.parametrize(("stage", "later", "model_first"), [(2, 0, True), (3, 1, False), (1, 3, True)])
-def test_training_goes_on_from_a_saved_dict(stage: int, later: int, model_first: bool) -> None:
-    def begin(transport: Transport) -> tuple[Any, Any]:
-        model = build()
-        optimizer = zero(model, transport, stage)
-        step(model, optimizer)
-        optimizer.consolidate_state_dict(None)
-        with optimizer.gathered():
-            return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
-
-    weights, saved = on_threads(2, begin)[0]
-
-    def go_on(transport: Transport) -> nn.Module:
-        model = build(7)
-        if model_first:
-            model.load_state_dict(weights)
-        optimizer = zero(model, transport, later)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        if not model_first:
-            with optimizer.gathered(write=True):
-                model.load_state_dict(weights)
-        step(model, optimizer, 1)
-        optimizer.close()
-        return model
-
-    plain = plain_loop()
-    step_plainly(plain, 0)
-    assert_same_states(saved, plain.optimizer.state_dict())
-    for index, master in saved["masters"].items():
-        assert_same_bits(master, plain.numbers.updated[index])
-    step_plainly(plain, 1)
-    for model in on_threads(3, go_on):
-        assert_same_model(model, plain.model)
 
 
 def test_a_dict_without_masters_keeps_them() -> None:
