@@ -42,26 +42,19 @@ def mib(most: int, first: int | None = None) -> BucketSizes:
     return BucketSizes(most * MIB, (most if first is None else first) * MIB)
 
 
-def module_of(width: int) -> nn.Module:
-    with torch.device("meta"):
-        return nn.Linear(width, width)
-
-
-SMALL, LARGE = module_of(3), module_of(1 << 16)  # 16 GiB
+with torch.device("meta"):
+    LARGE = nn.Linear(1 << 16, 1 << 16)  # 16 GiB
+CAPPED, MANY = mib(TWELFTH, DEFAULT_CAP_MB), (1, MANY_RANKS, 8)
 ROWS: list[tuple[nn.Module, Any, str, tuple[int, int, int], BucketSizes]] = [  # cap; device; stage, ranks, hosts
-    *[(blocks(), cap, "cpu", (3, MANY_RANKS - 1, 1), mib(DEFAULT_CAP_MB)) for cap in ("auto", None)],
+    (blocks(), "auto", "cpu", (3, MANY_RANKS - 1, 1), mib(DEFAULT_CAP_MB)),
     (blocks(), "auto", "cpu", (0, MANY_RANKS, 1), mib(PAIR)),
     (blocks(), None, "cpu", (3, 10_000, 1), mib(DEFAULT_CAP_MB)),
     *[(blocks(), cap, "cuda", (3, ranks, 8), mib(PAIR)) for cap, ranks in (("auto", 2), (None, MANY_RANKS))],
-    *[
-        (blocks(), cap, "cuda", (stage, ranks, 1), mib(TWELFTH, DEFAULT_CAP_MB))
-        for cap in ("auto", None)
-        for stage, ranks in ((0, 1), (0, 8), (2, 8), (3, 1))  # one rank gathers nothing
-    ],
-    (blocks(), "auto", "cuda", (1, MANY_RANKS, 8), mib(PAIR)),
-    (blocks(), None, "cuda", (1, MANY_RANKS, 8), mib(TWELFTH, DEFAULT_CAP_MB)),
-    *[(SMALL, "auto", "cuda", (2, 8, hosts), mib(25, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+    *[(blocks(), "auto", "cuda", (stage, 8, 1), CAPPED) for stage in (0, 2)],
+    (blocks(), None, "cuda", (3, 1, 1), CAPPED),  # one rank gathers nothing
+    *[(blocks(), cap, "cuda", MANY, found) for cap, found in (("auto", mib(PAIR)), (None, CAPPED))],
     *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(256 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+    (nn.Linear(3, 3), "auto", "cuda", (2, 8, 2), mib(25, DEFAULT_CAP_MB)),
 ]
 
 

@@ -23,8 +23,8 @@ from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
 from ..support.loops import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.shampoo import Rotated
-from ..support.sides import AsPlain, OnRank
-from .training import TOGETHER, train
+from ..support.sides import AsPlain, OnRank, train
+from .training import TOGETHER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rotated is not element-wise", "ignore:not restored from")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import swa_utils
 
 from zero import ShardedAverage
 
+from ..support import sides
 from ..support.models import odd_batches, odd_loss
 from ..support.programs import locked_build
 from ..support.sides import AsPlain, Loop, Side, same_as_plain
@@ -23,25 +22,10 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def batches(step: int) -> Sequence[Any]:
-    return odd_batches(TOGETHER, step, extra=False)
-
-
-def train(
-    side: Side,
-    steps: range,
-    *averages: Any,
-    batches_of: Callable[[int], Sequence[Any]] = batches,
-    loss_of: Callable[[Any, Any], Tensor] = odd_loss,
-) -> None:
-    """Take steps over the micro-batches of all ranks, and update averages behind each."""
-    world_size = side.world_size if isinstance(side, AsPlain) else side.optimizer.world_size
+def train(side: Side, steps: range, *averages: Any) -> None:
+    """Take steps, and update averages behind each."""
     for step in steps:
-        for number, batch in enumerate(batches_of(step)):
-            if number % world_size in side.ranks:
-                side.train(lambda model, _, batch=batch: loss_of(model, batch), ranks=[number % world_size])  # type: ignore[misc]
-        side.step()
-        side.clear()
+        sides.train(side, [step], lambda step: odd_batches(TOGETHER, step, extra=False), odd_loss)
         for average in averages:
             average.update_parameters(*([side.model] if isinstance(side, AsPlain) else []))
 

@@ -16,7 +16,7 @@ from zero import ZeroOptimizer
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.shampoo import Shampoo
-from .whole import Mixed, batch, made, on_ranks, train, train_plainly
+from .whole import Mixed, batches, made, on_ranks, train, train_plainly
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Muon is not element-wise")]
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
@@ -136,7 +136,7 @@ def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> No
     for group, name in ((1, None), (0, ADAMW), (1, "SGD")):  # the class of a live group cannot be edited
         kept = dict(optimizer.param_groups[group])
         optimizer.param_groups[group]["optimizer_class"] = name
-        model(batch(0, 0, model)).sum().backward()
+        model(batches(0)[0]).sum().backward()
         with pytest.raises(RuntimeError, match=f"param group {group} is stepped by torch.optim"):
             optimizer.step()
         optimizer.param_groups[group].update(kept)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support import sides
 from ..support.loops import seeded
-from ..support.plain import plain_step
+from ..support.sides import AsPlain, OnRank
 
 MICRO_BATCHES = 6
 
@@ -36,31 +37,23 @@ class Mixed(nn.Module):
         return self.frozen(self.norm(x))
 
 
-def batch(step: int, number: int, model: nn.Module) -> Tensor:
-    values = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + number))
-    return values.to(next(model.parameters()).dtype)
+def batches(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(4, 8, generator=generator) for _ in range(MICRO_BATCHES)]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().mean()
+    found: Tensor = model(x.to(next(model.parameters()).dtype)).square().mean()
     return found
 
 
 def train_plainly(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        batches = [batch(step, number, model) for number in range(MICRO_BATCHES)]
-        plain_step(model, optimizer, loss_of, batches, MICRO_BATCHES, 0.5)
-        optimizer.zero_grad()
+    sides.train(AsPlain(model, lambda _: optimizer, divisor=MICRO_BATCHES), steps, batches, loss_of, 0.5)
 
 
 def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range = range(3)) -> None:
     optimizer.divisor = MICRO_BATCHES
-    for step in steps:
-        for number in range(optimizer.rank, MICRO_BATCHES, optimizer.world_size):
-            loss_of(model, batch(step, number, model)).backward()  # type: ignore[no-untyped-call]
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    sides.train(OnRank(model, optimizer), steps, batches, loss_of, 0.5)
 
 
 def made(build: Callable[[], nn.Module] = Mixed, dtype: torch.dtype = torch.float32) -> Any:

@@ -19,13 +19,13 @@ import zero
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 
-from ...state.training import TOGETHER, train
+from ...state.training import TOGETHER
 from ...support.errors import error_of
 from ...support.loops import seeded
 from ...support.narrowed import PRECISIONS
 from ...support.plain import assert_same_bits
 from ...support.programs import Program, Round, Step, check
-from ...support.sides import OnRank, Side, same_as_plain
+from ...support.sides import OnRank, Side, same_as_plain, train
 
 pytestmark = pytest.mark.contract
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
-from ...state.training import TOGETHER, train
+from ...state.training import TOGETHER
 from ...support.loops import seeded
 from ...support.plain import assert_same_model, assert_same_states
-from ...support.sides import AsPlain, OnRank
+from ...support.sides import AsPlain, OnRank, train
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")]
 
