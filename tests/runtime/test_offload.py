@@ -16,19 +16,14 @@ from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
 from zero.runtime.offload import OffloadedStates
 
+from ..contract.space import HABITS
 from ..support.errors import error_of
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model, assert_same_states
-from ..support.programs import Program, Round, Step, check, locked_build
+from ..support.programs import Program, check, locked_build
 
-STEPS = (
-    Step((Round(), Round()), clips=((0.1, 2.0),)),
-    Step((Round(sync=False), Round()), divisor=7.5),
-    Step((Round(), Round(sync=False)), clear="zeros"),
-    Step(step=False),
-    Step(clips=((0.1, float("inf")),)),
-)
+STEPS = (*HABITS["no sync"], *HABITS["norms"])
 ROWS: list[tuple[int, int, str, str | None, bool]] = [  # ranks, stage, class, precision; copied to another device
     (2, 2, "adagrad", "bf16", False),
     (2, 1, "adamw", None, True),

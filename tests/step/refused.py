@@ -78,12 +78,6 @@ def keep_two_gradients(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None
         p.sub_(sum(kept) * group["lr"])
 
 
-def keep_a_mean(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None:
-    """Like SWATS: over each parameter."""
-    if p.grad is not None:
-        optimizer.state[p]["mean"] = p.grad.mean()
-
-
 def rebind(_: Any, p: Tensor, group: dict[str, Any]) -> None:
     """Give a parameter new memory, while a rank's slice keeps the old memory."""
     p.data = p.data.clone()
@@ -146,7 +140,6 @@ ALONE: dict[str, type[Coupled]] = {  # they step a parameter in a way of its own
     "LargeMatricesApart": coupled("LargeMatricesApart", treat_large_matrices_apart),
     "Projected": Projected,
     "History": coupled("History", keep_two_gradients),
-    "KeepsMeans": coupled("KeepsMeans", keep_a_mean),
     "OwnObjects": coupled("OwnObjects", keep_an_object),
 }
 TOGETHER: dict[str, type[Coupled]] = {  # a step of one parameter depends on others, or fails by itself

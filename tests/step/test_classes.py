@@ -223,44 +223,32 @@ def another_sgd(rate: float) -> type[torch.optim.Optimizer]:
 
 
 MATRICES, REST = shared(made(Mixed))
-OF_MUON = {"params": MATRICES, "optimizer_class": torch.optim.Muon}
+OPT = torch.optim
+
+
+def of(cls: Any, params: Named = MATRICES, **options: Any) -> dict[str, Any]:
+    return {"params": params, "optimizer_class": cls, **options}
+
+
 ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # groups, main class
     (
-        [{"params": REST}, {"params": MATRICES, "optimizer_class": torch.optim.Optimizer}],
-        torch.optim.AdamW,
+        [{"params": REST}, of(OPT.Optimizer)],
+        OPT.AdamW,
         TypeError,
-        "param group 1: optimizer_class is Optimizer, which is abstract",
+        "group 1: optimizer_class is Optimizer, which is abstr",
     ),
-    (
-        [{"params": REST}, {"params": MATRICES, "optimizer_class": torch.optim.LBFGS}],
-        torch.optim.AdamW,
-        ValueError,
-        "LBFGS cannot be sharded: .*closure",
-    ),
-    ([{"params": REST}, {**OF_MUON, "fused": True}], None, ValueError, "param group 1: Muon has no option 'fused'"),
-    ([{"params": REST + MATRICES[:1]}, OF_MUON], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
-    ([{**OF_MUON, "params": MATRICES + REST[1:2]}], None, ValueError, r"Muon refuses 'first.bias', of shape"),
-    (
-        [{"params": REST}, {"params": MATRICES, "optimizer_class": another_sgd(1.0)}],
-        another_sgd(2.0),
-        ValueError,
-        r"two classes have the name .*another_sgd\.<locals>\.Opt.*rename one",
-    ),
-    (
-        [{"params": MATRICES, "optimizer_class": Popping}],
-        None,
-        ValueError,
-        "param group 0: Popping cannot be built with its options .*'lr'",
-    ),
+    ([{"params": REST}, of(OPT.LBFGS)], OPT.AdamW, ValueError, "LBFGS cannot be sharded: .*closure"),
+    ([{"params": REST}, of(OPT.Muon, fused=True)], None, ValueError, "param group 1: Muon has no option 'fused'"),
+    ([{"params": REST + MATRICES[:1]}, of(OPT.Muon)], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
+    ([of(OPT.Muon, MATRICES + REST[1:2])], None, ValueError, r"Muon refuses 'first.bias', of shape"),
+    ([{"params": REST}, of(another_sgd(1.0))], another_sgd(2.0), ValueError, r"two classes have .*Opt.*rename one"),
+    ([of(Popping)], None, ValueError, "param group 0: Popping cannot be built with its options .*'lr'"),
     *[
         (
-            [
-                {"params": MATRICES[:2], "optimizer_class": Scaled, "scale": 0.5},
-                {"params": MATRICES[2:], "optimizer_class": Scaled, **other},
-            ],
+            [of(Scaled, MATRICES[:2], scale=0.5), of(Scaled, MATRICES[2:], **other)],
             None,
             ValueError,
-            "param group 1: scale of Scaled is another one than for the other",
+            "1: scale of Scaled is",
         )
         for other in ({"scale": 2.0}, {})
     ],

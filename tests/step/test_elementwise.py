@@ -38,11 +38,6 @@ class FusesDecayAtLowRates(FusesDecayInSomeLengths):
     most = 0.2
 
 
-class DecayByAnotherName(DecayMatricesOnly):  # type: ignore[misc, valid-type]
-    def __init__(self, params: Any, lr: float = 1e-3, wd: float = 0.0) -> None:
-        super().__init__(params, lr=lr, weight_decay=wd)
-
-
 def halves(name: str, option: str) -> type[Coupled]:
     """Return a class that halves matrices where an option is low."""
 
@@ -72,7 +67,6 @@ def spare_single_elements(_: Any, p: Tensor, group: dict[str, Any]) -> None:
 NoHighDecays = refuses("NoHighDecays", lambda p, group: group["weight_decay"] >= 0.2, DecayMatricesOnly)
 NoHighRates = refuses("NoHighRates", lambda p, group: group["lr"] > 0.1)
 NoKernels = refuses("NoKernels", lambda p, group: p.ndim == 4)
-NoScalars = refuses("NoScalars", lambda p, group: p.ndim == 0)
 SparesSingleElements = coupled("SparesSingleElements", spare_single_elements)
 Low = halves("HalvesMatricesAtLowRates", "lr")
 
@@ -97,10 +91,9 @@ ROWS: list[tuple[Any, Any, dict[str, Any]]] = [  # class, parameters (None: of t
     ],
     # nor does a decay so low that it hardly shows
     *[(FusesDecayInSomeLengths, None, {"lr": 0.5, "weight_decay": decay}) for decay in (0.1, 1e-7)],
-    # it is raised alone if the class refuses a higher rate; it may be refused, or have no argument
+    # it is raised alone if the class refuses a higher rate; it may be refused
     (FusesDecayAtLowRates, None, {"lr": 0.1, "weight_decay": 1e-7}),
     (NoHighDecays, None, {"lr": 1e-9, "weight_decay": 0.01}),
-    (DecayByAnotherName, None, {"lr": 1e-9, "wd": 0.01}),
     # the rate and the decay of the groups are tried for all steps as they are
     (halves("HalvesMatricesAtLowDecays", "weight_decay"), None, {"lr": 0.5, "weight_decay": 0.01, "begin": 5}),
     (DecayMatricesOnly, None, {"lr": 1e4, "weight_decay": 1e-6, "begin": 5}),
@@ -154,12 +147,9 @@ def test_groups_that_are_added_or_loaded_are_tried_too() -> None:
 
 
 def test_what_the_class_refuses_is_left_out_unless_the_groups_have_it() -> None:
-    for cls in (NoKernels, NoScalars):
-        ZeroOptimizer(net().matrix, cls, process_group=solo(), begin=3).close()
+    ZeroOptimizer(net().matrix, NoKernels, process_group=solo(), begin=3).close()
     with pytest.raises(ValueError, match=r"NoKernels refuses 'kernels.weight', of shape .*: no, please. Pass"):
-        ZeroOptimizer(net(), NoKernels, process_group=solo())
-    with pytest.raises(ValueError, match=r"NoScalars refuses 'scale', of shape \(\): no, please. Pass"):
-        ZeroOptimizer(net(), NoScalars, process_group=solo(), begin=3)
+        ZeroOptimizer(net(), NoKernels, process_group=solo(), begin=3)
 
 
 class RateByAnotherName(torch.optim.SGD):
