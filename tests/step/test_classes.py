@@ -16,103 +16,15 @@ from zero import ZeroOptimizer
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.shampoo import Shampoo
-from .whole import Mixed, batches, made, on_ranks, train, train_plainly
+from .whole import Mixed, Named, batches, groups_of, made, on_ranks, shared, train, train_plainly
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Muon is not element-wise")]
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
-Named = list[tuple[str, Any]]
-
-
-def shared(model: nn.Module) -> tuple[Named, Named]:
-    """Return the matrices of the blocks, and all else."""
-    named = list(model.named_parameters())
-    matrices = [(name, p) for name, p in named if p.dim() == 2 and name.startswith("blocks")]
-    return matrices, [(name, p) for name, p in named if all(p is not q for _, q in matrices)]
-
-
-class PlainLoop:
-    """A plain loop with an optimizer of each class."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.model = made(Mixed, dtype)
-        matrices, rest = shared(self.model)
-        self.muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)  # type: ignore[arg-type]
-        groups = [{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.005, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=0.01)
-
-    def train(self, steps: range) -> None:
-        train_plainly(self.model, Several(self.muon, self.adamw), steps)
-
-
-def build(model: nn.Module, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
-    matrices, rest = shared(model)
-    groups = [
-        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02, "weight_decay": 0.1},
-        {"params": rest[::2], "optimizer_class": torch.optim.AdamW, "lr": 0.01},
-        {"params": rest[1::2], "optimizer_class": torch.optim.AdamW, "lr": 0.005, "weight_decay": 0.0},
-    ]
-    arguments = {"module": model, "stage": stage, "process_group": group, "bucket_cap_mb": 0.002, **arguments}
-    return ZeroOptimizer(groups, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "by", "dtype"),  # ranks and stage
-    [
-        ((3, 3), (2, 1), "dict", torch.float32),
-        ((2, 1), (3, 3), "checkpoint", torch.bfloat16),
-        ((1, 2), (2, 0), "dicts of torch's classes", torch.float32),
-    ],
-)
-def test_muon_and_adamw_are_those_of_the_plain_loop(
-    before: tuple[int, int], after: tuple[int, int], by: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Also after a load at another stage and number of ranks."""
-    plain = PlainLoop(dtype)
-    plain.train(range(2))
-
-    def begin(model: nn.Module, transport: Transport) -> Any:
-        optimizer = build(model, transport, before[1])
-        train(model, optimizer, range(2))
-        zero.save(tmp_path / "saved", optimizer)
-        optimizer.consolidate_state_dict(None)
-        states = optimizer.state_dict()
-        optimizer.close()
-        return model, states
-
-    begun = on_ranks(before[0], begin, plain.model)
-    theirs = {MUON: plain.muon.state_dict(), ADAMW: plain.adamw.state_dict()}
-    saved = zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict()
-    for states in (*(states for _, states in begun), saved):
-        assert sorted(states) == [MUON, ADAMW]
-        for name, stepped in ((MUON, plain.muon), (ADAMW, plain.adamw)):
-            assert_same_states(states[name], theirs[name])
-            assert {group["optimizer_class"] for group in states[name]["param_groups"]} == {name}
-            stepped.load_state_dict(states[name])  # torch's own class takes it
-    weights = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    given = theirs if by == "dicts of torch's classes" else begun[0][1]
-
-    def go_on(model: nn.Module, transport: Transport) -> nn.Module:
-        if by != "checkpoint":
-            model.load_state_dict(weights)
-        optimizer = build(model, transport, after[1])
-        if by == "checkpoint":
-            zero.load(tmp_path / "saved", optimizer, rng=False)
-        else:
-            optimizer.load_state_dict(given)
-        train(model, optimizer, range(2, 4))
-        optimizer.close()
-        return model
-
-    for model, _ in begun:
-        assert_same_model(model, plain.model)
-    plain.train(range(2, 4))
-    for model in on_ranks(after[0], go_on, plain.model):
-        assert_same_model(model, plain.model)
 
 
 def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> None:
     model = made(Mixed)
-    optimizer = build(model, solo(), 2)
+    optimizer = ZeroOptimizer(groups_of(model), module=model, process_group=solo())
     muon, adamw = torch.optim.Muon([torch.zeros(2, 2)]).defaults, torch.optim.AdamW([torch.zeros(1)]).defaults
     given = {"params", "param_names", "optimizer_class"}
     assert [group.keys() - given for group in optimizer.param_groups] == [muon.keys(), adamw.keys(), adamw.keys()]
@@ -205,7 +117,7 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         optimizer.close()
         return model, states
 
-    for model, states in on_ranks(3, run, plain):
+    for model, states in on_ranks(3, run):
         assert_same_model(model, plain)
         assert_same_states(states, stepped.state_dict())
         (group,) = states["param_groups"]

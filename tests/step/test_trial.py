@@ -48,12 +48,6 @@ def after_a_look_at_the_first(parameters: list[Any], group: dict[str, Any], _: A
     assert parameters[0].device is not None
 
 
-def by_the_number_of_large_ones(parameters: list[Any], group: dict[str, Any], _: Any) -> None:
-    large = [p for p in parameters if p.numel() >= 4096]
-    for p in parameters:
-        p.sub_(p.grad, alpha=group["lr"] / (len(large) if p.numel() >= 4096 else 1))
-
-
 WHY = "(beside others|than for several|one parameter failed)"
 REFUSED: list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]] = [
     *[(TOGETHER[name], net, OPTIONS, f"{name} cannot be sharded: .*{WHY}") for name in TOGETHER],
@@ -61,23 +55,12 @@ REFUSED: list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]] = [
     (torch.optim.LBFGS, net, {}, r"LBFGS cannot be sharded: .*closure"),
     (torch.optim.SparseAdam, net, {}, r"SparseAdam cannot be sharded: .*dense"),
     (torch.optim.Muon, net, {}, r"Muon refuses 'scale', of shape \(\): .*2D"),
-    (
-        steps("Stacks", as_one_of_its_shape),
-        lambda: nn.Linear(3, 5, bias=False),
-        {},
-        "Stacks cannot be sharded",
-    ),
+    (steps("Stacks", as_one_of_its_shape), lambda: nn.Linear(3, 5, bias=False), {}, "Stacks cannot be sharded"),
     (
         steps("LooksAtItsFirst", after_a_look_at_the_first),
         lambda: nn.Linear(3, 5),
         {},
         "LooksAtItsFirst cannot be sharded: a step over no parameter failed",
-    ),
-    (
-        steps("MeansOfLarge", by_the_number_of_large_ones),
-        lambda: nn.Linear(500, 300),
-        {"lr": 0.1},
-        "MeansOfLarge cannot be sharded: stepping a parameter of .* alone gave",
     ),
 ]
 

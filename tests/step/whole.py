@@ -16,6 +16,7 @@ from ..support.loops import seeded
 from ..support.sides import AsPlain, OnRank
 
 MICRO_BATCHES = 6
+Named = list[tuple[str, Any]]
 
 
 class Mixed(nn.Module):
@@ -37,6 +38,23 @@ class Mixed(nn.Module):
         return self.frozen(self.norm(x))
 
 
+def shared(model: nn.Module) -> tuple[Named, Named]:
+    """Return the matrices of the blocks, and all else."""
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if p.dim() == 2 and name.startswith("blocks")]
+    return matrices, [(name, p) for name, p in named if all(p is not q for _, q in matrices)]
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return param groups of Muon and AdamW."""
+    matrices, rest = shared(model)
+    return [
+        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02, "weight_decay": 0.1},
+        {"params": rest[::2], "optimizer_class": torch.optim.AdamW, "lr": 0.01},
+        {"params": rest[1::2], "optimizer_class": torch.optim.AdamW, "lr": 0.005, "weight_decay": 0.0},
+    ]
+
+
 def batches(step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(4, 8, generator=generator) for _ in range(MICRO_BATCHES)]
@@ -56,11 +74,13 @@ def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range = range(3)) -
     sides.train(OnRank(model, optimizer), steps, batches, loss_of, 0.5)
 
 
-def made(build: Callable[[], nn.Module] = Mixed, dtype: torch.dtype = torch.float32) -> Any:
-    return seeded(0, build).to(dtype)
+def made(build: Callable[[], nn.Module] = Mixed) -> Any:
+    return seeded(0, build)
 
 
-def on_ranks(world_size: int, run: Callable[[Any, Transport], Any], model: nn.Module) -> list[Any]:
-    """Call ``run`` on every rank with a copy of ``model``."""
-    models = [made(type(model), next(model.parameters()).dtype) for _ in range(world_size)]
+def on_ranks(
+    world_size: int, run: Callable[[Any, Transport], Any], build: Callable[[], nn.Module] = Mixed
+) -> list[Any]:
+    """Call ``run`` on every rank with a model."""
+    models = [made(build) for _ in range(world_size)]
     return on_threads(world_size, lambda transport: run(models[transport.rank], transport), timeout=10)
