@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
@@ -149,24 +150,6 @@ def test_what_an_interrupted_step_left_is_no_state_of_the_next(
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 
 
-class Runtime:
-    """CUDA's runtime, as far as it pins memory. ``error``: what it returns; ``done``: what happened, in order."""
-
-    def __init__(self) -> None:
-        self.error, self.done, self.pinned = 0, list[str](), dict[int, int]()
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        if not self.error:
-            self.pinned[address] = nbytes
-            self.done.append("register")
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
-        del self.pinned[address]
-        self.done.append("unregister")
-        return 0
-
-
 def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     """Torch's allocator of pinned memory would round each up to a power of two."""
     wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
@@ -187,20 +170,21 @@ def test_reserved_states_lie_in_one_block_of_their_length() -> None:
 
 def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that cannot be pinned is an error, and what was pinned before is used on."""
-    runtime = Runtime()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.done.append(f"synchronize {device}"))
+    runtime = Mock()
+    runtime.cudaHostRegister.side_effect = (0, 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    host = HostOffload(torch.device("cuda", 1))
+    gpu = torch.device("cuda", 1)
+    host = HostOffload(gpu)
     host.reserve([(1000, torch.float32)])
-    runtime.error = 2
     with pytest.raises(
         ValueError, match=r"offload: 4,032 bytes of the host's memory cannot be pinned \(CUDA error 2\)"
     ):
         host.reserve([(1000, torch.float32)])
     tensor = host.empty(1000, torch.float32)
-    assert runtime.pinned == {tensor.data_ptr(): 4032}
+    address = tensor.data_ptr()
+    assert runtime.mock_calls == [call.cudaHostRegister(address, 4032, 0), call.cudaHostRegister(ANY, 4032, 0)]
     del host
     gc.collect()
-    assert not runtime.pinned
-    assert runtime.done == ["register", "synchronize cuda:1", "unregister"]
+    assert runtime.mock_calls[2:] == [call.synchronize(gpu), call.cudaHostUnregister(address)]
     assert not tensor.count_nonzero(), "it is still memory"

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero import ZeroOptimizer
 
+from ..support.errors import errors_on
 from ..support.plain import assert_same_bits
 from .refused import ALONE, OPTIONS, TOGETHER, Coupled, DecayMatricesOnly, Projected, coupled, net
 
@@ -120,14 +121,10 @@ def test_a_class_that_looks_beyond_an_element_is_refused(row: Any) -> None:
 
 
 def test_the_reason_says_what_was_stepped_and_every_rank_is_told() -> None:
-    def program(transport: Transport) -> str:
-        options: dict[str, Any] = {**OPTIONS, "begin": 2, "process_group": transport, "partition": "element"}
-        with pytest.raises(ValueError, match="element-wise") as error:
-            ZeroOptimizer(net(), DecayMatricesOnly, **options)
-        return str(error.value)
-
+    options: dict[str, Any] = {**OPTIONS, "begin": 2, "partition": "element"}
+    messages = errors_on(2, lambda group: ZeroOptimizer(net(), DecayMatricesOnly, process_group=group, **options))
     found = "stepping shards of a parameter of shape (131, 137) gave different bits than stepping it whole (within 3 of"
-    assert all(found in message for message in on_threads(2, program))
+    assert all(found in message for message in messages), messages
     assert "closure" in refused(torch.optim.LBFGS)
     assert "dense" in refused(torch.optim.SparseAdam)
 
