@@ -19,7 +19,7 @@ from ..support.parts import parts_of
 from ..support.programs import Program, check, locked_build
 
 SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
-STEPS = (*HABITS["no sync"], *HABITS["zeros"], *HABITS["module"])
+STEPS = tuple(step for name in ("no sync", "zeros", "module", "module zeros", "divisors") for step in HABITS[name])
 ROWS = {
     "1-0": Program(1, 0, bucket_cap_mb=SMALL, steps=STEPS),
     "2-2": Program(2, 2, bucket_cap_mb=SMALL, steps=STEPS),
