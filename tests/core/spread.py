@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..support.narrowed import INTEGERS
+
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 NORM_TYPES = (1.0, 2.0, 3.0, math.inf, 2.5)
-BITS_OF = {
-    torch.float32: torch.int32,
-    torch.float64: torch.int64,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-}
 
 
 def block_of(dtype: torch.dtype) -> int:
@@ -47,7 +43,7 @@ def cut(parameter: Tensor, rng: random.Random) -> list[Tensor]:
 def bits(tensor: Tensor | None) -> list[int]:
     """Return the elements as integers, so that a comparison respects -0.0 and NaN."""
     assert tensor is not None
-    return tensor.contiguous().view(BITS_OF[tensor.dtype]).flatten().tolist()
+    return tensor.contiguous().view(INTEGERS[tensor.itemsize]).flatten().tolist()
 
 
 def with_gradient(gradient: Tensor) -> Parameter:

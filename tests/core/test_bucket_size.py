@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -43,28 +42,25 @@ def mib(most: int, first: int | None = None) -> BucketSizes:
     return BucketSizes(most * MIB, (most if first is None else first) * MIB)
 
 
-def test_on_the_cpu_auto_is_a_unit_where_ranks_are_many() -> None:
-    for stage, cap in product((0, 3), ("auto", None)):
-        found = config(blocks(), stage, bucket_cap_mb=cap)
-        for ranks in (1, MANY_RANKS - 1):
-            assert sizes(found, ranks=ranks) == mib(DEFAULT_CAP_MB)
-        for ranks in (MANY_RANKS, 10_000):
-            assert sizes(found, ranks=ranks) == mib(DEFAULT_CAP_MB if cap is None else PAIR)
+with torch.device("meta"):
+    LARGE = nn.Linear(1 << 16, 1 << 16)  # 16 GiB
+CAPPED, MANY = mib(TWELFTH, DEFAULT_CAP_MB), (1, MANY_RANKS, 8)
+ROWS: list[tuple[nn.Module, Any, str, tuple[int, int, int], BucketSizes]] = [  # cap; device; stage, ranks, hosts
+    (blocks(), "auto", "cpu", (3, MANY_RANKS - 1, 1), mib(DEFAULT_CAP_MB)),
+    (blocks(), "auto", "cpu", (0, MANY_RANKS, 1), mib(PAIR)),
+    (blocks(), None, "cpu", (3, 10_000, 1), mib(DEFAULT_CAP_MB)),
+    *[(blocks(), cap, "cuda", (3, ranks, 8), mib(PAIR)) for cap, ranks in (("auto", 2), (None, MANY_RANKS))],
+    *[(blocks(), "auto", "cuda", (stage, 8, 1), CAPPED) for stage in (0, 2)],
+    (blocks(), None, "cuda", (3, 1, 1), CAPPED),  # one rank gathers nothing
+    *[(blocks(), cap, "cuda", MANY, found) for cap, found in (("auto", mib(PAIR)), (None, CAPPED))],
+    *[(LARGE, "auto", "cuda", (2, 8, hosts), mib(256 // hosts, DEFAULT_CAP_MB)) for hosts in (1, 2)],
+    (nn.Linear(3, 3), "auto", "cuda", (2, 8, 2), mib(25, DEFAULT_CAP_MB)),
+]
 
 
-def test_on_an_accelerator_a_bucket_is_a_unit_or_a_twelfth() -> None:
-    for cap in ("auto", None):
-        gathered = config(blocks(), bucket_cap_mb=cap)
-        assert sizes(gathered, "cuda") == sizes(gathered, "cuda", MANY_RANKS, hosts=8) == mib(PAIR)
-        for stage, ranks in ((0, 1), (0, 8), (1, 8), (2, 8), (3, 1)):  # one rank gathers nothing
-            found = config(blocks(), stage, bucket_cap_mb=cap)
-            assert sizes(found, "cuda", ranks) == mib(TWELFTH, DEFAULT_CAP_MB)
-        many = sizes(config(blocks(), 1, bucket_cap_mb=cap), "cuda", MANY_RANKS, hosts=8)
-        assert many == (mib(PAIR) if cap == "auto" else mib(TWELFTH, DEFAULT_CAP_MB))
-    with torch.device("meta"):
-        small, large = nn.Linear(3, 3), nn.Linear(1 << 16, 1 << 16)  # 16 GiB
-    for module, hosts, most in ((small, 1, 25), (small, 2, 25), (large, 1, 256), (large, 2, 128)):
-        assert sizes(config(module, 2), "cuda", 8, hosts) == mib(most, DEFAULT_CAP_MB)
+def test_auto_is_a_unit_or_a_twelfth_on_an_accelerator_and_where_ranks_are_many() -> None:
+    for module, cap, device, (stage, ranks, hosts), expected in ROWS:
+        assert sizes(config(module, stage, bucket_cap_mb=cap), device, ranks, hosts) == expected
 
 
 def test_the_first_bucket_is_smaller_and_a_later_group_has_none() -> None:

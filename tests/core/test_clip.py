@@ -19,7 +19,8 @@ from zero import ZeroOptimizer, clip_grad_norm_
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor, in_memory_order
 
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.plain import assert_same_bits
+from ..support.sides import Side, same_as_plain
 from ..support.small import TwoVectors, with_sgd
 from .spread import DTYPES, NORM_TYPES, bits, cut, widely_spread, with_gradient
 
@@ -182,20 +183,11 @@ def test_a_parameter_that_no_rank_used_has_no_part_in_it(stage: int) -> None:
         model.a = nn.Parameter(torch.arange(32.0, dtype=torch.float64))
         return model
 
-    def program(transport: Transport) -> tuple[nn.Module, Tensor]:
-        model = built()
-        optimizer = with_sgd(model, transport, stage=stage)
-        model(1.0 + transport.rank, use_a=False).backward()
-        norm = optimizer.clip_grad_norm_(0.3)
-        optimizer.step()
-        optimizer.close()
-        return model, norm
+    def loop(side: Side) -> Tensor:
+        side.train(lambda model, rank: model(1.0 + rank, use_a=False))
+        norm = side.clip(0.3)
+        assert norm.dtype is torch.float32
+        side.step()
+        return norm
 
-    plain = built()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    expected = plain_step(plain, optimizer, lambda m, scale: m(scale, use_a=False), [1.0, 2.0], 2, max_norm=0.3)
-    assert expected is not None
-    assert expected.dtype is torch.float32
-    for model, norm in on_threads(2, program, timeout=5):
-        assert_same_bits(norm, expected)
-        assert_same_model(model, plain)
+    same_as_plain(loop, built, lr=0.1, settings={"stage": stage})

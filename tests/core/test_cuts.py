@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.core.buckets import build
-from zero.core.cuts import Cuts
-from zero.core.layout import ALIGNMENT_BYTES, BucketSpec, ParameterSpec, Piece, Slot, sharded_bytes
+from zero.core.layout import ALIGNMENT_BYTES, ParameterSpec, Piece, sharded_bytes
 
-from .drawn import BOUNDARIES, PLAIN, bucket_sizes, lists_with_units, spec, world_sizes
+from .drawn import bucket_sizes, lists_with_units, spec, world_sizes
 
 many = settings(max_examples=3 * settings.default.max_examples)
 
@@ -54,76 +53,34 @@ def test_the_pieces_of_all_ranks_tile_every_slot_at_even_cuts(
 def test_a_part_of_a_bucket_has_the_wholes_slots_and_owners(
     parameters: list[ParameterSpec], world_size: int, nbytes: int, data: st.DataObject
 ) -> None:
-    for bucket in build(parameters, world_size, nbytes, across_units=True).buckets:
-        first = data.draw(st.integers(0, len(bucket.slots) - 1))
-        last = data.draw(st.integers(first + 1, len(bucket.slots)))
-        begin = bucket.slots[first].offset
-        end = bucket.slots[last].offset if last < len(bucket.slots) else bucket.numel
-        part = bucket.part(first, last)
-        assert (part.numel, part.world_size) == (end - begin, world_size)
-        moved = [dataclasses.replace(slot, offset=slot.offset + begin) for slot in part.slots]
-        assert tuple(moved) == bucket.slots[first:last]
-        for rank in range(world_size):
-            low, high = part.owned(rank)
-            here, there = max(bucket.cuts[rank], begin), min(bucket.cuts[rank + 1], end)
-            assert (low + begin, high + begin) == (here, there) if here < there else low == high
-            expected = [
-                Piece(piece.slot - first, piece.begin - begin, piece.end - begin)
-                for piece in bucket.pieces(*bucket.owned(rank))
-                if piece.numel and first <= piece.slot < last
-            ]
-            assert [piece for piece in part.pieces(low, high) if piece.numel] == expected
-
-
-@given(lists_with_units, world_sizes, bucket_sizes, st.booleans())
-@many
-def test_the_parts_of_a_bucket_by_unit_tile_it(
-    parameters: list[ParameterSpec], world_size: int, nbytes: int, across: bool
-) -> None:
-    layout = build(parameters, world_size, nbytes, across_units=across)
-    if across:
-        without = [dataclasses.replace(parameter, unit=0) for parameter in parameters]
-        assert layout.buckets == build(without, world_size, nbytes).buckets
+    """Also the parts by unit, which tile it."""
+    layout = build(parameters, world_size, nbytes, across_units=True)
     for bucket in layout.buckets:
-        units, slots, place = [], [], 0
-        for unit, first, last in layout.unit_spans(bucket):
-            part = bucket.part(first, last)
-            assert {parameters[slot.parameter].unit for slot in part.slots} == {unit}
-            assert (part.index, part.dtypes, part.device) == (bucket.index, bucket.dtypes, bucket.device)
-            for dtype, slot in itertools.product(dataclasses.astuple(part.dtypes), part.slots):
-                assert slot.offset * dtype.itemsize % BOUNDARIES[bucket.device] == 0
-            slots += [dataclasses.replace(slot, offset=place + slot.offset) for slot in part.slots]
-            units.append(unit)
-            place += part.numel
-        assert (tuple(slots), place) == (bucket.slots, bucket.numel)
+        runs = list(layout.unit_spans(bucket))
+        assert [0, *(last for _, _, last in runs)] == [*(first for _, first, _ in runs), len(bucket.slots)]
+        units = [{parameters[slot.parameter].unit for slot in bucket.slots[first:last]} for _, first, last in runs]
+        assert units == [{unit} for unit, _, _ in runs]
         assert all(one != other for one, other in itertools.pairwise(units)), "neighbours are one run"
-        assert across or (len(units) == 1 and bucket.part(0, len(bucket.slots)) == bucket)
-
-
-def owners_of(bucket: BucketSpec) -> list[list[int]]:
-    return [[piece.slot for piece in bucket.pieces(*bucket.owned(rank))] for rank in range(bucket.world_size)]
-
-
-def test_a_slot_without_elements_has_one_owner_wherever_it_lies() -> None:
-    class ByHand(Cuts):
-        bounds, world_size = (0, 0, 16, 16), 3
-
-        def bound(self, rank: int) -> int:
-            return self.bounds[rank]
-
-    last = BucketSpec(0, PLAIN[1], "cpu", (Slot(0, 0, 16), Slot(1, 16, 0)), 16, ByHand())
-    assert owners_of(last) == [[], [0, 1], []]
-    for world_size in (1, 2, 7):
-        (alone,) = build([spec("a", (0, 3)), spec("b", (0,))], world_size, 1000).buckets
-        assert sorted(owners_of(alone)) == [[]] * (world_size - 1) + [[0, 1]]
-        parameters = [spec("empty", (0,), unit=2), spec("also empty", (0, 3), unit=1), spec("full", (40,), unit=0)]
-        layout = build(parameters, world_size, 2**20, across_units=True)
-        (bucket,) = layout.buckets
-        parts = [(unit, bucket.part(first, last)) for unit, first, last in layout.unit_spans(bucket)]
-        found = [(unit, [slot.parameter for slot in part.slots], part.numel) for unit, part in parts]
-        assert found == [(0, [2], bucket.numel), (1, [1], 0), (2, [0], 0)]
-        for rank in range(world_size):
-            assert parts[0][1].owned(rank) == bucket.owned(rank)
+        begins = data.draw(st.integers(0, len(bucket.slots) - 1))
+        ends = data.draw(st.integers(begins + 1, len(bucket.slots)))
+        for first, last in [(begins, ends), *(run[1:] for run in runs)]:
+            begin = bucket.slots[first].offset
+            end = bucket.slots[last].offset if last < len(bucket.slots) else bucket.numel
+            part = bucket.part(first, last)
+            assert (part.index, part.dtypes, part.device) == (bucket.index, bucket.dtypes, bucket.device)
+            assert (part.numel, part.world_size) == (end - begin, world_size)
+            moved = [dataclasses.replace(slot, offset=slot.offset + begin) for slot in part.slots]
+            assert tuple(moved) == bucket.slots[first:last]
+            for rank in range(world_size):
+                low, high = part.owned(rank)
+                here, there = max(bucket.cuts[rank], begin), min(bucket.cuts[rank + 1], end)
+                assert (low + begin, high + begin) == (here, there) if here < there else low == high
+                expected = [
+                    Piece(piece.slot - first, piece.begin - begin, piece.end - begin)
+                    for piece in bucket.pieces(*bucket.owned(rank))
+                    if piece.numel and first <= piece.slot < last
+                ]
+                assert [piece for piece in part.pieces(low, high) if piece.numel] == expected
 
 
 def test_cuts_by_hand() -> None:

@@ -35,14 +35,6 @@ class Net(nn.Module):
         self.blocks[1].register_buffer("offset", torch.arange(3.0))
 
 
-class OfTheUser(nn.Module):
-    """A module of the user's own that keeps another one under the name that torch's wrapper uses."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = inside
-
-
 def compiled(module: nn.Module) -> Any:
     """Return the module in the wrapper of `torch.compile`, without the time of a compilation."""
     made: Any = torch.compiler.disable(module)  # type: ignore[no-untyped-call]
@@ -76,7 +68,8 @@ def test_a_wrapped_model_has_the_names_of_the_plain_one(wrapper: str) -> None:
     assert list(dict.fromkeys(name for name, _ in named_parts(wrapped))) == [name for name, _ in plain.named_modules()]
     saved = ZeroOptimizer(wrapped, process_group=solo()).state_dict()["param_groups"][0]["param_names"]
     assert saved == [name for name, _ in plain.named_parameters()]
-    own = OfTheUser(WRAPPED[wrapper](Net()))
+    own = nn.Module()  # of the user, which keeps another one under the name that torch's wrapper uses
+    own._orig_mod = WRAPPED[wrapper](Net())
     assert [name for name, _ in named_parameters(own)] == [f"_orig_mod.{name}" for name, _ in plain.named_parameters()]
 
 

@@ -143,15 +143,11 @@ def test_the_line_changes_with_every_property_that_ranks_share_and_no_other(para
 def test_an_invalid_bucket_or_layout_cannot_be_built() -> None:
     good = BucketSpec(0, PLAIN[1], "cpu", (Slot(0, 0, 5), Slot(1, 16, 7)), 32, EvenCuts(32, 2, 16))
     bad_buckets: list[dict[str, Any]] = [
-        {"cuts": EvenCuts(48, 2, 16)},
-        {"cuts": OwnerCuts(32, 2, (0, 1), (16, 16))},
-        {"cuts": EvenCuts(16, 2, 16), "numel": 16},
-        {"cuts": EvenCuts(40, 1, 8), "numel": 40},
-        {"slots": (Slot(0, 0, 5), Slot(1, 0, 7))},
-        {"slots": (Slot(0, 0, 5), Slot(1, 8, 7))},
+        *[{"cuts": cuts} for cuts in (EvenCuts(48, 2, 16), OwnerCuts(32, 2, (0, 1), (16, 16)))],
+        *[{"cuts": cuts, "numel": cuts.numel} for cuts in (EvenCuts(16, 2, 16), EvenCuts(40, 1, 8))],
         {"slots": (Slot(0, 16, 5),)},
+        *[{"slots": (Slot(0, 0, 5), Slot(1, *second))} for second in ((0, 7), (8, 7), (16, 17))],
         {"slots": (Slot(0, 0, 17), Slot(1, 16, 7))},
-        {"slots": (Slot(0, 0, 5), Slot(1, 16, 17))},
         {"device": "cuda:0"},
     ]
     for change in bad_buckets:

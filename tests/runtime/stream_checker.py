@@ -18,14 +18,15 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 import weakref
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -122,16 +123,13 @@ class StreamChecker(TorchDispatchMode):
         self.streams: list[Stream] = []
         self.found: list[str] = []
         self._memory: dict[int, Memory] = {}  # by the address of the storage object
-        self._freed: dict[Stream, list[Access]] = {}  # accesses to memory that was freed, by the stream it belongs to
-        self._entered: list[tuple[Stream, Any]] = [(self.stream("default"), None)]  # with the node that entered it
+        self._freed = defaultdict[Any, list[Access]](list)  # to freed memory, by the stream it belongs to
+        self.default = self.stream("default")
+        self._entered: list[tuple[Stream, Any]] = [(self.default, None)]  # with the node that entered it
         self._switches: list[tuple[int, Stream]] = [(0, self.default)]  # the first node of a forward on each stream
         self._backward: Backward[Stream] | None = None
 
     # -- streams ------------------------------------------------------------------------------------------------------
-
-    @property
-    def default(self) -> Stream:
-        return self.streams[0]
 
     def stream(self, name: str) -> Stream:
         """Return a new stream."""
@@ -157,15 +155,17 @@ class StreamChecker(TorchDispatchMode):
 
     def backward(self, loss: Tensor) -> None:
         """Run a backward, each node of it on the stream of its forward."""
-        self._backward = Backward(loss, self.current(), self._stream_of_forward)
+        switches = self._switches
+        self._backward = Backward(
+            loss,
+            self.current(),
+            lambda number: switches[bisect_right(switches, number, key=lambda switch: switch[0]) - 1][1],
+        )
         try:
             loss.backward()  # type: ignore[no-untyped-call]
             self._backward.end()
         finally:
             self._backward = None
-
-    def _stream_of_forward(self, number: int) -> Stream:
-        return self._switches[bisect_right(self._switches, number, key=lambda switch: switch[0]) - 1][1]
 
     def synchronize(self) -> None:
         """Let the host wait for all streams: all further work is ordered behind theirs."""
@@ -192,20 +192,18 @@ class StreamChecker(TorchDispatchMode):
         if not is_on() or func._schema.name in METADATA:
             return result
         name, stream = func._schema.name, self.current()
-        touched: dict[int, tuple[Any, bool]] = {}
-        given = set[int]()
-        for index, (key, touches, writes) in enumerate(_arguments(func)):
+        given: dict[int, list[Any]] = {}  # by storage: itself, and whether it is touched and written
+        for index, (key, *how) in enumerate(_arguments(func)):
             for storage in _storages(args[index] if index < len(args) else kwargs.get(key)):
-                given.add(storage._cdata)
-                if touches:
-                    is_written = writes or touched.get(storage._cdata, (None, False))[1]
-                    touched[storage._cdata] = storage, is_written
+                before = given.get(storage._cdata, [storage, False, False])
+                given[storage._cdata] = [storage, *map(max, before[1:], how)]
         for storage in _storages(result):
             if storage._cdata not in given:
                 self._allocated(storage, stream, name)
-                touched[storage._cdata] = storage, True
-        for storage, writes in touched.values():
-            self._note(storage, stream, name, writes)
+                given[storage._cdata] = [storage, True, True]
+        for storage, touches, writes in given.values():
+            if touches:
+                self._note(storage, stream, name, writes)
         return result
 
     def note(self, tensor: Tensor, stream: Stream, operator: str, *, writes: bool) -> None:
@@ -234,11 +232,9 @@ class StreamChecker(TorchDispatchMode):
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _of(self, storage: Any) -> Memory:
-        memory = self._memory.get(storage._cdata)
-        if memory is None:
-            memory = self._memory[storage._cdata] = Memory(None)
-            self._watch(storage, memory)
-        return memory
+        if storage._cdata not in self._memory:
+            self._watch(storage, Memory(None))
+        return self._memory[storage._cdata]
 
     def _allocated(self, storage: Any, stream: Stream, operator: str) -> None:
         """Note new memory of a stream, which may be memory that was freed on it."""
@@ -251,20 +247,19 @@ class StreamChecker(TorchDispatchMode):
                     f"nothing orders a {access} and the next allocation, by {operator} on stream {stream} ({place}), "
                     "to which the memory went back when it was freed"
                 )
-        self._memory[storage._cdata] = memory = Memory(stream)
-        self._watch(storage, memory)
+        self._watch(storage, Memory(stream))
 
     def _watch(self, storage: Any, memory: Memory) -> None:
-        number, freed = storage._cdata, self._memory
+        number = storage._cdata
 
         def free(_: object) -> None:
-            if freed.get(number) is memory:
-                del freed[number]
-            if memory.allocated_on is not None:
-                late = [access for access in memory.accesses() if access.by_library]
-                late = [access for access in late if not any(map(access.is_before, memory.recorded))]
-                self._freed.setdefault(memory.allocated_on, []).extend(late)
+            if self._memory.get(number) is memory:
+                del self._memory[number]
+            for access in memory.accesses() if memory.allocated_on is not None else ():
+                if access.by_library and not any(map(access.is_before, memory.recorded)):
+                    self._freed[memory.allocated_on].append(access)
 
+        self._memory[number] = memory
         memory.alive = weakref.ref(storage, free)
 
 
@@ -279,11 +274,11 @@ def _arguments(func: Any) -> tuple[tuple[str, bool, bool], ...]:
     """
     name = func._schema.name.removeprefix("aten::")
     as_model = name.startswith("new_") or name.endswith("_like")
-    found = [(argument.name, argument.alias_info) for argument in func._schema.arguments]
-    return tuple(
-        (key, not as_model and (alias is None or alias.is_write), alias is not None and alias.is_write)
-        for key, alias in found
-    )
+    found = []
+    for argument in func._schema.arguments:
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        found.append((argument.name, not as_model and (argument.alias_info is None or writes), writes))
+    return tuple(found)
 
 
 def _storages(value: Any) -> list[Any]:
@@ -301,15 +296,14 @@ def _storages(value: Any) -> list[Any]:
 
 def _place() -> tuple[str, bool]:
     """Return the innermost line of the library that is running, else of the tests, and whether it is the library's."""
-    frame: FrameType | None = sys._getframe(2)
     test = ""
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(2)):
         file = frame.f_code.co_filename
+        place = f"{file.removeprefix(f'{ROOT}/')}:{line}"
         if file.startswith(LIBRARY) and file != RUNS_TESTS:
-            return f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}", True
-        if not test and file.startswith(TESTS) and not file.endswith(OURS):
-            test = f"{file.removeprefix(f'{ROOT}/')}:{frame.f_lineno}"
-        frame = frame.f_back
+            return place, True
+        if file.startswith(TESTS) and not file.endswith(OURS):
+            test = test or place
     return test, False
 
 

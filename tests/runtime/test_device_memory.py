@@ -12,21 +12,14 @@ from collectives import Transport, on_threads
 from collectives.pool import holders
 from zero import ZeroOptimizer
 
+from ..contract.space import HABITS
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
-from ..support.programs import Program, Round, Step, check, locked_build
+from ..support.programs import Program, check, locked_build
 
 SMALL = 0.005  # MiB: several parameters in a bucket, and several buckets
-STEPS = (
-    Step((Round(), Round()), clips=((0.1, 2.0),)),
-    Step((Round(), Round()), divisor=3.0, clear="zeros"),
-    Step((Round(sync=False), Round()), clear="zeros"),
-    Step((Round(), Round()), clips=((0.1, 2.0),), clear="module zeros"),
-    Step((Round(),), step=False, clear="module"),
-    Step((Round(), Round(sync=False)), divisor=0.5, toggle=("layers.0.weight",), clear="none"),
-    Step((Round(), Round(), Round())),
-)
+STEPS = tuple(step for name in ("no sync", "zeros", "module", "module zeros", "divisors") for step in HABITS[name])
 ROWS = {
     "1-0": Program(1, 0, bucket_cap_mb=SMALL, steps=STEPS),
     "2-2": Program(2, 2, bucket_cap_mb=SMALL, steps=STEPS),

@@ -1,30 +1,26 @@
 """States in the host's memory that a device updates: the same bits, overlapped copies, and bounded memory.
 
-There is no device here: the CPU takes its place, and a copy on a side stream runs as late as possible, when it is
-awaited. `test_cuda` runs the same on a GPU, if there is one.
+There is no device here: the CPU takes its place. That copies on a side stream are awaited is shown by
+`test_streams_are_ordered`; `test_cuda` runs the same on a GPU, if there is one.
 """
 
 from __future__ import annotations
 
 import gc
 import itertools
-import threading
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY, Mock, call
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from collectives import solo
 from zero import Offload, ZeroOptimizer, setup
-from zero.runtime import staging
 from zero.runtime.flat_states import BucketStates
 from zero.runtime.offload import DiskOffload, HostOffload, OffloadBackend, OffloadedStates
-from zero.runtime.staging import Staging
 
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
@@ -32,82 +28,6 @@ from ..support.plain import assert_same_model
 from ..support.programs import Program, check, locked_build
 
 CPU = torch.device("cpu")
-_HERE = threading.local()  # for each rank, which is a thread
-
-
-def lines() -> list[Line]:
-    found: list[Line] = vars(_HERE).setdefault("lines", [])
-    return found
-
-
-class Line:
-    """A side stream, whose work runs when it is awaited. The main stream runs its work at once."""
-
-    entered = False
-
-    def __init__(self) -> None:
-        self.waiting: list[Callable[[], object]] = []
-        self._is_behind_main = False
-        lines().append(self)
-
-    def wait_stream(self, main: Main) -> None:
-        self._is_behind_main = True
-
-    def __enter__(self) -> None:
-        assert self._is_behind_main
-        self.entered = True
-
-    def __exit__(self, *_: object) -> None:
-        self.entered = self._is_behind_main = False
-
-    def run(self) -> None:
-        for work in self.waiting:
-            work()
-        self.waiting = []
-
-
-class Main:
-    def wait_stream(self, line: Line) -> None:
-        line.run()
-
-
-@pytest.fixture(autouse=True)
-def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep states in pinned memory, for parameters on a device whose copies run late."""
-    copy, empty, wait_for_copies, let_go = Tensor.copy_, torch.empty, BucketStates.wait_for_copies, Staging.let_go
-
-    def copied(target: Tensor, source: Tensor, **options: Any) -> Tensor:
-        line = next((line for line in lines() if line.entered), None)
-        if line is None:
-            return copy(target, source, **options)
-        line.waiting.append(partial(copy, target, source))
-        return target
-
-    def emptied(*arguments: Any, **options: Any) -> Tensor:
-        assert not any(line.entered for line in lines()), "memory is the main stream's"
-        made = empty(*arguments, **options)
-        return made.fill_(float("nan")) if made.is_floating_point() else made
-
-    def settled(states: BucketStates) -> None:
-        wait_for_copies(states)
-        for line in lines():
-            line.run()
-
-    def gone(self: Staging) -> None:
-        let_go(self)
-        line: Any = self._stream
-        assert line is None or not line.waiting, "memory is given up that a copy is still to write"
-
-    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload(CPU))
-    monkeypatch.setattr(staging, "_line_on", lambda device: Line())
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Main())
-    monkeypatch.setattr(Tensor, "copy_", copied)
-    monkeypatch.setattr(torch, "empty", emptied)
-    monkeypatch.setattr(BucketStates, "wait_for_copies", settled)
-    monkeypatch.setattr(Staging, "let_go", gone)
-
-
 ROWS = {
     "1": Program(2, 1, "adagrad", offload=Offload("cpu")),
     "2 fused": Program(2, 2, "adamw fused", offload=Offload("cpu")),
@@ -115,8 +35,15 @@ ROWS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy states for each step, as if parameters were on a device."""
+    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload(CPU))
+
+
 @pytest.mark.parametrize("row", ROWS)
-def test_states_that_are_copied_beside_a_step_change_no_bit(row: str) -> None:
+def test_states_that_are_copied_for_a_step_change_no_bit(row: str) -> None:
     check(ROWS[row])
 
 
@@ -135,30 +62,27 @@ def build(model: nn.Module, optimizer_class: type[torch.optim.Optimizer], **opti
     return ZeroOptimizer(model, optimizer_class, process_group=solo(), lr=1e-2, **options)
 
 
+EVENTS = {"prefetch": "fetch", "plan": "begin", "adopt_states": "stepped", "evict": "back", "free_copies": "free"}
+
+
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Record the host's calls to the device, with the number of the bucket."""
+    """Record what is done with the states of a bucket, with its number."""
     events: list[tuple[str, int]] = []
-    numbers: dict[int, int] = {}
 
-    def note(kind: type[Any], name: str, event: str) -> None:
-        done = getattr(kind, name)
+    def note(name: str, event: str) -> None:
+        done = getattr(BucketStates, name)
 
-        def noted(self: Any, *arguments: Any) -> Any:
-            if kind is BucketStates and self._store is not None:  # there is none in a trial of the class
-                numbers[id(self._store._staging)] = self.bucket.index
+        def noted(self: BucketStates, *arguments: Any) -> Any:
+            store = self._store  # there is none in a trial of the class
+            if store is not None and (store.staged or event != "free"):
                 events.append((event, self.bucket.index))
-            elif kind is Staging and (self.tensors or name == "fetch"):
-                events.append((event, numbers.get(id(self), -1)))
             return done(self, *arguments)
 
-        monkeypatch.setattr(kind, name, noted)
+        monkeypatch.setattr(BucketStates, name, noted)
 
-    note(BucketStates, "plan", "begin")
-    note(BucketStates, "adopt_states", "stepped")
-    note(Staging, "fetch", "fetch")
-    note(Staging, "put_back", "back")
-    note(Staging, "let_go", "free")
+    for name, event in EVENTS.items():
+        note(name, event)
     return events
 
 
@@ -226,24 +150,6 @@ def test_what_an_interrupted_step_left_is_no_state_of_the_next(
 # -- pinned memory -----------------------------------------------------------------------------------------------------
 
 
-class Runtime:
-    """CUDA's runtime, as far as it pins memory. ``error``: what it returns; ``done``: what happened, in order."""
-
-    def __init__(self) -> None:
-        self.error, self.done, self.pinned = 0, list[str](), dict[int, int]()
-
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        if not self.error:
-            self.pinned[address] = nbytes
-            self.done.append("register")
-        return self.error
-
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's name
-        del self.pinned[address]
-        self.done.append("unregister")
-        return 0
-
-
 def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     """Torch's allocator of pinned memory would round each up to a power of two."""
     wanted = [(100, torch.float32), (7, torch.bfloat16), (0, torch.float32), (33, torch.float64)]
@@ -262,32 +168,23 @@ def test_reserved_states_lie_in_one_block_of_their_length() -> None:
     assert later.untyped_storage().data_ptr() != tensors[0].data_ptr()
 
 
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    made = Runtime()
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.done.append(f"synchronize {device}"))
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: made)
-    return made
-
-
-def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(runtime: Runtime) -> None:
-    host = HostOffload(torch.device("cuda", 1))
+def test_a_block_is_pinned_until_its_owner_and_its_copies_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that cannot be pinned is an error, and what was pinned before is used on."""
+    runtime = Mock()
+    runtime.cudaHostRegister.side_effect = (0, 2)
+    monkeypatch.setattr(torch.cuda, "synchronize", runtime.synchronize)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    gpu = torch.device("cuda", 1)
+    host = HostOffload(gpu)
     host.reserve([(1000, torch.float32)])
-    tensor = host.empty(1000, torch.float32)
-    assert runtime.pinned == {tensor.data_ptr(): 4032}
-    del host
-    gc.collect()
-    assert not runtime.pinned
-    assert runtime.done == ["register", "synchronize cuda:1", "unregister"]
-    assert not tensor.count_nonzero(), "it is still memory"
-
-
-def test_memory_that_cannot_be_pinned_is_an_error(runtime: Runtime) -> None:
-    host = HostOffload(torch.device("cuda", 0))
-    host.reserve([(16, torch.float32)])
-    runtime.error = 2
     with pytest.raises(
         ValueError, match=r"offload: 4,032 bytes of the host's memory cannot be pinned \(CUDA error 2\)"
     ):
         host.reserve([(1000, torch.float32)])
-    assert host.empty(16, torch.float32).data_ptr() in runtime.pinned
+    tensor = host.empty(1000, torch.float32)
+    address = tensor.data_ptr()
+    assert runtime.mock_calls == [call.cudaHostRegister(address, 4032, 0), call.cudaHostRegister(ANY, 4032, 0)]
+    del host
+    gc.collect()
+    assert runtime.mock_calls[2:] == [call.synchronize(gpu), call.cudaHostUnregister(address)]
+    assert not tensor.count_nonzero(), "it is still memory"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = [  # pattern, ranks, stage, o
     ("in turn", 1, 3, BF16),
     ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
     ("each part", 2, 0, {"collective": "pairwise"}),
+    ("two towers", 1, 1, {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}),
+    ("in turn", 2, 2, {"collective": "native"}),
 ]
 
 
@@ -43,26 +45,6 @@ def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> N
         training.step(PATTERNS[pattern])
 
     check(world_size, stage, program, **options)
-
-
-def test_gradients_that_a_scaler_unscales_are_ordered() -> None:
-    def program(training: Training) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        for _ in range(2):
-            loss = training.forward("s", "t")
-            with training.on("s"):
-                scaled = scaler.scale(loss)
-            training.on("unscale").wait_stream(training.on("s"))
-            training.device.backward(scaled)
-            with training.on("unscale"):
-                scaler.unscale_(training.optimizer)
-                scaler.step(training.optimizer)
-                scaler.update()
-            training.written_on = "unscale"
-            with training.on("clear"):
-                training.optimizer.zero_grad()
-
-    check(2, 1, program)
 
 
 class Apart(HostOffload):
@@ -91,97 +73,118 @@ def test_copies_of_offloaded_states_are_ordered(
     check(world_size, stage, program, offload=Offload("cpu"))
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3)])
-def test_whole_tensors_are_read_and_written_in_order(world_size: int, stage: int, tmp_path: Path) -> None:
-    def program(training: Training) -> None:
-        optimizer, model, on = training.optimizer, training.model, training.on
-        average = ShardedAverage(optimizer)
-        training.backwards(EACH)
-        with on("gradient"):
-            gradient = optimizer.full_grad(model.scale)
-            assert gradient is not None
-            gradient.mul_(2)
-        training.step(EACH)
-        with on("average"):
-            average.update_parameters()
-        with on("reader"):
-            save(tmp_path / "saved", optimizer, overwrite=True)
-            optimizer.consolidate_state_dict(None)
-            states = optimizer.state_dict()
-            average.gather(None)
-            optimizer.check_replicas()
-        with on("writer"), optimizer.gathered(write=True), torch.no_grad():
-            model.scale.mul_(0.5)
-        training.written_on = "writer"
-        training.backwards(TOWERS)
-        with on("masters"):
-            for parameter in model.parameters():
-                optimizer.full_master(parameter)
-        training.step(TOWERS)
-        with on("loads states"):
-            optimizer.load_state_dict(states)
-        with on("loads"):
-            load(tmp_path / "saved", optimizer)
-        training.written_on = "loads"
-        training.backwards(TOWERS)
-        with on("zero"):
-            optimizer.zero_grad(set_to_none=False)
-        training.steps(TOWERS)
-
-    check(world_size, stage, program)
+# -- calls beside the parts of a step ----------------------------------------------------------------------------------
 
 
-def test_gathered_parameters_and_units_are_left_when_they_were_read() -> None:
-    """The forward reads a parameter of its own after another stream ran the last of its units."""
-
-    def program(training: Training) -> None:
-        on = training.on
-        for _ in range(2):
-            block = training.optimizer.gathered()
-            with on("enters"):
-                block.__enter__()
-            on("reads").wait_stream(on("enters"))
-            with on("reads"):
-                torch.stack([each for name, each in training.model.named_parameters() if name.endswith("weight")])
-                block.__exit__(None, None, None)
-        with torch.no_grad():
-            for here, beside in (("s", "t"), ("t", "u"), ("u", "s")):
-                training.forward(here, beside)
-
-    check(2, 3, program)
+def scaled(training: Training, path: Path) -> None:
+    """A scaler unscales gradients on a stream of its own."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for _ in range(2):
+        loss = training.forward("s", "t")
+        with training.on("s"):
+            scaled = scaler.scale(loss)
+        training.on("unscale").wait_stream(training.on("s"))
+        training.device.backward(scaled)
+        with training.on("unscale"):
+            scaler.unscale_(training.optimizer)
+            scaler.step(training.optimizer)
+            scaler.update()
+        training.written_on = "unscale"
+        with training.on("clear"):
+            training.optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 2)])
-def test_weights_come_back_in_order_when_an_averages_block_ends(world_size: int, stage: int) -> None:
-    def program(training: Training) -> None:
-        on, average = training.on, ShardedAverage(training.optimizer)
-        training.steps(TOWERS)
+def read_and_written(training: Training, path: Path) -> None:
+    """Whole tensors are read, saved, loaded and edited."""
+    optimizer, model, on = training.optimizer, training.model, training.on
+    average = ShardedAverage(optimizer)
+    training.backwards(EACH)
+    with on("gradient"):
+        gradient = optimizer.full_grad(model.scale)
+        assert gradient is not None
+        gradient.mul_(2)
+    training.step(EACH)
+    with on("average"):
         average.update_parameters()
-        block = average.applied()
-        with on("enters"):
-            block.__enter__()
-        training.written_on = "enters"
-        with torch.no_grad():
-            training.forward("enters", "enters")
-        with on("leaves"):
-            block.__exit__(None, None, None)
+    with on("reader"):
+        save(path, optimizer, overwrite=True)
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        average.gather(None)
+        optimizer.check_replicas()
+    with on("writer"), optimizer.gathered(write=True), torch.no_grad():
+        model.scale.mul_(0.5)
+    training.written_on = "writer"
+    training.backwards(TOWERS)
+    with on("masters"):
+        for parameter in model.parameters():
+            optimizer.full_master(parameter)
+    training.step(TOWERS)
+    with on("loads states"):
+        optimizer.load_state_dict(states)
+    with on("loads"):
+        load(path, optimizer)
+    training.written_on = "loads"
+    training.backwards(TOWERS)
+    with on("zero"):
+        optimizer.zero_grad(set_to_none=False)
+    training.steps(TOWERS)
 
-    check(world_size, stage, program)
 
-
-def test_a_rank_without_batches_follows_in_order() -> None:
-    """On the stream on which `join` ends."""
-
-    def program(training: Training) -> None:
-        block = training.optimizer.join()
+def gathered(training: Training, path: Path) -> None:
+    """Then a forward reads a parameter of its own after another stream ran the last of its units."""
+    for _ in range(2):
+        block = training.optimizer.gathered()
         with training.on("enters"):
             block.__enter__()
-        for _ in range(2 - training.optimizer.rank):
-            training.backwards(TOWERS)
-            training.step(EACH)
-        with training.on("leaves"):
+        training.on("reads").wait_stream(training.on("enters"))
+        with training.on("reads"):
+            torch.stack([each for name, each in training.model.named_parameters() if name.endswith("weight")])
             block.__exit__(None, None, None)
-        training.written_on = "leaves"
-        training.steps(TOWERS)
+    with torch.no_grad():
+        for here, beside in (("s", "t"), ("t", "u"), ("u", "s")):
+            training.forward(here, beside)
 
-    check(2, 1, program)
+
+def averaged(training: Training, path: Path) -> None:
+    """Weights come back when an average's block ends."""
+    average = ShardedAverage(training.optimizer)
+    training.steps(TOWERS)
+    average.update_parameters()
+    block = average.applied()
+    with training.on("enters"):
+        block.__enter__()
+    training.written_on = "enters"
+    with torch.no_grad():
+        training.forward("enters", "enters")
+    with training.on("leaves"):
+        block.__exit__(None, None, None)
+
+
+def joined(training: Training, path: Path) -> None:
+    """A rank without batches follows on the stream on which `join` ends."""
+    block = training.optimizer.join()
+    with training.on("enters"):
+        block.__enter__()
+    for _ in range(2 - training.optimizer.rank):
+        training.backwards(TOWERS)
+        training.step(EACH)
+    with training.on("leaves"):
+        block.__exit__(None, None, None)
+    training.written_on = "leaves"
+    training.steps(TOWERS)
+
+
+CALLS: list[tuple[Callable[[Training, Path], None], int, int]] = [  # program, ranks, stage
+    (scaled, 2, 1),
+    *[(read_and_written, 1, 0), (read_and_written, 2, 3)],
+    (gathered, 2, 3),
+    *[(averaged, 1, 3), (averaged, 2, 2)],
+    (joined, 2, 1),
+]
+
+
+@pytest.mark.parametrize("row", CALLS, ids=lambda row: f"{row[0].__name__}-{row[1]}-{row[2]}")
+def test_calls_beside_the_parts_of_a_step_are_ordered(row: Any, tmp_path: Path) -> None:
+    program, world_size, stage = row
+    check(world_size, stage, lambda training: program(training, tmp_path / "saved"))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.optim import swa_utils
+from torch import Tensor
 
 import zero
 from collectives import Transport, on_threads, solo
@@ -17,9 +17,10 @@ from zero import ShardedAverage, ZeroOptimizer
 
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.plain import assert_same_bits
 from ..support.programs import locked_build
-from .average import KINDS, assert_same_averages, build, plain, train
+from ..support.sides import AsPlain, Side
+from .training import average_of, same, train, values
 
 pytestmark = pytest.mark.contract
 
@@ -31,111 +32,94 @@ pytestmark = pytest.mark.contract
 def test_the_average_is_that_of_the_plain_loop(world_size: int, stage: int, kind: str, factor: int | None) -> None:
     """The model computes with it inside a block, and trains on as if there had been none."""
 
-    def run(transport: Transport) -> Any:
-        model = locked_build(0)
-        optimizer = build(model, transport, stage, sharding_factor=factor)
-        average = ShardedAverage(optimizer, **KINDS[kind])
-        train(model, optimizer, range(2), average)
+    def loop(side: Side) -> Any:
+        average = average_of(side, kind)
+        train(side, range(2), average)
         assert average.n_averaged == 2
-        found, one = average.gather(to=None), average.gather(to=0)
-        assert (one is None) is (transport.rank != 0)
-        with average.applied(), torch.no_grad():
+        found, model, block = values(average), side.model, nullcontext()
+        if isinstance(average, ShardedAverage):
+            assert (average.gather(to=0) is None) is (side.optimizer.rank != 0)
+            block = average.applied()
+        else:
+            model = average
+        with block, torch.no_grad():
             seen = model(odd_batches(1, 9)[0][0])
-        train(model, optimizer, range(2, 3), average)
-        optimizer.close()
-        return model, found, seen
+        train(side, range(2, 3), average)
+        return found, seen
 
-    _, expected = plain(2, kind)
-    whole, _ = plain(3, kind)
-    for model, found, seen in on_threads(world_size, run, timeout=10):
-        assert_same_averages(found, expected)
-        assert_same_bits(seen, expected(odd_batches(1, 9)[0][0]).detach())
-        assert_same_model(model, whole)
+    same(loop, world_size, stage, sharding_factor=factor)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_with_mixed_precision_it_is_that_of_the_master_weights(stage: int) -> None:
-    def run(transport: Transport) -> None:
-        model = locked_build(0)
-        optimizer = build(model, transport, stage, mixed_precision=PRECISIONS["bf16"])
-        average, by_hand = ShardedAverage(optimizer, **KINDS["by tensor"]), dict[str, Tensor]()
-        for step in range(3):
-            train(model, optimizer, range(step, step + 1), average)
-            for name, parameter in model.named_parameters():
-                wide = optimizer.full_master(parameter) if parameter.requires_grad else by_hand.get(name)
-                if wide is not None:
-                    by_hand[name] = by_hand[name] * 0.9 + wide * 0.1 if step else wide
-        found = average.gather(to=None)
-        assert found is not None
-        for name, value in by_hand.items():
-            assert found[name].dtype is torch.float32
-            assert_same_bits(found[name], value, name)
-        with average.applied(), optimizer.gathered():
-            for name, parameter in model.named_parameters():
+    def loop(side: Side) -> Any:
+        by_hand = dict[str, Tensor]()
+        trained = {name: i for i, (name, p) in enumerate(side.model.named_parameters()) if p.requires_grad}
+        if isinstance(side, AsPlain):
+            for step in range(3):
+                train(side, range(step, step + 1))
+                for name, index in trained.items():
+                    wide = side.numbers.updated[index].detach()
+                    by_hand[name] = by_hand[name] * 0.9 + wide * 0.1 if step else wide.clone()
+            return by_hand
+        average = average_of(side, "by tensor")
+        train(side, range(3), average)
+        found = {name: value for name, (_, value) in values(average).items()}
+        with average.applied(), side.gathered():
+            for name, parameter in side.model.named_parameters():
                 assert_same_bits(parameter, found[name].to(parameter.dtype), name)
-        optimizer.close()
+        return {name: found[name] for name in trained}
 
-    on_threads(2, run, timeout=10)
+    same(loop, 2, stage, PRECISIONS["bf16"])
 
 
 @pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 0)), ((3, 1), (2, 3))])
 def test_checkpoints_have_it_and_training_goes_on_elsewhere(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
-    def run(transport: Transport, stage: int, steps: range) -> Any:
-        model = locked_build(0)
-        optimizer = build(model, transport, stage)
-        averages = [ShardedAverage(optimizer, **KINDS["ema"], name="ema"), ShardedAverage(optimizer)]
-        if steps.start:
-            restored = zero.load(tmp_path / "saved", optimizer, rng=False)
-            assert not [text for text in restored.not_restored if "average" in text]
-            assert [average.n_averaged for average in averages] == [2, 2]
-        train(model, optimizer, steps, *averages)
-        if not steps.start:
-            zero.save(tmp_path / "saved", optimizer)
-        found = [average.gather(to=None) for average in averages]
-        optimizer.close()
-        return found
+    def begin(side: Side) -> Any:
+        averages = [average_of(side, "ema", name="ema"), average_of(side, "mean")]
+        train(side, range(2), *averages)
+        if not isinstance(side, AsPlain):
+            zero.save(tmp_path / "saved", side.optimizer)
+            saved = zero.open_checkpoint(tmp_path / "saved")
+            assert saved.average_names == ["average", "ema"]
+            whole = saved.averages("ema")
+            assert int(whole.pop("n_averaged")) == 2
+            return {name: (value.stride(), value) for name, value in whole.items()}
+        return values(averages[0])
 
-    on_threads(before[0], lambda transport: run(transport, before[1], range(2)), timeout=10)
-    saved = zero.open_checkpoint(tmp_path / "saved")
-    assert saved.average_names == ["average", "ema"]
-    whole = saved.averages("ema")
-    assert int(whole.pop("n_averaged")) == 2
-    assert_same_averages(whole, plain(2, "ema")[1])
-    for ema, mean in on_threads(after[0], lambda transport: run(transport, after[1], range(2, 4)), timeout=10):
-        assert_same_averages(ema, plain(4, "ema")[1])
-        assert_same_averages(mean, plain(4, "mean")[1])
+    def go_on(side: Side) -> Any:
+        averages, first = [average_of(side, "ema", name="ema"), average_of(side, "mean")], 0
+        if not isinstance(side, AsPlain):
+            restored = zero.load(tmp_path / "saved", side.optimizer, rng=False)
+            assert not [text for text in restored.not_restored if "average" in text]
+            first = averages[0].n_averaged
+            assert [average.n_averaged for average in averages] == [2, 2]
+        train(side, range(first, 4), *averages)
+        return [values(average) for average in averages]
+
+    same(begin, *before)
+    same(go_on, *after)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_that_have_run_out_of_batches_update_it_too(stage: int) -> None:
     counts = (3, 1)
 
-    def run(transport: Transport) -> Any:
-        model = locked_build(0)
-        optimizer = build(model, transport, stage)
-        average = ShardedAverage(optimizer, **KINDS["ema"])
-        with optimizer.join():
-            for step in range(counts[transport.rank]):
-                odd_loss(model, odd_batches(2, step, False)[transport.rank]).backward()
-                optimizer.step()
-                average.update_parameters()
-                optimizer.zero_grad()
-        found = average.gather(to=None)
-        optimizer.close()
-        return found
+    def loop(side: Side) -> Any:
+        average = average_of(side, "ema")
+        with side.join():
+            for step in range(max(counts[rank] for rank in side.ranks)):
+                mine = [rank for rank in side.ranks if step < counts[rank]]
+                batches = odd_batches(2, step, extra=False)
+                side.train(lambda model, rank, batches=batches: odd_loss(model, batches[rank]), ranks=mine)  # type: ignore[misc]
+                side.step()
+                average.update_parameters(*([side.model] if isinstance(side, AsPlain) else []))
+                side.clear()
+        return values(average)
 
-    model = locked_build(0)
-    expected = swa_utils.AveragedModel(model, **KINDS["ema"])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for step in range(max(counts)):
-        there = [rank for rank, count in enumerate(counts) if step < count]
-        plain_step(model, optimizer, odd_loss, [odd_batches(2, step, False)[rank] for rank in there], len(counts))
-        optimizer.zero_grad()
-        expected.update_parameters(model)
-    for found in on_threads(2, run, timeout=10):
-        assert_same_averages(found, expected)
+    same(loop, 2, stage)
 
 
 CALLS: dict[str, Callable[[ZeroOptimizer, ShardedAverage, Path], Any]] = {
@@ -150,30 +134,33 @@ CALLS: dict[str, Callable[[ZeroOptimizer, ShardedAverage, Path], Any]] = {
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_would_take_the_average_for_weights_is_an_error(stage: int, tmp_path: Path) -> None:
-    def run(transport: Transport) -> nn.Module:
-        model = locked_build(0)
-        optimizer = build(model, transport, stage)
-        average = ShardedAverage(optimizer, **KINDS["ema"])
-        train(model, optimizer, range(1), average)
-        zero.save(tmp_path / "before", optimizer)
-        train(model, optimizer, range(1, 2), average)
+    def refused(side: Side, average: ShardedAverage) -> None:
         for name, call in CALLS.items():
             with average.applied(), pytest.raises(RuntimeError, match=rf"{name}.* inside applied\(\) of the average"):
-                call(optimizer, average, tmp_path)
-        batch = odd_batches(1, 0, False)[0]
+                call(side.optimizer, average, tmp_path)
+        batch = odd_batches(1, 0, extra=False)[0]
         with pytest.raises(RuntimeError, match="a backward inside applied"), average.applied():
-            odd_loss(model, batch).backward()
-        optimizer.zero_grad()
-        odd_loss(model, batch).backward()
+            side.train(lambda model, _: odd_loss(model, batch))
+        side.clear()
+        side.train(lambda model, _: odd_loss(model, batch))
         with pytest.raises(RuntimeError, match="with gradients that no step has used"), average.applied():
             raise AssertionError("the block is entered")
-        optimizer.zero_grad()
-        train(model, optimizer, range(2, 3), average)
-        optimizer.close()
-        return model
+        side.clear()
 
-    for found in on_threads(2, run, timeout=10):
-        assert_same_model(found, plain(3, "ema")[0])
+    def loop(side: Side) -> None:
+        average = average_of(side, "ema")
+        train(side, range(1), average)
+        if isinstance(average, ShardedAverage):
+            zero.save(tmp_path / "before", side.optimizer)
+            refused(side, average)
+        train(side, range(1, 2), average)
+
+    same(loop, 2, stage)
+
+
+def build(listed: Any, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
+    arguments = {"stage": stage, "process_group": group, "bucket_cap_mb": 0.0005, "lr": 0.01, **arguments}
+    return ZeroOptimizer(listed, torch.optim.AdamW, **arguments)
 
 
 def test_ranks_with_other_averages_neither_gather_nor_save_nor_restore(tmp_path: Path) -> None:
@@ -200,7 +187,7 @@ def test_ranks_with_other_averages_neither_gather_nor_save_nor_restore(tmp_path:
 def test_params_that_are_added_later_have_their_weights_until_the_next_update(stage: int, tmp_path: Path) -> None:
     def run(transport: Transport) -> None:
         model = locked_build(0)
-        optimizer = build(model.layers.parameters(), transport, stage, module=model)  # type: ignore[arg-type]
+        optimizer = build(model.layers.parameters(), transport, stage, module=model)
         average = ShardedAverage(optimizer)
         average.update_parameters()
         optimizer.add_param_group({"params": list(model.last.parameters())})

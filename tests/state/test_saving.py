@@ -9,42 +9,34 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Transport, on_threads
+from collectives import on_threads
 from zero import ZeroOptimizer
 
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, plain_step, share
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_states
 from ..support.programs import CLASSES, locked_build
+from ..support.sides import AsPlain, OnRank
 from ..support.trainings import SGD, Two
+from .training import TOGETHER, train
 
 pytestmark = pytest.mark.contract
 
-TOGETHER = 6  # micro-batches of a step
-ROWS: list[tuple[str, Any, Any]] = [  # class, before and after: the plain loop, or ranks, stage and cap
-    ("adamw", (3, 3, 0.0005), (2, 1, 1e-6)),
-    ("asgd", (2, 1, 1e-6), "plain"),
-    ("nadam", "plain", (3, 2, 0.0005)),
-    ("adagrad", (2, 0, 25.0), (2, 3, 25.0)),
+ROWS: list[tuple[str, Any, Any, str]] = [  # class, before and after: the plain loop, or ranks, stage and cap; precision
+    ("adamw", (3, 3, 0.0005), (2, 1, 1e-6), ""),
+    ("asgd", (2, 1, 1e-6), "plain", ""),
+    ("nadam", "plain", (3, 2, 0.0005), ""),
+    ("adagrad", (2, 0, 25.0), (2, 3, 25.0), ""),
+    ("adamw fused", (2, 2, 0.0005), (3, 1, 0.0005), "bf16"),
+    ("adamw foreach", (2, 1, 0.0005), (2, 3, 0.0005), "bf16"),
 ]
-
-
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        batches = odd_batches(TOGETHER, step, extra=False)
-        if isinstance(optimizer, ZeroOptimizer):
-            for batch in share(batches, optimizer.rank, optimizer.world_size):
-                odd_loss(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        else:
-            plain_step(model, optimizer, odd_loss, batches, TOGETHER)
-        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_training_goes_on_from_a_saved_dict(row: Any) -> None:
     """In a new optimizer, whose param groups have no options except those of the dict."""
-    name, before, after = row
-    cls, arguments = CLASSES[name]
+    name, before, after, numbers = row
+    (cls, arguments), precision = CLASSES[name], PRECISIONS.get(numbers)
     usual = cls([nn.Parameter(torch.ones(1))], **arguments).defaults["lr"]
 
     def program(transport: Any, where: Any, steps: range, saved: Any) -> Any:
@@ -52,19 +44,20 @@ def test_training_goes_on_from_a_saved_dict(row: Any) -> None:
         if saved is not None:
             model.load_state_dict(saved[0])
         if where == "plain":
-            optimizer: Any = cls(model.parameters(), **options)
+            side: Any = AsPlain(model, lambda updated: cls(updated, **options), 1, precision, TOGETHER)
         else:
             options.update(stage=where[1], process_group=transport, bucket_cap_mb=where[2], divisor=TOGETHER)
-            optimizer = ZeroOptimizer(model, cls, **options)
+            side = OnRank(model, ZeroOptimizer(model, cls, mixed_precision=precision, **options))
+        optimizer = side.optimizer
         if saved is not None:
             optimizer.load_state_dict(copy.deepcopy(saved[1]))
             assert optimizer.param_groups[0]["lr"] == usual
-        train(model, optimizer, steps)
-        if where != "plain":
-            optimizer.consolidate_state_dict(None)
+        train(side, steps)
+        if where == "plain":
+            return copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        optimizer.consolidate_state_dict(None)
         states = copy.deepcopy(optimizer.state_dict())
-        if where != "plain":
-            optimizer.close()
+        optimizer.close()
         return copy.deepcopy(model.state_dict()), states
 
     def run(where: Any, steps: range, saved: Any) -> Any:
@@ -155,32 +148,3 @@ def test_states_of_parameters_without_elements_are_told_apart() -> None:
     saved = optimizer.state_dict()
     assert saved["param_groups"][0]["param_names"] == ["first", "second", "third"]
     assert [int(saved["state"][index]["step"]) for index in range(3)] == [1, 2, 2]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_parameter_left_out_of_a_step_keeps_its_count(stage: int) -> None:
-    """Even if its neighbour in the same flat tensor took part."""
-
-    def build() -> nn.ParameterList:
-        return nn.ParameterList([torch.arange(32.0) + number for number in range(3)])
-
-    def loss_of(model: Any, batch: tuple[float, int]) -> torch.Tensor:
-        scale, step = batch
-        return torch.stack([(p * scale).square().sum() for p in (model if step != 1 else model[:1])]).sum()
-
-    def program(transport: Transport) -> nn.Module:
-        model = build()
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, lr=0.1)
-        for step in range(4):
-            loss_of(model, (1.0 + transport.rank, step)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        return model
-
-    plain = build()
-    adamw = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for step in range(4):
-        plain_step(plain, adamw, loss_of, [(1.0, step), (2.0, step)], 2)
-        adamw.zero_grad()
-    for model in on_threads(2, program, timeout=5):
-        assert_same_model(model, plain)

@@ -21,12 +21,14 @@ from zero.core.bits import copied
 
 from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
 from ..support.loops import seeded
-from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, plain_step
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.shampoo import Rotated
+from ..support.sides import AsPlain, OnRank, train
+from .training import TOGETHER
 
 pytestmark = pytest.mark.filterwarnings("ignore:Rotated is not element-wise", "ignore:not restored from")
 
-MICRO_BATCHES, SAVED, STEPS = 6, 2, 4
+SAVED, STEPS = 2, 4
 
 
 def mixed() -> nn.Module:
@@ -42,26 +44,18 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def batches(step: int) -> Tensor:
-    return torch.randn(MICRO_BATCHES, 4, 9, generator=torch.Generator().manual_seed(step))
+    return torch.randn(TOGETHER, 4, 9, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        if isinstance(optimizer, ZeroOptimizer):
-            for batch in batches(step)[optimizer.rank :: optimizer.world_size]:
-                loss_of(model, batch).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        else:
-            plain_step(model, optimizer, loss_of, batches(step), MICRO_BATCHES)
-        optimizer.zero_grad()
+run = functools.partial(train, batches_of=batches, loss_of=loss_of)
 
 
 @functools.cache
 def plainly(steps: int) -> tuple[nn.Module, dict[str, Any]]:
     model = seeded(0, mixed)
-    optimizer = Rotated(model.named_parameters())
-    train(model, optimizer, range(steps))
-    return model, copy.deepcopy(optimizer.state_dict())
+    loop = AsPlain(model, lambda _: Rotated(model.named_parameters()), divisor=TOGETHER)
+    run(loop, range(steps))
+    return model, copy.deepcopy(loop.optimizer.state_dict())
 
 
 def strides_of(value: Any) -> Any:
@@ -87,10 +81,10 @@ def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, 
         model = seeded(0, mixed)
         if saved is not None:
             model.load_state_dict(saved[0])
-        arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": MICRO_BATCHES}
+        arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": TOGETHER}
         optimizer = ZeroOptimizer(model, Rotated, **arguments)
         if saved is None:
-            train(model, optimizer, range(SAVED))
+            run(OnRank(model, optimizer), range(SAVED))
             zero.save(tmp_path / "saved", optimizer, step=SAVED)
         elif way == "dict":
             optimizer.load_state_dict(saved[1])
@@ -100,7 +94,7 @@ def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, 
         optimizer.consolidate_state_dict(None)
         before = copy.deepcopy(optimizer.state_dict())
         assert_same_dict(before, plainly(SAVED)[1])
-        train(model, optimizer, range(SAVED, STEPS))
+        run(OnRank(model, optimizer), range(SAVED, STEPS))
         optimizer.consolidate_state_dict(None)
         assert_same_dict(optimizer.state_dict(), plainly(STEPS)[1])
         optimizer.close()
@@ -115,9 +109,9 @@ def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, 
     for states in (begun, saved.optimizer_state_dict()):
         model = seeded(0, mixed)
         model.load_state_dict(weights)
-        optimizer = Rotated(model.parameters())
-        optimizer.load_state_dict(states)
-        train(model, optimizer, range(SAVED, STEPS))
+        loop = AsPlain(model, Rotated, divisor=TOGETHER)
+        loop.optimizer.load_state_dict(states)
+        run(loop, range(SAVED, STEPS))
         assert_same_model(model, plainly(STEPS)[0])
     assert "state.2.weight.momentum" in json.loads(saved.header(OPTIMIZER).metadata[STRIDES])
     rewrite_header(tmp_path / "saved" / OPTIMIZER, **{STRIDES: "{}"})

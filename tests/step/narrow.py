@@ -11,7 +11,8 @@ from collectives import Transport
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.loops import seeded
-from ..support.narrowed import BF16, Narrowed
+from ..support.narrowed import BF16
+from ..support.plain import PlainRanks
 
 WIDTH = 64  # a multiple of the alignment: no padding
 
@@ -39,22 +40,14 @@ def step(model: nn.Module, optimizer: ZeroOptimizer, seed: int = 0) -> None:
     optimizer.zero_grad()
 
 
-class Plain:
-    """The plain loop, with each micro-batch's gradient added up in fp32: support's has another model."""
+def plain_loop() -> PlainRanks:
+    return PlainRanks(build(), lambda masters: torch.optim.AdamW(masters, lr=0.05), precision=MixedPrecision(BF16))
 
-    def __init__(self) -> None:
-        self.model = build()
-        self.numbers = Narrowed(self.model, MixedPrecision(BF16))
-        self.optimizer = torch.optim.AdamW(self.numbers.updated, lr=0.05)
 
-    def step(self, *seeds: int) -> None:
-        total: list[Any] = [None] * len(self.numbers.parameters)
-        for seed in seeds:
-            loss_of(self.model, seed).backward()  # type: ignore[no-untyped-call]
-            for index, p in enumerate(self.numbers.parameters):
-                assert p.grad is not None
-                gradient = self.numbers.travelling(p.grad)
-                total[index] = gradient if total[index] is None else total[index] + gradient
-            self.model.zero_grad()
-        self.numbers.show([each / len(seeds) for each in total])
-        self.numbers.step(self.optimizer)
+def step_plainly(loop: PlainRanks, *seeds: int) -> None:
+    """Take a step of the plain loop over a micro-batch for each seed."""
+    loop.divisor = len(seeds)
+    for seed in seeds:
+        loop.backward(0, loss_of(loop.model, seed).backward)
+    loop.step()
+    loop.clear()

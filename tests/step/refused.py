@@ -78,12 +78,6 @@ def keep_two_gradients(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None
         p.sub_(sum(kept) * group["lr"])
 
 
-def keep_a_mean(optimizer: Any, p: Tensor, group: dict[str, Any]) -> None:
-    """Like SWATS: over each parameter."""
-    if p.grad is not None:
-        optimizer.state[p]["mean"] = p.grad.mean()
-
-
 def rebind(_: Any, p: Tensor, group: dict[str, Any]) -> None:
     """Give a parameter new memory, while a rank's slice keeps the old memory."""
     p.data = p.data.clone()
@@ -106,17 +100,6 @@ class ClippedTogether(Coupled):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, torch.stack(torch._foreach_norm(gradients)).norm())
         super().step()
-
-
-class RateByPlace(Coupled):
-    """Uses a lower rate for parameters further back in their group."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for place, p in enumerate(group["params"]):
-                if p.grad is not None:
-                    p.sub_(p.grad * group["lr"] / (1 + place))
 
 
 class OwnBuffers(Coupled):
@@ -157,11 +140,10 @@ ALONE: dict[str, type[Coupled]] = {  # they step a parameter in a way of its own
     "LargeMatricesApart": coupled("LargeMatricesApart", treat_large_matrices_apart),
     "Projected": Projected,
     "History": coupled("History", keep_two_gradients),
-    "KeepsMeans": coupled("KeepsMeans", keep_a_mean),
     "OwnObjects": coupled("OwnObjects", keep_an_object),
 }
 TOGETHER: dict[str, type[Coupled]] = {  # a step of one parameter depends on others, or fails by itself
-    **{cls.__name__: cls for cls in (ClippedTogether, RateByPlace, OwnBuffers, EstimatesTogether)},
+    **{cls.__name__: cls for cls in (ClippedTogether, OwnBuffers, EstimatesTogether)},
     "Rebinds": coupled("Rebinds", rebind),
 }
 

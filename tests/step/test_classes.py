@@ -16,128 +16,15 @@ from zero import ZeroOptimizer
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.shampoo import Shampoo
-from .whole import Mixed, batch, made, on_ranks, train, train_plainly
+from .whole import Mixed, Named, batches, groups_of, made, on_ranks, shared, train, train_plainly
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Muon is not element-wise")]
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
-Named = list[tuple[str, Any]]
-
-
-def shared(model: nn.Module) -> tuple[Named, Named]:
-    """Return the matrices of the blocks, and all else."""
-    named = list(model.named_parameters())
-    matrices = [(name, p) for name, p in named if p.dim() == 2 and name.startswith("blocks")]
-    return matrices, [(name, p) for name, p in named if all(p is not q for _, q in matrices)]
-
-
-class PlainLoop:
-    """A plain loop with an optimizer of each class."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.model = made(Mixed, dtype)
-        matrices, rest = shared(self.model)
-        self.muon = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)  # type: ignore[arg-type]
-        groups = [{"params": rest[::2]}, {"params": rest[1::2], "lr": 0.005, "weight_decay": 0.0}]
-        self.adamw = torch.optim.AdamW(groups, lr=0.01)
-
-    def train(self, steps: range) -> None:
-        train_plainly(self.model, Several(self.muon, self.adamw), steps)
-
-
-def build(model: nn.Module, group: Any, stage: int, **arguments: Any) -> ZeroOptimizer:
-    matrices, rest = shared(model)
-    groups = [
-        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02, "weight_decay": 0.1},
-        {"params": rest[::2], "optimizer_class": torch.optim.AdamW, "lr": 0.01},
-        {"params": rest[1::2], "optimizer_class": torch.optim.AdamW, "lr": 0.005, "weight_decay": 0.0},
-    ]
-    arguments = {"module": model, "stage": stage, "process_group": group, "bucket_cap_mb": 0.002, **arguments}
-    return ZeroOptimizer(groups, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "by", "dtype"),  # ranks and stage
-    [
-        ((3, 3), (2, 1), "dict", torch.float32),
-        ((2, 1), (3, 3), "checkpoint", torch.bfloat16),
-        ((1, 2), (2, 0), "dicts of torch's classes", torch.float32),
-    ],
-)
-def test_muon_and_adamw_are_those_of_the_plain_loop(
-    before: tuple[int, int], after: tuple[int, int], by: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    """Also after a load at another stage and number of ranks."""
-    plain = PlainLoop(dtype)
-    plain.train(range(2))
-
-    def begin(model: nn.Module, transport: Transport) -> Any:
-        optimizer = build(model, transport, before[1])
-        train(model, optimizer, range(2))
-        zero.save(tmp_path / "saved", optimizer)
-        optimizer.consolidate_state_dict(None)
-        states = optimizer.state_dict()
-        optimizer.close()
-        return model, states
-
-    begun = on_ranks(before[0], begin, plain.model)
-    theirs = {MUON: plain.muon.state_dict(), ADAMW: plain.adamw.state_dict()}
-    saved = zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict()
-    for states in (*(states for _, states in begun), saved):
-        assert sorted(states) == [MUON, ADAMW]
-        for name, stepped in ((MUON, plain.muon), (ADAMW, plain.adamw)):
-            assert_same_states(states[name], theirs[name])
-            assert {group["optimizer_class"] for group in states[name]["param_groups"]} == {name}
-            stepped.load_state_dict(states[name])  # torch's own class takes it
-    weights = {name: value.clone() for name, value in plain.model.state_dict().items()}
-    given = theirs if by == "dicts of torch's classes" else begun[0][1]
-
-    def go_on(model: nn.Module, transport: Transport) -> nn.Module:
-        if by != "checkpoint":
-            model.load_state_dict(weights)
-        optimizer = build(model, transport, after[1])
-        if by == "checkpoint":
-            zero.load(tmp_path / "saved", optimizer, rng=False)
-        else:
-            optimizer.load_state_dict(given)
-        train(model, optimizer, range(2, 4))
-        optimizer.close()
-        return model
-
-    for model, _ in begun:
-        assert_same_model(model, plain.model)
-    plain.train(range(2, 4))
-    for model in on_ranks(after[0], go_on, plain.model):
-        assert_same_model(model, plain.model)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_groups_without_a_class_have_the_main_one(stage: int) -> None:
-    def run(model: nn.Module, transport: Transport) -> nn.Module:
-        matrices, rest = shared(model)
-        groups = [{"params": rest}, {"params": matrices[:2], "optimizer_class": torch.optim.AdamW, "lr": 0.01}]
-        arguments: dict[str, Any] = {"module": model, "stage": stage, "process_group": transport}
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, lr=0.1, momentum=0.9, **arguments)
-        optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Shampoo, "partition": "parameter"})
-        assert "optimizer_class" not in optimizer.param_groups[0]
-        assert optimizer.param_groups[0]["momentum"] == 0.9
-        assert optimizer.param_groups[2]["lr"] == Shampoo([torch.zeros(1)]).defaults["lr"]
-        assert "nesterov" not in optimizer.param_groups[2]
-        train(model, optimizer, range(2))
-        optimizer.close()
-        return model
-
-    plain = made(Mixed)
-    matrices, rest = shared(plain)
-    adamw = torch.optim.AdamW([p for _, p in matrices[:2]], lr=0.01)
-    sgd, shampoo = torch.optim.SGD([p for _, p in rest], lr=0.1, momentum=0.9), Shampoo([p for _, p in matrices[2:]])
-    train_plainly(plain, Several(adamw, sgd, shampoo), range(2))
-    for model in on_ranks(3, run, plain):
-        assert_same_model(model, plain)
 
 
 def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> None:
     model = made(Mixed)
-    optimizer = build(model, solo(), 2)
+    optimizer = ZeroOptimizer(groups_of(model), module=model, process_group=solo())
     muon, adamw = torch.optim.Muon([torch.zeros(2, 2)]).defaults, torch.optim.AdamW([torch.zeros(1)]).defaults
     given = {"params", "param_names", "optimizer_class"}
     assert [group.keys() - given for group in optimizer.param_groups] == [muon.keys(), adamw.keys(), adamw.keys()]
@@ -161,7 +48,7 @@ def test_groups_have_the_defaults_of_their_class_and_schedulers_move_all() -> No
     for group, name in ((1, None), (0, ADAMW), (1, "SGD")):  # the class of a live group cannot be edited
         kept = dict(optimizer.param_groups[group])
         optimizer.param_groups[group]["optimizer_class"] = name
-        model(batch(0, 0, model)).sum().backward()
+        model(batches(0)[0]).sum().backward()
         with pytest.raises(RuntimeError, match=f"param group {group} is stepped by torch.optim"):
             optimizer.step()
         optimizer.param_groups[group].update(kept)
@@ -200,17 +87,27 @@ class Popping(Scaled):
     ],
 )
 def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: Any, given: Any, tmp_path: Path) -> None:
-    """Its param groups and its dict are those of the class that is built with these arguments."""
+    """Its param groups and its dict are those of the class that is built with these arguments.
+
+    A group without a class has the main one, and one that is added may have another.
+    """
     plain = made(Mixed)
     matrices, rest = shared(plain)
-    sgd, stepped = torch.optim.SGD([p for _, p in rest]), cls(matrices, **given)
-    train_plainly(plain, Several(sgd, stepped), range(3))
+    sgd, shampoo = torch.optim.SGD([p for _, p in rest], momentum=0.9), Shampoo([p for _, p in matrices[2:]])
+    stepped = cls(matrices[:2], **given)
+    train_plainly(plain, Several(sgd, stepped, shampoo), range(3))
     name = f"{cls.__module__}.{cls.__qualname__}"
 
     def run(model: nn.Module, transport: Transport) -> Any:
         matrices, rest = shared(model)
-        groups = [{"params": rest}, {"params": matrices, "optimizer_class": cls, "layer": "block", **given}]
-        optimizer = ZeroOptimizer(groups, torch.optim.SGD, module=model, stage=stage, process_group=transport)
+        groups = [{"params": rest}, {"params": matrices[:2], "optimizer_class": cls, "layer": "block", **given}]
+        arguments: dict[str, Any] = {"momentum": 0.9, "module": model, "stage": stage, "process_group": transport}
+        optimizer = ZeroOptimizer(groups, torch.optim.SGD, **arguments)
+        optimizer.add_param_group({"params": matrices[2:], "optimizer_class": Shampoo, "partition": "parameter"})
+        assert "optimizer_class" not in optimizer.param_groups[0]
+        assert optimizer.param_groups[0]["momentum"] == 0.9
+        assert optimizer.param_groups[2]["lr"] == shampoo.defaults["lr"]
+        assert "nesterov" not in optimizer.param_groups[2]
         train(model, optimizer, range(2))
         zero.save(tmp_path / "saved", optimizer)
         zero.load(tmp_path / "saved", optimizer, rng=False)
@@ -220,7 +117,7 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         optimizer.close()
         return model, states
 
-    for model, states in on_ranks(2, run, plain):
+    for model, states in on_ranks(3, run):
         assert_same_model(model, plain)
         assert_same_states(states, stepped.state_dict())
         (group,) = states["param_groups"]
@@ -238,41 +135,32 @@ def another_sgd(rate: float) -> type[torch.optim.Optimizer]:
 
 
 MATRICES, REST = shared(made(Mixed))
-OF_MUON = {"params": MATRICES, "optimizer_class": torch.optim.Muon}
+OPT = torch.optim
+
+
+def of(cls: Any, params: Named = MATRICES, **options: Any) -> dict[str, Any]:
+    return {"params": params, "optimizer_class": cls, **options}
+
+
 ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # groups, main class
-    *[
-        ([{"params": REST}, {"params": MATRICES, "optimizer_class": named}], torch.optim.AdamW, error, said)
-        for named, error, said in (
-            ("muon", TypeError, "param group 1: optimizer_class must be a class of optimizers, not 'muon'"),
-            (nn.Linear, TypeError, "param group 1: optimizer_class must be a class of optimizers"),
-            (torch.optim.Optimizer, TypeError, "param group 1: optimizer_class is Optimizer, which is abstract"),
-            (torch.optim.LBFGS, ValueError, "LBFGS cannot be sharded: .*closure"),
-        )
-    ],
-    ([{"params": REST}, {**OF_MUON, "fused": True}], None, ValueError, "param group 1: Muon has no option 'fused'"),
-    ([{"params": REST + MATRICES[:1]}, OF_MUON], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
-    ([{**OF_MUON, "params": MATRICES + REST[1:2]}], None, ValueError, r"Muon refuses 'first.bias', of shape"),
     (
-        [{"params": REST}, {"params": MATRICES, "optimizer_class": another_sgd(1.0)}],
-        another_sgd(2.0),
-        ValueError,
-        r"two classes have the name .*another_sgd\.<locals>\.Opt.*rename one",
+        [{"params": REST}, of(OPT.Optimizer)],
+        OPT.AdamW,
+        TypeError,
+        "1: optimizer_class is Optimizer, which is abstract",
     ),
-    (
-        [{"params": MATRICES, "optimizer_class": Popping}],
-        None,
-        ValueError,
-        "param group 0: Popping cannot be built with its options .*'lr'",
-    ),
+    ([{"params": REST}, of(OPT.LBFGS)], OPT.AdamW, ValueError, "LBFGS cannot be sharded: .*closure"),
+    ([{"params": REST}, of(OPT.Muon, fused=True)], None, ValueError, "param group 1: Muon has no option 'fused'"),
+    ([{"params": REST + MATRICES[:1]}, of(OPT.Muon)], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
+    ([of(OPT.Muon, MATRICES + REST[1:2])], None, ValueError, r"Muon refuses 'first.bias', of shape"),
+    ([{"params": REST}, of(another_sgd(1.0))], another_sgd(2.0), ValueError, r"two classes have .*Opt.*rename one"),
+    ([of(Popping)], None, ValueError, "param group 0: Popping cannot be built with its options .*'lr'"),
     *[
         (
-            [
-                {"params": MATRICES[:2], "optimizer_class": Scaled, "scale": 0.5},
-                {"params": MATRICES[2:], "optimizer_class": Scaled, **other},
-            ],
+            [of(Scaled, MATRICES[:2], scale=0.5), of(Scaled, MATRICES[2:], **other)],
             None,
             ValueError,
-            "param group 1: scale of Scaled is another one than for the other",
+            "1: scale of Scaled",
         )
         for other in ({"scale": 2.0}, {})
     ],

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero import ZeroOptimizer
 
+from ..support.errors import errors_on
 from ..support.plain import assert_same_bits
 from .refused import ALONE, OPTIONS, TOGETHER, Coupled, DecayMatricesOnly, Projected, coupled, net
 
@@ -36,11 +37,6 @@ class FusesDecayInSomeLengths(torch.optim.SGD):
 
 class FusesDecayAtLowRates(FusesDecayInSomeLengths):
     most = 0.2
-
-
-class DecayByAnotherName(DecayMatricesOnly):  # type: ignore[misc, valid-type]
-    def __init__(self, params: Any, lr: float = 1e-3, wd: float = 0.0) -> None:
-        super().__init__(params, lr=lr, weight_decay=wd)
 
 
 def halves(name: str, option: str) -> type[Coupled]:
@@ -72,7 +68,6 @@ def spare_single_elements(_: Any, p: Tensor, group: dict[str, Any]) -> None:
 NoHighDecays = refuses("NoHighDecays", lambda p, group: group["weight_decay"] >= 0.2, DecayMatricesOnly)
 NoHighRates = refuses("NoHighRates", lambda p, group: group["lr"] > 0.1)
 NoKernels = refuses("NoKernels", lambda p, group: p.ndim == 4)
-NoScalars = refuses("NoScalars", lambda p, group: p.ndim == 0)
 SparesSingleElements = coupled("SparesSingleElements", spare_single_elements)
 Low = halves("HalvesMatricesAtLowRates", "lr")
 
@@ -97,10 +92,9 @@ ROWS: list[tuple[Any, Any, dict[str, Any]]] = [  # class, parameters (None: of t
     ],
     # nor does a decay so low that it hardly shows
     *[(FusesDecayInSomeLengths, None, {"lr": 0.5, "weight_decay": decay}) for decay in (0.1, 1e-7)],
-    # it is raised alone if the class refuses a higher rate; it may be refused, or have no argument
+    # it is raised alone if the class refuses a higher rate; it may be refused
     (FusesDecayAtLowRates, None, {"lr": 0.1, "weight_decay": 1e-7}),
     (NoHighDecays, None, {"lr": 1e-9, "weight_decay": 0.01}),
-    (DecayByAnotherName, None, {"lr": 1e-9, "wd": 0.01}),
     # the rate and the decay of the groups are tried for all steps as they are
     (halves("HalvesMatricesAtLowDecays", "weight_decay"), None, {"lr": 0.5, "weight_decay": 0.01, "begin": 5}),
     (DecayMatricesOnly, None, {"lr": 1e4, "weight_decay": 1e-6, "begin": 5}),
@@ -127,14 +121,10 @@ def test_a_class_that_looks_beyond_an_element_is_refused(row: Any) -> None:
 
 
 def test_the_reason_says_what_was_stepped_and_every_rank_is_told() -> None:
-    def program(transport: Transport) -> str:
-        options: dict[str, Any] = {**OPTIONS, "begin": 2, "process_group": transport, "partition": "element"}
-        with pytest.raises(ValueError, match="element-wise") as error:
-            ZeroOptimizer(net(), DecayMatricesOnly, **options)
-        return str(error.value)
-
+    options: dict[str, Any] = {**OPTIONS, "begin": 2, "partition": "element"}
+    messages = errors_on(2, lambda group: ZeroOptimizer(net(), DecayMatricesOnly, process_group=group, **options))
     found = "stepping shards of a parameter of shape (131, 137) gave different bits than stepping it whole (within 3 of"
-    assert all(found in message for message in on_threads(2, program))
+    assert all(found in message for message in messages), messages
     assert "closure" in refused(torch.optim.LBFGS)
     assert "dense" in refused(torch.optim.SparseAdam)
 
@@ -154,12 +144,9 @@ def test_groups_that_are_added_or_loaded_are_tried_too() -> None:
 
 
 def test_what_the_class_refuses_is_left_out_unless_the_groups_have_it() -> None:
-    for cls in (NoKernels, NoScalars):
-        ZeroOptimizer(net().matrix, cls, process_group=solo(), begin=3).close()
+    ZeroOptimizer(net().matrix, NoKernels, process_group=solo(), begin=3).close()
     with pytest.raises(ValueError, match=r"NoKernels refuses 'kernels.weight', of shape .*: no, please. Pass"):
-        ZeroOptimizer(net(), NoKernels, process_group=solo())
-    with pytest.raises(ValueError, match=r"NoScalars refuses 'scale', of shape \(\): no, please. Pass"):
-        ZeroOptimizer(net(), NoScalars, process_group=solo(), begin=3)
+        ZeroOptimizer(net(), NoKernels, process_group=solo(), begin=3)
 
 
 class RateByAnotherName(torch.optim.SGD):

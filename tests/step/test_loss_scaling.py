@@ -12,8 +12,9 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_model
 from ..support.programs import Program, Round, Step, check
+from ..support.sides import AsPlain, Side, same_as_plain
+from ..support.small import blocks
 
 pytestmark = pytest.mark.contract
 
@@ -50,52 +51,32 @@ def test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere(
     check(Program(world_size, stage, optimizer, cap, precision=precision, scaled=True, steps=overflows(world_size)))
 
 
-def small() -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
-    for number, parameter in enumerate(model.parameters()):
-        nn.init.constant_(parameter, 0.25 + number)
-    return model
-
-
 def scaler(scale: float = 8.0) -> torch.amp.GradScaler:
     return torch.amp.GradScaler("cpu", init_scale=scale)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_scaler_asks_once_for_each_dtype_and_all_are_unscaled_once(stage: int) -> None:
-    def mixed() -> nn.Sequential:
-        return nn.Sequential(small(), small().to(torch.float64))
+    def loop(side: Side) -> None:
+        scaling, ones = scaler(), torch.ones(4, 4)
+        side.train(lambda model, _: scaling.scale(model[0](ones).sum() + model[1](ones.double()).sum()))
+        if isinstance(side, AsPlain):
+            side.settle()
+        scaling.unscale_(side.optimizer)
+        scaling.step(side.optimizer)
 
-    def run(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> nn.Module:
-        scaling = scaler()
-        loss = model[0](torch.ones(4, 3)).sum() + model[1](torch.ones(4, 3, dtype=torch.float64)).sum()
-        scaling.scale(loss).backward()
-        scaling.unscale_(optimizer)
-        scaling.step(optimizer)
-        return model
-
-    def program(transport: Transport) -> nn.Module:
-        model = mixed()
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=transport)
-        run(model, optimizer)
-        optimizer.close()
-        return model
-
-    plain = mixed()
-    run(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
-    for model in on_threads(2, program, timeout=5):
-        assert_same_model(model, plain)
+    same_as_plain(loop, lambda: nn.Sequential(blocks(), blocks().double()), lr=0.1, settings={"stage": stage})
 
 
 def backward(model: nn.Module, scaling: torch.amp.GradScaler) -> None:
-    loss: Tensor = scaling.scale(model(torch.ones(4, 3)).square().mean())
+    loss: Tensor = scaling.scale(model(torch.ones(4, 4)).square().mean())
     loss.backward()  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_scales_that_differ_between_ranks_are_an_error_on_every_rank(stage: int) -> None:
     def program(transport: Transport) -> str:
-        model = small()
+        model = blocks()
         optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=stage, process_group=transport)
         mine = scaler(8.0 if transport.rank == 0 else 16.0)
         backward(model, mine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from zero import MixedPrecision, ZeroOptimizer
 from ..support.narrowed import BF16
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
-from .narrow import WIDTH, Plain, build, loss_of, step, zero
+from .narrow import WIDTH, build, loss_of, plain_loop, step, step_plainly, zero
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -73,12 +72,12 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
         optimizer.close()
         return model, read
 
-    plain = Plain()
-    plain.step(0, 1)
+    plain: Any = plain_loop()
+    step_plainly(plain, 0, 1)
     write(plain.model[0].weight)
     plain.model[2].load_state_dict(build(5)[2].state_dict())
     followed = plain.numbers.followed()
-    plain.step(0, 1)
+    step_plainly(plain, 0, 1)
     for model, read in on_threads(2, program):
         for ours, theirs in zip(read, followed, strict=True):
             assert_same_bits(ours, theirs)
@@ -88,30 +87,19 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_written_far_behind_and_a_zeros_sign_count(stage: int) -> None:
     """Weights are compared with their masters in blocks, of 65,536 elements on the CPU."""
-
-    def program(transport: Transport) -> tuple[Tensor, Tensor]:
-        model = nn.Linear(512, 512)
-        nn.init.zeros_(model.bias)
-        optimizer = zero(model, transport, stage, bucket_cap_mb=25.0)
-        with optimizer.gathered(write=True):
-            model.weight.data.view(-1)[:: 1 << 15] = 3.0
-            model.weight.data.view(-1)[-1] = 5.0
-            model.bias.data[3:40] = -0.0
-        master, bias = optimizer.full_master(model.weight), optimizer.full_master(model.bias)
-        model(torch.ones(1, 512)).float().sum().backward()
-        for group in optimizer.param_groups:
-            group.update(lr=0.0, weight_decay=0.0)
-        optimizer.step()
-        optimizer.close()
-        assert_same_bits(model.weight, master.to(BF16))
-        return master, bias
-
+    model = nn.Linear(512, 512)
+    nn.init.zeros_(model.bias)
+    optimizer = zero(model, solo(), stage, bucket_cap_mb=25.0)
+    with optimizer.gathered(write=True):
+        model.weight.data.view(-1)[:: 1 << 15] = 3.0
+        model.weight.data.view(-1)[-1] = 5.0
+        model.bias.data[3:40] = -0.0
     expected = torch.zeros(512)
     expected[3:40] = -0.0
-    for master, bias in on_threads(2, program):
-        assert master.view(-1)[:: 1 << 15].tolist() == [3.0] * 8
-        assert master.view(-1)[-1] == 5.0
-        assert_same_bits(bias, expected)
+    master = optimizer.full_master(model.weight).view(-1)
+    assert master[:: 1 << 15].tolist() == [3.0] * 8
+    assert master[-1] == 5.0
+    assert_same_bits(optimizer.full_master(model.bias), expected)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -144,64 +132,20 @@ def test_what_is_never_trained_has_no_master_weights(stage: int) -> None:
     on_threads(2, program)
 
 
-@pytest.mark.parametrize(("stage", "later", "model_first"), [(2, 0, True), (3, 1, False), (1, 3, True)])
-def test_training_goes_on_from_a_saved_dict(stage: int, later: int, model_first: bool) -> None:
-    def begin(transport: Transport) -> tuple[Any, Any]:
-        model = build()
-        optimizer = zero(model, transport, stage)
-        step(model, optimizer)
-        optimizer.consolidate_state_dict(None)
-        with optimizer.gathered():
-            return {name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()
-
-    weights, saved = on_threads(2, begin)[0]
-
-    def go_on(transport: Transport) -> nn.Module:
-        model = build(7)
-        if model_first:
-            model.load_state_dict(weights)
-        optimizer = zero(model, transport, later)
-        optimizer.load_state_dict(copy.deepcopy(saved))
-        if not model_first:
-            with optimizer.gathered(write=True):
-                model.load_state_dict(weights)
-        step(model, optimizer, 1)
-        optimizer.close()
-        return model
-
-    plain = Plain()
-    plain.step(0)
-    assert_same_states(saved, plain.optimizer.state_dict())
-    for index, master in saved["masters"].items():
-        assert_same_bits(master, plain.numbers.updated[index])
-    plain.step(1)
-    for model in on_threads(3, go_on):
-        assert_same_model(model, plain.model)
-
-
 def test_a_dict_without_masters_keeps_them() -> None:
-    model = build()
-    groups = [
-        {"params": list(model[0].named_parameters(prefix="0")), "optimizer_class": torch.optim.SGD},
-        {"params": list(model[1:].named_parameters())},
-    ]
-    optimizer = zero(groups, solo(), 2, module=model)
-    saved = optimizer.state_dict()
-    masters = [optimizer.full_master(parameter) for parameter in model.parameters()]
-    assert not torch.equal(masters[0], masters[0].to(BF16))
-    optimizer.load_state_dict({name: {k: v for k, v in d.items() if k != "masters"} for name, d in saved.items()})
-    for parameter, master in zip(model.parameters(), masters, strict=True):
-        assert_same_bits(optimizer.full_master(parameter), master)
     model = build()
     optimizer = zero(model, solo(), 2)
     step(model, optimizer)
     saved = optimizer.state_dict()
-    optimizer.load_state_dict({**saved, "masters": {}})
-    for p in model.parameters():
-        assert_same_bits(optimizer.full_master(p), p.detach().float())
-    optimizer.load_state_dict(saved)
-    for index, p in enumerate(model.parameters()):
-        assert_same_bits(optimizer.full_master(p), saved["masters"][index])
+    assert not torch.equal(saved["masters"][0], saved["masters"][0].to(BF16))
+    for given, of_index in (
+        ({"masters": {}}, lambda index, p: p.detach().float()),
+        ({}, lambda index, p: saved["masters"][index]),
+    ):
+        optimizer.load_state_dict({**saved, **given})
+        optimizer.load_state_dict({key: value for key, value in optimizer.state_dict().items() if key != "masters"})
+        for index, p in enumerate(model.parameters()):
+            assert_same_bits(optimizer.full_master(p), of_index(index, p))
     wide = torch.optim.AdamW([master.clone().requires_grad_() for master in saved["masters"].values()], lr=0.05)
     wide.load_state_dict(saved)  # torch's own class ignores the masters
     assert_same_states(wide.state_dict(), saved)
@@ -209,38 +153,35 @@ def test_a_dict_without_masters_keeps_them() -> None:
         ({**saved["masters"], 2: torch.zeros(3)}, r"master weights of '1.weight' have shape \(3,\)"),
         *[(masters, "must hold tensors by the parameters' indices") for masters in ({"0": wide}, {0: "x"}, [1])],
     ]
-    for given, words in wrong:
+    for masters, words in wrong:
         with pytest.raises(ValueError, match=words):
-            optimizer.load_state_dict({**saved, "masters": given})
+            optimizer.load_state_dict({**saved, "masters": masters})
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_full_gradient_is_the_wide_mean(stage: int) -> None:
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_full_gradient_is_the_wide_mean_and_zero_where_all_zeroed(stage: int) -> None:
+    """Not -0.0, as for a parameter that no rank used."""
+
     def program(transport: Transport) -> None:
-        model = build()
+        model, plain = build(), plain_loop()
         optimizer = zero(model, transport, stage)
         for turn in range(2):
             loss_of(model, 2 * turn + transport.rank).backward()  # type: ignore[no-untyped-call]
         assert model[0].weight.grad is not None
         with pytest.raises(RuntimeError, match="full_grad"):
             model[0].weight.grad.sum()
-        whole, plain = optimizer.full_grad(model[0].weight), Plain()
-        plain.step(0, 1, 2, 3)
-        expected = plain.numbers.held[0].grad
-        assert whole is not None
+        for seed in range(4):
+            plain.backward(0, loss_of(plain.model, seed).backward)
+        plain.divisor = 2
+        plain.settle()
+        found, expected = optimizer.full_grad(model[0].weight), plain.held[0].grad
+        assert found is not None
         assert expected is not None
-        assert_same_bits(whole, expected * 2)  # divided by 2 ranks there, by 4 micro-batches here
-
-    on_threads(2, program)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_gradient_that_all_zeroed_is_zero_in_every_slice(stage: int) -> None:
-    """Not -0.0, as for a parameter that no rank used."""
-
-    def program(transport: Transport) -> None:
-        model, ones = build(), torch.ones(1, WIDTH, dtype=BF16)
-        optimizer = zero(model, transport, stage)
+        assert_same_bits(found, expected)
+        if stage == 3:  # there all ranks use the same parameters
+            return
+        optimizer.zero_grad()
+        ones = torch.ones(1, WIDTH, dtype=BF16)
         loss = model[0](ones).float().square().mean()
         (loss if transport.rank else loss + model[2](ones).float().mean()).backward()
         optimizer.zero_grad(set_to_none=False)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from ..support.plain import assert_same_model, plain_step
+from ..support.sides import Side, same_as_plain
 from ..support.small import blocks
 
 pytestmark = pytest.mark.contract
@@ -29,10 +28,6 @@ def groups_of(model: nn.Module) -> Groups:
         {"params": [(name, p) for name, p in named if p.dim() > 1], "lr": 0.1},
         {"params": [(name, p) for name, p in named if p.dim() == 1], "lr": 0.2},
     ]
-
-
-def built(model: nn.Module, group: Any, stage: int) -> ZeroOptimizer:
-    return ZeroOptimizer(groups_of(model), torch.optim.Adam, module=model, stage=stage, process_group=group)
 
 
 def loss_of(model: nn.Module, scale: float) -> torch.Tensor:
@@ -77,37 +72,28 @@ def test_an_edited_list_is_an_error_on_every_rank_and_nothing_changes(stage: int
     """One rank edits, and puts everything back. Then training goes on with the bits of the plain loop."""
     change, said = EDITS[edit]
 
-    def program(transport: Transport) -> tuple[nn.Module, list[str]]:
-        model = blocks()
-        optimizer = built(model, transport, stage)
-        errors = []
-        for step in range(3):
-            loss_of(model, step + transport.rank + 1).backward()
-            kept = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-            if transport.rank == 1 and step:
-                change(optimizer.param_groups)
-            if step:
-                calls: tuple[Callable[[], object], ...] = (lambda: optimizer.clip_grad_norm_(0.1), optimizer.step)
-                calls += (lambda: optimizer.add_param_group({"params": [fresh()]}),) if stage < 3 else ()
-                errors += [error_of(call) for call in calls]
-            optimizer.param_groups[:] = [group for group, _, _ in kept]
-            for group, options, parameters in kept:
-                group.update(options, params=parameters)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return model, errors
-
-    plain = blocks()
-    adam = torch.optim.Adam(groups_of(plain))
-    for step in range(3):
-        plain_step(plain, adam, loss_of, [step + 1.0, step + 2.0], 2)
-        adam.zero_grad()
-    for model, errors in on_threads(2, program, timeout=10):
-        assert_same_model(model, plain)
-        assert len(errors) == (4 if stage == 3 else 6)
-        for error in errors:
+    def edited(side: Side) -> None:
+        groups = side.optimizer.param_groups
+        kept = [(group, dict(group), list(group["params"])) for group in groups]
+        if side.optimizer.rank == 1:
+            change(groups)
+        calls = (lambda: side.clip(0.1), side.step, lambda: side.optimizer.add_param_group({"params": [fresh()]}))
+        for call in calls[: 2 if stage == 3 else 3]:
+            error = error_of(call)
             assert re.search(rf"(rank 1|Error): {said}: the lists of param groups are fixed, unlike their", error)
+        groups[:] = [group for group, _, _ in kept]
+        for group, options, parameters in kept:
+            group.update(options, params=parameters)
+
+    def loop(side: Side) -> None:
+        for step in range(3):
+            side.train(lambda model, rank, step=step: loss_of(model, step + rank + 1))  # type: ignore[misc]
+            if step and isinstance(side.optimizer, ZeroOptimizer):
+                edited(side)
+            side.step()
+            side.clear()
+
+    same_as_plain(loop, blocks, torch.optim.Adam, groups=groups_of, settings={"stage": stage})
 
 
 def replace_groups(optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -124,22 +110,11 @@ def replace_groups(optimizer: torch.optim.Optimizer, step: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_options_are_live_in_whatever_dict_and_list_of_the_same_parameters(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = blocks()
-        optimizer = built(model, transport, stage)
+    def loop(side: Side) -> None:
         for step in range(4):
-            replace_groups(optimizer, step)
-            loss_of(model, step + transport.rank + 1).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return model
+            replace_groups(side.optimizer, step)
+            side.train(lambda model, rank, step=step: loss_of(model, step + rank + 1))  # type: ignore[misc]
+            side.step()
+            side.clear()
 
-    plain = blocks()
-    adam = torch.optim.Adam(groups_of(plain))
-    for step in range(4):
-        replace_groups(adam, step)
-        plain_step(plain, adam, loss_of, [step + 1.0, step + 2.0], 2)
-        adam.zero_grad()
-    for model in on_threads(2, program, timeout=10):
-        assert_same_model(model, plain)
+    same_as_plain(loop, blocks, torch.optim.Adam, groups=groups_of, settings={"stage": stage})

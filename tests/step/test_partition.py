@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads, solo
+from collectives import solo
 from zero import ZeroOptimizer
 
 from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
-from ..support.plain import assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, check
+from ..support.sides import Side, same_as_plain
 from ..support.warned import own
 from .refused import ALONE, OPTIONS, net
-from .whole import Mixed, loss_of, made, on_ranks, train, train_plainly
+from .whole import loss_of, made
 
 STEPS = (
     Step((Round(), Round(sync=False)), clips=((0.1, 2.0),)),
@@ -40,70 +40,29 @@ def test_classes_that_need_whole_parameters_give_the_bits_of_the_plain_loop(row:
     check(ROWS[row])
 
 
-@pytest.mark.parametrize(("world_size", "stage", "dtype"), [(3, 3, FP32), (2, 1, BF16)])
-def test_no_rank_has_more_than_its_share_and_one_parameter(world_size: int, stage: int, dtype: torch.dtype) -> None:
-    """The bits and the states are those of torch's own class, which takes these."""
-    plain = made(Mixed, dtype)
-    stepped = torch.optim.Adafactor(plain.parameters(), lr=0.02, weight_decay=0.1)
-    train_plainly(plain, stepped, range(3))
-
-    def run(model: nn.Module, transport: Transport) -> Any:
-        arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "partition": "parameter"}
-        optimizer = ZeroOptimizer(model, torch.optim.Adafactor, lr=0.02, weight_decay=0.1, **arguments)
-        train(model, optimizer)
-        told = optimizer.describe()
-        optimizer.consolidate_state_dict(None)
-        states = optimizer.state_dict()
-        optimizer.close()
-        return model, states, told
-
-    results = on_ranks(world_size, run, plain)
-    listed, size = list(plain.parameters()), dtype.itemsize
-    sizes = [p.numel() * size for p in listed]
-    padding = 64 * len(listed)
-    for model, states, told in results:
-        assert_same_model(model, plain)
-        assert_same_states(states, stepped.state_dict())
-        assert told.formula_bytes["parameters"] == told.bytes["parameters"]
-        assert stage < 3 or told.bytes["parameters"] <= sum(sizes) / world_size + max(sizes) + padding
-        assert f"by parameter: {len(listed)} parameters" in str(told)
-    stepped.load_state_dict(results[0][1])
-    if stage == 3:
-        assert 0 <= sum(told.bytes["parameters"] for _, _, told in results) - sum(sizes) <= padding
-
-
 @pytest.mark.parametrize("name", ALONE)
+@pytest.mark.filterwarnings("ignore:.* is not element-wise")
 def test_all_others_give_the_bits_of_the_plain_loop(name: str) -> None:
-    def rows(step: int, rank: int) -> Tensor:
-        return torch.randn(3, 13, generator=torch.Generator().manual_seed(10 * step + rank))
+    """A state that cannot be sent is named on every rank; its owner alone knows it."""
 
-    def run(transport: Transport) -> nn.Module:
-        model = net()
-        optimizer = ZeroOptimizer(model, ALONE[name], stage=3, process_group=transport, **OPTIONS)
+    def loss(model: nn.Module, step: int, rank: int) -> Tensor:
+        return loss_of(model, torch.randn(3, 13, generator=torch.Generator().manual_seed(10 * step + rank)))
+
+    def loop(side: Side) -> None:
         for step in range(4):
-            loss_of(model, rows(step, transport.rank)).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            optimizer.zero_grad()
-        if name == "OwnObjects":  # a state that cannot be sent is named on every rank; its owner alone knows it
+            side.train(lambda model, rank, step=step: loss(model, step, rank))  # type: ignore[misc]
+            side.step()
+            side.clear()
+        if not isinstance(side.optimizer, ZeroOptimizer):
+            return
+        told = side.optimizer.describe()
+        assert told.formula_bytes["parameters"] == told.bytes["parameters"]
+        assert f"by parameter: {len(list(side.model.parameters()))} parameters" in str(told)
+        if name == "OwnObjects":
             with pytest.raises(TypeError, match=r"\['keeper'\] is a Keeper"):
-                optimizer.consolidate_state_dict()
-        optimizer.close()
-        return model
+                side.optimizer.consolidate_state_dict()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        results = on_threads(2, run, timeout=10)
-    plain = net()
-    stepped = ALONE[name](plain.parameters(), **OPTIONS)
-    for step in range(4):
-        for rank in range(2):
-            loss_of(plain, rows(step, rank)).backward()  # type: ignore[no-untyped-call]
-        for parameter in plain.parameters():
-            parameter.grad.div_(2)
-        stepped.step()
-        stepped.zero_grad()
-    for model in results:
-        assert_same_model(model, plain)
+    same_as_plain(loop, net, ALONE[name], settings={"stage": 3}, **OPTIONS)
 
 
 def test_a_class_is_partitioned_by_parameter_where_it_must_be() -> None:

@@ -8,20 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zero
 from collectives import Transport, solo
 from zero import ZeroOptimizer
 
 from ..support.blockwise import Blockwise
+from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.shampoo import Shampoo
-from .whole import Mixed, made, on_ranks, train, train_plainly
+from .whole import Mixed, groups_of, made, on_ranks, train, train_plainly
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:.* is not element-wise")]
 
-LARGE = 64  # elements from which on the classes here keep another state
+MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
+LARGE = 64  # elements from which on `Codes` keeps another state
 
 
 class Wide(nn.Sequential):
@@ -31,100 +33,103 @@ class Wide(nn.Sequential):
         super().__init__(nn.Linear(8, 512), nn.Tanh(), nn.Linear(512, 8))
 
 
-class PerParameter(torch.optim.Optimizer):
-    """Momentum, which a subclass keeps in its own way."""
+class Codes(torch.optim.Optimizer):
+    """Keeps the momentum of a large parameter in whole numbers of 8 bits, as 8-bit classes do, with a scale in bf16.
+
+    Also something without elements.
+    """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(self.update(p, self.state[p]), alpha=group["lr"])
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        raise NotImplementedError
-
-
-class Codes(PerParameter):
-    """Keeps the momentum of a large parameter as whole numbers of 8 bits and one scale, as 8-bit classes do."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        wide = (state["momentum"] * state["scale"] if state else torch.zeros_like(p)) * 0.9 + p.grad
-        if p.numel() < LARGE:
-            state.update(momentum=wide, scale=1.0)
-        else:
-            scale = wide.abs().amax().clamp_min(1e-12) / 127
-            state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
-        return wide
+                    state = self.state[p]
+                    wide = p.grad + (0.9 * state["momentum"].float() * state["scale"] if state else 0)
+                    state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)])
+                    if p.numel() >= LARGE:
+                        scale = (wide.abs().amax().clamp_min(1e-12) / 127).bfloat16()
+                        state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
+                    p.sub_(wide, alpha=group["lr"])
 
 
-class TwoDtypes(PerParameter):
-    """Keeps the momentum of a large parameter in bf16, and something without elements."""
-
-    def update(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        dtype = torch.bfloat16 if p.numel() > LARGE else torch.float32
-        wide = state.get("momentum", torch.zeros_like(p)) * 0.9 + p.grad
-        state.update(momentum=wide.to(dtype), none=[torch.empty(0, 3)])
-        return state["momentum"]
+def in_bf16() -> nn.Module:
+    return Mixed().bfloat16()
 
 
-ROWS: list[tuple[Any, type[nn.Module], str, tuple[int, int], tuple[int, int]]] = [
-    # class, model, by, before: ranks and stage, after
+Row = tuple[Any, Callable[[], nn.Module], str, tuple[int, int], tuple[int, int]]
+ROWS: list[Row] = [  # class (None: Muon and AdamW), model, by, before: ranks and stage, after
     (Shampoo, Mixed, "dict", (3, 3), (2, 1)),
     (Shampoo, Mixed, "checkpoint", (1, 2), (3, 3)),
     (Codes, Mixed, "dict", (2, 1), (3, 2)),
-    (TwoDtypes, Mixed, "checkpoint", (2, 0), (1, 1)),  # a dict casts them, as torch's own does
+    (Codes, Mixed, "checkpoint", (2, 0), (1, 1)),
     (Blockwise, Wide, "checkpoint", (2, 3), (3, 0)),
     (Blockwise, Wide, "dict of the class", (1, 2), (2, 3)),
+    (None, Mixed, "dict", (3, 3), (2, 1)),
+    (None, in_bf16, "checkpoint", (2, 1), (3, 3)),
+    (None, Mixed, "dict of the class", (1, 2), (2, 0)),
 ]
 
 
-def plainly(cls: Any, model_class: type[nn.Module], steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = made(model_class)
-    optimizer = cls(model.parameters())
-    train_plainly(model, optimizer, range(steps))
-    return model, optimizer
+def plainly(cls: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizer of each class in the plain loop, by the name of the class if there are several."""
+    if cls is not None:
+        return {"": cls(model.parameters())}
+    muon, *adamw = ({k: v for k, v in group.items() if k != "optimizer_class"} for group in groups_of(model))
+    return {MUON: torch.optim.Muon([muon]), ADAMW: torch.optim.AdamW(adamw)}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].__name__}-{row[2]}")
-def test_training_goes_on_as_if_it_had_not_stopped(row: Any, tmp_path: Path) -> None:
-    cls, model_class, by, before, after = row
-    (plain, stepped), (whole, expected) = (plainly(cls, model_class, steps) for steps in (2, 4))
+def by_class(states: dict[str, Any]) -> dict[str, Any]:
+    return {"": states} if "state" in states else states
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0].__name__ if row[0] else 'groups'}-{row[2]}")
+def test_training_goes_on_as_if_it_had_not_stopped(row: Row, tmp_path: Path) -> None:
+    cls, build, by, before, after = row
+    plain = made(build)
+    stepped = plainly(cls, plain)
+    loop = Several(*stepped.values())
+    train_plainly(plain, loop, range(2))
+    weights, theirs = plain.state_dict(), {name: each.state_dict() for name, each in stepped.items()}
 
     def run(model: nn.Module, transport: Transport, stage: int, steps: range, saved: Any) -> Any:
         if saved is not None:
-            model.load_state_dict(saved[0])
-        arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.01}
-        optimizer = ZeroOptimizer(model, cls, partition="parameter", **arguments)
+            model.load_state_dict(weights)
+        given = (groups_of(model),) if cls is None else (model, cls)
+        arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "bucket_cap_mb": 0.002}
+        optimizer = ZeroOptimizer(*given, module=model, partition=None if cls is None else "parameter", **arguments)
         if saved is not None:
-            optimizer.load_state_dict(saved[1])
+            optimizer.load_state_dict(saved.get("", saved))
         elif steps.start:
             zero.load(tmp_path / "saved", optimizer, rng=False)
         train(model, optimizer, steps)
         if not steps.start:
             zero.save(tmp_path / "saved", optimizer)
         optimizer.consolidate_state_dict(None)
-        states = optimizer.state_dict()
+        states = by_class(optimizer.state_dict())
         optimizer.close()
         return model, states
 
-    begun = on_ranks(before[0], lambda model, group: run(model, group, before[1], range(2), None), plain)
+    begun = on_ranks(before[0], lambda model, group: run(model, group, before[1], range(2), None), build)
     for model, states in begun:
         assert_same_model(model, plain)
-        assert_same_states(states, stepped.state_dict())
-    cls(made(model_class).parameters()).load_state_dict(begun[0][1])  # the class itself takes it
-    saved = {
-        "dict": (begun[0][0].state_dict(), begun[0][1]),
-        "dict of the class": (plain.state_dict(), stepped.state_dict()),
-    }.get(by)
-    if by == "checkpoint" and cls is Shampoo:
-        assert_same_states(zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict(), stepped.state_dict())
-    for model, states in on_ranks(after[0], lambda model, t: run(model, t, after[1], range(2, 4), saved), plain):
-        assert_same_model(model, whole)
-        assert_same_states(states, expected.state_dict())
+        for name, of_class in theirs.items():
+            assert_same_states(states[name], of_class)
+            plainly(cls, made(build))[name].load_state_dict(states[name])  # the class itself takes it
+    if by == "checkpoint" and cls is not Blockwise:
+        saved_states = by_class(zero.open_checkpoint(tmp_path / "saved").optimizer_state_dict())
+        for name, of_class in theirs.items():
+            assert_same_states(saved_states[name], of_class)
+    saved = {"dict": begun[0][1], "dict of the class": theirs}.get(by)
+    continued = on_ranks(after[0], lambda model, t: run(model, t, after[1], range(2, 4), saved), build)
+    train_plainly(plain, loop, range(2, 4))
+    for model, states in continued:
+        assert_same_model(model, plain)
+        for name, each in stepped.items():
+            assert_same_states(states[name], each.state_dict())
 
 
 # -- states that are tensor subclasses ---------------------------------------------------------------------------------

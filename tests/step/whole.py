@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support import sides
 from ..support.loops import seeded
-from ..support.plain import plain_step
+from ..support.sides import AsPlain, OnRank
 
 MICRO_BATCHES = 6
+Named = list[tuple[str, Any]]
 
 
 class Mixed(nn.Module):
@@ -36,38 +38,49 @@ class Mixed(nn.Module):
         return self.frozen(self.norm(x))
 
 
-def batch(step: int, number: int, model: nn.Module) -> Tensor:
-    values = torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * step + number))
-    return values.to(next(model.parameters()).dtype)
+def shared(model: nn.Module) -> tuple[Named, Named]:
+    """Return the matrices of the blocks, and all else."""
+    named = list(model.named_parameters())
+    matrices = [(name, p) for name, p in named if p.dim() == 2 and name.startswith("blocks")]
+    return matrices, [(name, p) for name, p in named if all(p is not q for _, q in matrices)]
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Return param groups of Muon and AdamW."""
+    matrices, rest = shared(model)
+    return [
+        {"params": matrices, "optimizer_class": torch.optim.Muon, "lr": 0.02, "weight_decay": 0.1},
+        {"params": rest[::2], "optimizer_class": torch.optim.AdamW, "lr": 0.01},
+        {"params": rest[1::2], "optimizer_class": torch.optim.AdamW, "lr": 0.005, "weight_decay": 0.0},
+    ]
+
+
+def batches(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(4, 8, generator=generator) for _ in range(MICRO_BATCHES)]
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    found: Tensor = model(x).square().mean()
+    found: Tensor = model(x.to(next(model.parameters()).dtype)).square().mean()
     return found
 
 
 def train_plainly(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        batches = [batch(step, number, model) for number in range(MICRO_BATCHES)]
-        plain_step(model, optimizer, loss_of, batches, MICRO_BATCHES, 0.5)
-        optimizer.zero_grad()
+    sides.train(AsPlain(model, lambda _: optimizer, divisor=MICRO_BATCHES), steps, batches, loss_of, 0.5)
 
 
 def train(model: nn.Module, optimizer: ZeroOptimizer, steps: range = range(3)) -> None:
     optimizer.divisor = MICRO_BATCHES
-    for step in steps:
-        for number in range(optimizer.rank, MICRO_BATCHES, optimizer.world_size):
-            loss_of(model, batch(step, number, model)).backward()  # type: ignore[no-untyped-call]
-        optimizer.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    sides.train(OnRank(model, optimizer), steps, batches, loss_of, 0.5)
 
 
-def made(build: Callable[[], nn.Module] = Mixed, dtype: torch.dtype = torch.float32) -> Any:
-    return seeded(0, build).to(dtype)
+def made(build: Callable[[], nn.Module] = Mixed) -> Any:
+    return seeded(0, build)
 
 
-def on_ranks(world_size: int, run: Callable[[Any, Transport], Any], model: nn.Module) -> list[Any]:
-    """Call ``run`` on every rank with a copy of ``model``."""
-    models = [made(type(model), next(model.parameters()).dtype) for _ in range(world_size)]
+def on_ranks(
+    world_size: int, run: Callable[[Any, Transport], Any], build: Callable[[], nn.Module] = Mixed
+) -> list[Any]:
+    """Call ``run`` on every rank with a model."""
+    models = [made(build) for _ in range(world_size)]
     return on_threads(world_size, lambda transport: run(models[transport.rank], transport), timeout=10)

@@ -144,3 +144,22 @@ def _on_rank(
     optimizer.check_replicas()
     optimizer.close()
     return model, found
+
+
+def train(
+    side: Side,
+    steps: Iterable[int],
+    batches_of: Callable[[int], Sequence[Any]],
+    loss_of: Callable[[Any, Any], Tensor],
+    max_norm: float | None = None,
+) -> None:
+    """Take steps, each over the micro-batches of all ranks: j belongs to rank j mod world size."""
+    world_size = side.world_size if isinstance(side, AsPlain) else side.optimizer.world_size
+    for step in steps:
+        for number, batch in enumerate(batches_of(step)):
+            if number % world_size in side.ranks:
+                side.train(lambda model, _, batch=batch: loss_of(model, batch), ranks=[number % world_size])  # type: ignore[misc]
+        if max_norm is not None:
+            side.clip(max_norm)
+        side.step()
+        side.clear()

@@ -1,1 +1,1 @@
-"""Memory of offload, ranks that end, patterns of streams."""
+"""Memory of offload."""

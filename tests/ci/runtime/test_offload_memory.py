@@ -9,13 +9,12 @@ import ctypes
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero import Offload, ZeroOptimizer
@@ -49,14 +48,9 @@ def private() -> int:
     return sum(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith("Anonymous:"))
 
 
-def held(folder: str, stage: int, precision: str, meeting: str, rank: int, factor: int) -> dict[str, int]:
-    """Train in this process. Return the most that was mapped at any time, and the private bytes after.
-
-    ``meeting``: the file of the rendezvous of two ranks, if there are two.
-    """
+def held(folder: str, stage: int, precision: str) -> dict[str, int]:
+    """Train in this process. Return the most that was mapped at any time, and the private bytes after."""
     torch.set_num_threads(1)
-    if meeting:
-        dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     optimizer = ZeroOptimizer(
         model := nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS))),
         torch.optim.AdamW,
@@ -65,7 +59,6 @@ def held(folder: str, stage: int, precision: str, meeting: str, rank: int, facto
         bucket_cap_mb=1.0,
         mixed_precision=PRECISIONS[precision] if precision else None,
         offload=Offload(folder) if folder else None,
-        sharding_factor=factor,
     )
     most, evict = 0, DiskOffload.evict
 
@@ -88,55 +81,23 @@ def held(folder: str, stage: int, precision: str, meeting: str, rank: int, facto
     return {**found, "left": mapped(folder) if folder else 0, "buckets": buckets}
 
 
-def in_processes(each: Sequence[tuple[Any, ...]]) -> list[dict[str, int]]:
-    """Call `held` in one process for each of ``each``; return the results."""
-    codes = [f"from {__name__} import held; print(held(*{arguments!r}))" for arguments in each]
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for code in codes
-    ]
-    try:
-        said = [process.communicate(timeout=120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    for process, (_, error) in zip(started, said, strict=True):
-        assert process.returncode == 0, error
-    return [eval(output.splitlines()[-1]) for output, _ in said]
+def in_process(*arguments: Any) -> dict[str, int]:
+    """Call `held` in a process of its own."""
+    code = f"from {__name__} import held; print(held(*{arguments!r}))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    kept: dict[str, int] = eval(found.stdout.splitlines()[-1])
+    return kept
 
 
-@pytest.mark.parametrize("row", [(1, 1, "", 1), (1, 3, "bf16", 1), (2, 2, "", 2)], ids=str)
-def test_two_buckets_at_most_are_resident(row: Any, tmp_path: Path) -> None:
-    """Each rank's by the states of its share."""
-    ranks, stage, precision, factor = row
-
-    def found(folder: str) -> list[dict[str, int]]:
-        meeting = str(tmp_path / f"meeting{bool(folder)}") if ranks == 2 else ""
-        return in_processes([(folder, stage, precision, meeting, rank, factor) for rank in range(ranks)])
-
+@pytest.mark.parametrize(("stage", "precision"), [(1, ""), (3, "bf16")])
+def test_two_buckets_at_most_are_resident(stage: int, precision: str, tmp_path: Path) -> None:
     (folder := tmp_path / "states").mkdir()
-    share = (12 if precision else 8) * PSI // factor
-    for kept, beside in zip(found(str(folder)), found(""), strict=True):
-        assert (kept["offloaded"], beside["offloaded"], kept["left"]) == (share, 0, 0)
-        assert kept["buckets"] >= 4
-        assert 0 < kept["most"] <= 2 * share // kept["buckets"]
-        fallen = beside["private"] - kept["private"]
-        assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
+    share = (12 if precision else 8) * PSI
+    kept, beside = (in_process(where, stage, precision) for where in (str(folder), ""))
+    assert (kept["offloaded"], beside["offloaded"], kept["left"]) == (share, 0, 0)
+    assert kept["buckets"] >= 4
+    assert 0 < kept["most"] <= 2 * share // kept["buckets"]
+    fallen = beside["private"] - kept["private"]
+    assert abs(fallen - share) <= 0.05 * share + 2 * MIB, (fallen, share)
     assert list(folder.iterdir()) == []
-
-
-def test_states_are_read_before_they_are_touched_and_leave_whole(tmp_path: Path) -> None:
-    spool = DiskOffload(tmp_path)
-    spool.reserve([(4 * MIB, torch.float32)] * 2)
-    first, second = (spool.empty(4 * MIB, torch.float32).fill_(number) for number in (1.0, 2.0))
-    spool.evict([first, second])
-    assert mapped(str(tmp_path)) == 0
-    spool.prefetch([first])
-    for coming in spool._coming.values():
-        coming.result()
-    assert mapped(str(tmp_path)) == 16 * MIB
-    spool.prefetch([second])
-    spool.evict([second, first])
-    assert mapped(str(tmp_path)) == 0
-    assert (first.eq(1).all(), second.eq(2).all()) == (True, True)
-    spool.close()

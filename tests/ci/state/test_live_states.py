@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ import zero
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
 
+from ...state.training import TOGETHER
 from ...support.errors import error_of
 from ...support.loops import seeded
 from ...support.narrowed import PRECISIONS
-from ...support.plain import assert_same_bits, assert_same_model, plain_step
+from ...support.plain import assert_same_bits
 from ...support.programs import Program, Round, Step, check
+from ...support.sides import OnRank, Side, same_as_plain, train
 
 pytestmark = pytest.mark.contract
 
@@ -39,6 +43,9 @@ ROWS = {
     "1 in bf16": Program(3, 1, "adagrad", precision=PRECISIONS["bf16"], steps=STEPS),
     "2 copies": Program(4, 2, "adamw fused", sharding_factor=2, steps=STEPS),
     "3": Program(3, 3, "adagrad", steps=STEPS),
+    "on disk": Program(
+        2, 2, "adagrad", precision=PRECISIONS["bf16"], steps=STEPS, offload=Offload(tempfile.gettempdir())
+    ),
     "3 whole": Program(2, 3, "shampoo", precision=PRECISIONS["bf16"], steps=STEPS),
 }
 
@@ -46,10 +53,6 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_states_that_are_reset_begin_anew_as_in_the_plain_loop(row: str) -> None:
     check(ROWS[row])
-
-
-def test_and_where_they_are_on_disk(tmp_path: Path) -> None:
-    check(Program(2, 2, "adagrad", precision=PRECISIONS["bf16"], steps=STEPS, offload=Offload(tmp_path)))
 
 
 def stack(width: int) -> Any:
@@ -62,26 +65,17 @@ def loss_of(model: Any, scale: float) -> Tensor:
     return found
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
-    """Train, on this rank's share of 6 micro-batches; a plain optimizer on all of them."""
-    for step in steps:
-        scales = [1.0 + number / 8 + step for number in range(6)]
-        if isinstance(optimizer, ZeroOptimizer):
-            for scale in scales[optimizer.rank :: optimizer.world_size]:
-                loss_of(model, scale).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        else:
-            plain_step(model, optimizer, loss_of, scales, 6)
-        optimizer.zero_grad()
+def scales(step: int) -> list[float]:
+    return [1.0 + number / 8 + step for number in range(TOGETHER)]
 
 
-def trained(
-    transport: Transport, stage: int, width: int = 4, steps: int = 2, partition: Any = "element"
-) -> tuple[Any, ZeroOptimizer]:
-    model = stack(width)
-    arguments: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": 6, "partition": partition}
-    optimizer = ZeroOptimizer(model, torch.optim.Adam, lr=0.01, **arguments)
-    train(model, optimizer, range(steps))
+run = partial(train, batches_of=scales, loss_of=loss_of)
+
+
+def trained(transport: Transport, stage: int) -> tuple[Any, ZeroOptimizer]:
+    model = stack(4)
+    optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, process_group=transport)
+    run(OnRank(model, optimizer), range(2))
     return model, optimizer
 
 
@@ -111,27 +105,19 @@ def test_edits_in_place_are_those_of_the_plain_loop(
 ) -> None:
     """Also after a load."""
 
-    def run(transport: Transport) -> nn.Module:
-        model, optimizer = trained(transport, stage, width, partition=partition)
-        edit(optimizer, model)
-        train(model, optimizer, range(2, 4))
-        zero.save(tmp_path / "saved", optimizer)
-        optimizer.close()
-        model, optimizer = trained(transport, stage, width, 0, partition)
-        zero.load(tmp_path / "saved", optimizer, rng=False)
-        edit(optimizer, model)
-        train(model, optimizer, range(4, 6))
-        optimizer.close()
-        return model
+    def loop(side: Side) -> None:
+        run(side, range(2))
+        edit(side.optimizer, side.model)
+        run(side, range(2, 4))
+        if isinstance(side.optimizer, ZeroOptimizer):
+            zero.save(tmp_path / "saved", side.optimizer)
+            side.optimizer.reset_states()
+            zero.load(tmp_path / "saved", side.optimizer, rng=False)
+        edit(side.optimizer, side.model)
+        run(side, range(4, 6))
 
-    plain = stack(width)
-    adam = torch.optim.Adam(plain.parameters(), lr=0.01)
-    for steps in (range(2), range(2, 4), range(4, 6)):
-        train(plain, adam, steps)
-        if steps.stop < 6:
-            edit(adam, plain)
-    for model in on_threads(world_size, run, timeout=20):
-        assert_same_model(model, plain)
+    settings, adam = {"stage": stage, "partition": partition}, torch.optim.Adam
+    same_as_plain(loop, partial(stack, width), adam, world_size, settings=settings, divisor=TOGETHER, lr=0.01)
 
 
 WRITES: list[Callable[[Any, Tensor], object]] = [
@@ -176,21 +162,26 @@ def test_every_write_but_an_edit_in_place_is_an_error(stage: int) -> None:
     on_threads(6, run, timeout=10)
 
 
+DIFFERENT = [
+    "rank 0 and rank 1 chose different parameters, of which the first is '1.weight'",
+    r"rank 0: reset_states\(\): a tensor of shape \(3,\) is not one of this optimizer's",
+    "chose different parameters, of which the first is '[012].bias'",
+    r"reset_states\(\) inside gathered\(\) or inside a forwa",
+    r"reset_states\(\) inside a backward or inside join\(\):",
+    "this optimizer is closed: the model is plain again",
+]
+
+
 def test_states_are_not_reset_where_ranks_differ() -> None:
     def run(transport: Transport) -> list[str]:
         model, optimizer = trained(transport, 3)
         weights, rank = [block.weight for block in model], transport.rank
         others: list[Any] = [weights[: 1 + rank], weights[0] if rank else torch.zeros(3), None if rank else weights]
-        errors = [error_of(lambda given=given: optimizer.reset_states(given)) for given in others]  # type: ignore[misc]
+        errors = [error_of(optimizer.reset_states, given) for given in others]
         assert len(optimizer.state) > 0
-        with optimizer.gathered():
-            errors.append(error_of(optimizer.reset_states))
-        with optimizer.join():
-            errors.append(error_of(optimizer.reset_states))
-        handle = weights[0].register_hook(lambda _: errors.append(error_of(optimizer.reset_states)))
-        loss_of(model, 1.0).backward()  # type: ignore[no-untyped-call]
-        handle.remove()
-        optimizer.zero_grad()
+        for block in (optimizer.gathered(), optimizer.join()):
+            with block:
+                errors.append(error_of(optimizer.reset_states))
         optimizer.reset_states()
         assert not optimizer.state
         assert optimizer.describe().bytes["optimizer"] == 0
@@ -199,17 +190,5 @@ def test_states_are_not_reset_where_ranks_differ() -> None:
 
     first, second = on_threads(2, run, timeout=10)
     assert first[:3] == second[:3]
-    for error, words in zip(
-        first,
-        [
-            "rank 0 and rank 1 chose different parameters, of which the first is '1.weight'",
-            r"rank 0: reset_states\(\): a tensor of shape \(3,\) is not one of this optimizer's",
-            "chose different parameters, of which the first is '[012].bias'",
-            r"reset_states\(\) inside gathered\(\) or inside a forwa",
-            r"reset_states\(\) inside a backward or inside join\(\):",
-            r"reset_states\(\) inside a backward or inside join\(\):",
-            "this optimizer is closed: the model is plain again",
-        ],
-        strict=True,
-    ):
+    for error, words in zip(first, DIFFERENT, strict=True):
         assert re.search(words, error), error

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
+from ...state.training import TOGETHER
 from ...support.loops import seeded
 from ...support.plain import assert_same_model, assert_same_states
+from ...support.sides import AsPlain, OnRank, train
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")]
 
@@ -26,19 +29,16 @@ ADAPTING = {
 }
 
 
-def small(seed: int = 0) -> Any:
-    return seeded(seed, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+def small() -> Any:
+    return seeded(0, lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
 
 
-def step_small(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, ranks: range, divisor: int = 1) -> None:
-    for rank in ranks:
-        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
-        model(x).square().mean().backward()
-    for p in model.parameters() if divisor != 1 else ():
-        assert p.grad is not None
-        p.grad.div_(divisor)
-    optimizer.step()
-    optimizer.zero_grad()
+def batches(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(3, 5, generator=generator) for _ in range(TOGETHER)]
+
+
+run = partial(train, batches_of=batches, loss_of=lambda model, x: model(x).square().mean())
 
 
 def older(cls: type[torch.optim.Optimizer], saved: dict[str, Any]) -> dict[str, Any]:
@@ -63,29 +63,30 @@ def older(cls: type[torch.optim.Optimizer], saved: dict[str, Any]) -> dict[str, 
 @pytest.mark.parametrize(("stage", "name"), [(number % 4, name) for number, name in enumerate(ADAPTING)])
 def test_an_older_dict_is_loaded_as_its_class_loads_it(stage: int, name: str) -> None:
     cls, arguments = ADAPTING[name], {"momentum": 0.9} if name == "SGD" else {}
-    begun = small()
-    first = cls(begun.named_parameters(), **arguments)
-    for step in range(2):
-        step_small(begun, first, step, range(2), 2)
-    saved, plain = older(cls, first.state_dict()), copy.deepcopy(begun)
-    stepped = cls(plain.named_parameters(), **arguments)
-    stepped.load_state_dict(copy.deepcopy(saved))
-    for step in (2, 3):
-        step_small(plain, stepped, step, range(2), 2)
+
+    def plainly(model: nn.Module) -> AsPlain:
+        return AsPlain(model, lambda _: cls(model.named_parameters(), **arguments), divisor=TOGETHER)
+
+    begun = plainly(small())
+    run(begun, range(2))
+    saved = older(cls, begun.optimizer.state_dict())
+    plain = plainly(copy.deepcopy(begun.model))
+    plain.optimizer.load_state_dict(copy.deepcopy(saved))
+    run(plain, range(2, 4))
 
     def program(transport: Transport) -> None:
-        model, before = copy.deepcopy(begun), repr(saved)
-        optimizer = ZeroOptimizer(model, cls, stage=stage, process_group=transport, **arguments)
+        model, before = copy.deepcopy(begun.model), repr(saved)
+        options: dict[str, Any] = {"stage": stage, "process_group": transport, "divisor": TOGETHER, **arguments}
+        optimizer = ZeroOptimizer(model, cls, **options)
         optimizer.load_state_dict(saved)
         assert repr(saved) == before
-        for step in (2, 3):
-            step_small(model, optimizer, step, range(transport.rank, transport.rank + 1))
+        run(OnRank(model, optimizer), range(2, 4))
         optimizer.consolidate_state_dict(None)
         states = optimizer.state_dict()
         optimizer.close()
-        assert_same_model(model, plain)
-        assert_same_states(states, stepped.state_dict())
-        assert states["param_groups"] == stepped.state_dict()["param_groups"]
+        assert_same_model(model, plain.model)
+        assert_same_states(states, plain.optimizer.state_dict())
+        assert states["param_groups"] == plain.optimizer.state_dict()["param_groups"]
 
     on_threads(2, program)
 
@@ -110,14 +111,14 @@ OTHERS: list[tuple[Any, Any, dict[str, Any], str]] = [  # saver, loader, the sav
 @pytest.mark.parametrize("row", OTHERS, ids=lambda row: f"{row[0].__name__}-{row[1].__name__}")
 def test_a_dict_that_no_version_of_the_class_has_saved_changes_nothing(row: Any) -> None:
     saver, loader, arguments, words = row
-    plain, model = small(), small()
-    saving = saver(plain.parameters(), **arguments)
-    step_small(plain, saving, 0, range(1))
+    saving = AsPlain(small(), lambda updated: saver(updated, **arguments))
+    model = small()
     optimizer = ZeroOptimizer(model, loader, lr=0.5, **(arguments if loader is MakesAnew else {}))
-    step_small(model, optimizer, 0, range(1))
-    before, foreign = copy.deepcopy(optimizer.state_dict()), saving.state_dict()
+    for side in (saving, OnRank(model, optimizer)):
+        run(side, range(1))
+    before, foreign = copy.deepcopy(optimizer.state_dict()), saving.optimizer.state_dict()
     with pytest.raises(ValueError, match=words):
         optimizer.load_state_dict(foreign)
     assert_same_states(optimizer.state_dict(), before)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
-    assert_same_states(foreign, saving.state_dict())
+    assert_same_states(foreign, saving.optimizer.state_dict())

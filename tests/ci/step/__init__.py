@@ -1,1 +1,0 @@
-"""Further rows of mixed precision."""

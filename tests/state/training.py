@@ -1,0 +1,49 @@
+"""Training on ranks and in the plain loop, with running averages of the weights: ours, or torch's AveragedModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import swa_utils
+
+from zero import ShardedAverage
+
+from ..support import sides
+from ..support.models import odd_batches, odd_loss
+from ..support.programs import locked_build
+from ..support.sides import AsPlain, Loop, Side, same_as_plain
+
+TOGETHER = 6  # micro-batches of a step
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "ema": {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.7)},
+    "by tensor": {"avg_fn": lambda average, weights, count: average * 0.9 + weights * 0.1},
+}
+
+
+def train(side: Side, steps: range, *averages: Any) -> None:
+    """Take steps, and update averages behind each."""
+    for step in steps:
+        sides.train(side, [step], lambda step: odd_batches(TOGETHER, step, extra=False), odd_loss)
+        for average in averages:
+            average.update_parameters(*([side.model] if isinstance(side, AsPlain) else []))
+
+
+def average_of(side: Side, kind: str, **arguments: Any) -> Any:
+    if isinstance(side, AsPlain):
+        return swa_utils.AveragedModel(side.model, **KINDS[kind])
+    return ShardedAverage(side.optimizer, **KINDS[kind], **arguments)
+
+
+def values(average: Any) -> dict[str, Any]:
+    """Return an average's values and strides, by name."""
+    ours = isinstance(average, ShardedAverage)
+    found: Any = average.gather(to=None) if ours else dict(average.module.named_parameters())
+    return {name: (value.stride(), value.detach().clone()) for name, value in found.items()}
+
+
+def same(loop: Loop, world_size: int, stage: int, precision: Any = None, **settings: Any) -> None:
+    """Assert that a loop gives ranks the bits of the plain loop."""
+    arguments = {"settings": {"stage": stage, "bucket_cap_mb": 0.0005, **settings}, "precision": precision}
+    same_as_plain(loop, lambda: locked_build(0), torch.optim.AdamW, world_size, divisor=TOGETHER, lr=0.01, **arguments)
