@@ -169,7 +169,9 @@ def test_a_folder_is_whole_and_another_class_or_a_newer_version_is_one_clear_err
     optimizer = ZeroOptimizer(groups(model), torch.optim.SGD, module=model)
     with pytest.raises(ValueError, match=rf"was trained by tests\.checkpoint\..*{of_class.__name__}, but this"):
         load(folder, optimizer, rng=False)
-    load(folder, optimizer, with_states=False, rng=False)
+    restored = load(folder, optimizer, with_states=False, rng=False)
+    left = () if folder == SHARDED else ("the averages 'ema' (open_checkpoint reads them)",)
+    assert restored.not_restored == left
     assert_same_values(model.state_dict(), plain(folder, STEPS)[0].state_dict())
     path = Path(shutil.copytree(folder, tmp_path / folder.name))
     edit_manifest(path, version=2)
