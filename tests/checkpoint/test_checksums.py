@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zero.checkpoint.format.checksums import Fragment, block_sums, combine, split
+from zero.checkpoint.format.checksums import Fragment, block_sums, split
 
 BLOCK = 100
 DATA = bytes(range(250))
@@ -26,12 +26,6 @@ def fragments_of(data: bytes, cuts: list[int], block_bytes: int) -> list[Fragmen
         for begin, end in itertools.pairwise(bounds)
         for low, high in split(begin, end, block_bytes)
     ]
-
-
-@pytest.mark.parametrize("length", [1 << 12, (4 << 20) - 1, 4 << 20, 5 << 20])
-def test_long_neighbours_combine(length: int) -> None:
-    first, second = b"first", bytes(length)
-    assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
 
 
 @given(

@@ -142,21 +142,6 @@ def test_training_goes_on_with_the_bits_of_plain_torch_at_any_topology(folder: P
         set_generators(before)
 
 
-@pytest.mark.parametrize("folder", CLASSES, ids=lambda folder: folder.name)
-def test_plain_torch_goes_on_from_its_dicts(folder: Path) -> None:
-    expected, reference = plain(folder, STEPS + 3)
-    checkpoint, model = open_checkpoint(folder), Small()
-    model.load_state_dict(checkpoint.model_state_dict())
-    found = checkpoint.optimizer_state_dict()
-    for index, master in found.pop("masters", {}).items():
-        model.get_parameter(TRAINED[index]).data.copy_(master)
-    optimizer = CLASSES[folder](groups(model), lr=7.0)
-    optimizer.load_state_dict(found)
-    train(model, optimizer, range(STEPS, STEPS + 3))
-    assert_same_values(model.state_dict(), expected.state_dict())
-    assert_same_states(optimizer.state_dict(), reference.state_dict())
-
-
 @pytest.mark.filterwarnings("ignore:not restored from")
 @pytest.mark.parametrize("folder", CLASSES, ids=lambda folder: folder.name)
 def test_a_folder_is_whole_and_another_class_or_a_newer_version_is_one_clear_error(

@@ -139,8 +139,7 @@ def contents(folder: Path, world_size: int, stage: int, *, narrow: bool, anew: b
 
 def test_a_later_save_is_one_that_plans_anew_at_any_stage_and_number_of_ranks(tmp_path: Path) -> None:
     plain = contents(tmp_path / "1", 1, 0, narrow=False, anew=True)
-    assert contents(tmp_path / "2", 2, 3, narrow=False, anew=False) == plain
-    assert contents(tmp_path / "3", 3, 1, narrow=False, anew=False) == plain
+    assert contents(tmp_path / "3", 3, 3, narrow=False, anew=False) == plain
     contents(tmp_path / "narrow", 2, 3, narrow=True, anew=True)
 
 

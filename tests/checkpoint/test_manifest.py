@@ -22,7 +22,6 @@ from zero.checkpoint.format.manifest import (
     VersionError,
     check_path,
 )
-from zero.checkpoint.format.names import split_key, state_key
 from zero.core.statetree import FormatError
 
 from .saved import manifest_text
@@ -229,11 +228,3 @@ def test_a_path_is_taken_if_it_stays_inside(path: str) -> None:
         check_path(path)
     with pytest.raises(FormatError, match="is not a path inside a checkpoint"):
         Manifest.from_bytes(replace(WHOLE, files={path: FileSums(0, ())}).to_bytes())
-
-
-@given(st.lists(st.text("ab.", min_size=1, max_size=4), max_size=4), st.text("ab_", min_size=1, max_size=3))
-@MORE
-def test_the_key_of_a_state_gives_its_parameter_and_its_name(parameters: list[str], name: str) -> None:
-    for parameter in parameters:
-        assert split_key(state_key(parameter, name), parameters) == (parameter, name)
-    assert split_key(state_key("other", name), parameters) is None
