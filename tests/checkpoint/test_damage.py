@@ -141,8 +141,8 @@ def test_what_is_missing_or_no_regular_file_is_named_and_never_read(copy: Path, 
         os.rename(copy / path, outside)
         PUTS[put](copy / path, outside)
         opens = put in ("a pipe", "a folder")  # all others cannot even be opened
-        named = NAME if put == "nothing" else str(copy / path)
-        assert_broken(copy, named if path == NAME else str(copy / path), "is not a regular file" if opens else "")
+        named = path if put == "nothing" else str(copy / path)
+        assert_broken(copy, named, "is not a regular file" if opens else "")
         (copy / path).rmdir() if put == "a folder" else (copy / path).unlink(missing_ok=True)
         shutil.copy(copy.parent / "kept", copy / path)
         (copy / path).with_name("beside.txt").unlink(missing_ok=True)

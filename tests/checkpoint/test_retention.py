@@ -18,14 +18,7 @@ from zero.commands.checkpoint.command import verify
 
 from ..support.limits import PATIENT
 from ..support.warned import own
-from .saves import Training, break_one, entries, names, saved, tree
-
-
-@pytest.fixture(scope="module")
-def optimizer() -> ZeroOptimizer:
-    training = Training(None, 0)
-    training.step(0)
-    return training.optimizer
+from .saves import break_one, entries, names, saved, tree
 
 
 def names_aside(folder: Path) -> list[str]:
