@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from safetensors.torch import save as save_bytes
 from torch import Tensor
@@ -133,20 +132,13 @@ TAKEN = [
 ]
 
 
-def test_both_readers_agree_on_a_header_and_every_difference_has_a_name(tmp_path: Path) -> None:
+def test_both_readers_agree_on_a_header_and_every_difference_has_a_name() -> None:
     """Each one of `STRICTER` occurs; otherwise it could hide a difference that nobody wants."""
     taken, differences = set(), set()
-    path = tmp_path / "a.safetensors"
     for text in (*REFUSED, *TAKEN):
         for nbytes in (0, 4, 8, 12):
             file = with_header(text.encode(), bytes(nbytes))
             assert_both_agree(file)
-            path.write_bytes(file)
-            try:
-                with safe_open(path, "pt") as opened:
-                    assert set(opened.keys()) == set(theirs(file) or {})
-            except SafetensorError:
-                assert theirs(file) is None
             try:
                 ours(file)
                 taken.add(text)
