@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 
 import torch
 from hypothesis import given, settings
@@ -31,27 +30,6 @@ DTYPES = [Dtypes.all(FP32), Dtypes.all(torch.float64), Dtypes.all(BF16), Dtypes(
 BLOCKS = [64, 100, 1000, 4096, 1 << 20]
 
 
-@dataclass(frozen=True)
-class Topology:
-    """A layout, and the ranks that save it."""
-
-    layout: Layout
-    writers: Writers
-
-    @property
-    def ranks(self) -> range:
-        return range(self.writers.world_size)
-
-
-def strides_of(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
-    """Return the dense strides of a tensor whose dimensions lie in this order, the slowest first."""
-    strides, step = [0] * len(shape), 1
-    for dimension in reversed(order):
-        strides[dimension] = step
-        step *= max(shape[dimension], 1)
-    return tuple(strides)
-
-
 @st.composite
 def specs(draw: st.DrawFn) -> list[ParameterSpec]:
     found = []
@@ -61,19 +39,20 @@ def specs(draw: st.DrawFn) -> list[ParameterSpec]:
         if draw(st.integers(0, 3)) == 0:
             order = draw(st.permutations(order))
         dtypes, trainable = draw(st.sampled_from(DTYPES)), draw(st.booleans())
-        stride = strides_of(shape, order)
+        stride = torch.empty_permuted(shape, order).stride()
         found.append(ParameterSpec((f"p{index}",), shape, stride, dtypes, "cpu", trainable, 0, index))
     return found
 
 
 @st.composite
-def topologies(draw: st.DrawFn) -> Topology:
+def topologies(draw: st.DrawFn) -> tuple[Layout, Writers]:
+    """Draw a layout, and the ranks that save it."""
     world = draw(st.integers(1, 7))
     stage = STAGES[draw(st.integers(0, 3))]
     factors = [factor for factor in range(1, world + 1) if world % factor == 0]
     shards = draw(st.sampled_from(factors)) if stage.states is Placement.SHARD else world
     layout = build(draw(specs()), shards, draw(st.sampled_from([1, 100, 400, 1000, 1 << 20])))
-    return Topology(layout, Writers(stage, world, shards))
+    return layout, Writers(stage, world, shards)
 
 
 # -- who writes what ---------------------------------------------------------------------------------------------------
@@ -81,12 +60,14 @@ def topologies(draw: st.DrawFn) -> Topology:
 
 @given(topologies())
 @MORE
-def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares(topology: Topology) -> None:
-    writers = topology.writers
-    for bucket in topology.layout.buckets:
+def test_a_rank_writes_only_what_it_holds_and_ranks_that_hold_the_same_write_equal_shares(
+    topology: tuple[Layout, Writers],
+) -> None:
+    layout, writers = topology
+    for bucket in layout.buckets:
         shares: dict[tuple[int, int], list[int]] = {}
         written, first = Counter[int](), Counter[int]()
-        for rank in topology.ranks:
+        for rank in range(writers.world_size):
             begin, end = writers.interval(bucket, rank)
             low, high = writers.stage.update_interval(bucket, rank % writers.shards)
             assert low <= begin <= end <= high
@@ -141,13 +122,13 @@ def memory_of_bucket(bucket: BucketSpec, layout: Layout, itemsize: int) -> bytes
 @given(topologies(), st.sampled_from(["param_dtype", "master_dtype"]), st.sampled_from(BLOCKS), st.integers(1, 3000))
 @MORE
 def test_all_ranks_together_write_every_byte_of_the_tensors_once(
-    topology: Topology, which: str, block_bytes: int, max_bytes: int
+    topology: tuple[Layout, Writers], which: str, block_bytes: int, max_bytes: int
 ) -> None:
-    layout, writers = topology.layout, topology.writers
+    layout, writers = topology
     entries = [TensorEntry(s.name, NAMES[getattr(s.dtypes, which)], s.shape) for s in layout.parameters]
     files = plan_files("model", entries, {}, max_bytes)
     disk = Written(files)
-    for rank in topology.ranks:
+    for rank in range(writers.world_size):
         memory: dict[tuple[str, int], bytes] = {}
         parts: dict[tuple[str, str], list[Part]] = {}
         for bucket in layout.buckets:

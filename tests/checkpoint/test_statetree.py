@@ -65,20 +65,8 @@ def any_tensor(draw: st.DrawFn) -> Tensor:
     return made
 
 
-@st.composite
-def any_array(draw: st.DrawFn) -> np.ndarray[Any, Any] | np.generic:
-    dtype = np.dtype(draw(st.sampled_from("?bhiqBHIQefdF")))
-    count = draw(st.integers(0, 4))
-    size = count * dtype.itemsize
-    data = draw(st.binary(min_size=size, max_size=size))
-    flat = np.array([byte % 2 == 1 for byte in data]) if dtype.kind == "b" else np.frombuffer(data, dtype=dtype)
-    form = draw(st.sampled_from(["1-D", "2-D", "0-d", "scalar", "reversed"]))
-    if form in ("0-d", "scalar") and count:
-        scalar: np.generic = flat[0]
-        return scalar if form == "scalar" else np.array(scalar)
-    return flat.reshape(1, count) if form == "2-D" else flat[::-1] if form == "reversed" else flat
-
-
+OF_TORCH_ALONE = {dtype for name, dtype in DTYPES.items() if name == "BF16" or name.startswith("F8")}
+arrays = any_tensor().filter(lambda tensor: tensor.dtype not in OF_TORCH_ALONE).map(Tensor.numpy)
 keys = st.text(max_size=3) | st.sampled_from(["$", "$tensor", "$dict", "a.b", "a", "b", ""]) | st.integers()
 leaves = st.one_of(
     st.none(),
@@ -90,7 +78,8 @@ leaves = st.one_of(
     st.text(max_size=5),
     st.binary(max_size=5),
     any_tensor(),
-    any_array(),
+    arrays,
+    arrays.map(lambda array: array[..., ::-1] if array.ndim else array[()]),
 )
 values = st.recursive(
     leaves,
