@@ -76,17 +76,20 @@ def test_a_second_run_is_refused_without_locks_too_and_told_what_to_remove(tmp_p
 def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
     reading, writing = os.pipe()
+    is_there, was_there = os.pipe()
     child = os.fork()
     if not child:
         os.close(writing)
+        os.write(was_there, b"x")
         os.read(reading, 1)  # until the test closes its end
         os._exit(0)
+    os.read(is_there, 1)
     try:
         checkpoints.close()
         manager(tmp_path).close()
     finally:
-        os.close(reading)
-        os.close(writing)
+        for number in (reading, writing, is_there, was_there):
+            os.close(number)
         os.waitpid(child, 0)
 
 
