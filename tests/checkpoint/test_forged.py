@@ -166,8 +166,6 @@ FORGED: list[tuple[Callable[[Path], object], str]] = [
     (put_header(OPTIMIZER, values="]"), "its values is not JSON"),
     (put_header(OPTIMIZER, values="[]"), "its values have no names"),
     (put_header(OPTIMIZER, values='{"state.x.y":1}'), "'state.x.y' is the state of no parameter"),
-]
-FORGED_MANIFESTS: list[tuple[Callable[[Path], object], str]] = [
     (
         put_manifest(param_groups=[{"lr": {"$": 1}, "params": []}]),
         r"checkpoint\.json: a saved state has the unknown tag",
@@ -180,10 +178,11 @@ FORGED_MANIFESTS: list[tuple[Callable[[Path], object], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "why"), [*FORGED, *FORGED_MANIFESTS])
+@pytest.mark.parametrize(("change", "why"), FORGED)
 def test_a_forged_checkpoint_is_a_checkpoint_error(copy: Path, change: Callable[[Path], object], why: str) -> None:
+    manifest = (copy / NAME).read_bytes()
     change(copy)
-    if (change, why) not in FORGED_MANIFESTS:
+    if (copy / NAME).read_bytes() == manifest:
         forge(copy)
     errors = [opened_for(call, copy)[1] for call in EVERYTHING]
     assert any(re.search(why, error) for error in errors), errors
