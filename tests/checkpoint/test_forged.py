@@ -120,7 +120,7 @@ def drop_file(copy: Path, path: str) -> None:
 
 
 def put_header(path: str, **metadata: str) -> Callable[[Path], None]:
-    return lambda copy: rewrite_header(copy / path, **metadata)
+    return lambda copy: rewrite_header(copy / path, None, **metadata)
 
 
 def put_manifest(**changes: Any) -> Callable[[Path], None]:

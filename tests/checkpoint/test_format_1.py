@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def test_training_goes_on_with_the_bits_of_plain_torch_at_any_topology(folder: P
     before = generators()
     try:
         for world_size, stage in ((1, 0), (2, 2), (2, 3), (3, 1), (4, 2)):
-            for values, states in on_threads(world_size, lambda transport, at=stage: program(transport, at)):
+            for values, states in on_threads(world_size, partial(program, stage=stage)):
                 assert_same_values(values, expected_model(folder, expected))
                 assert_same_states(states, reference.state_dict())
                 for index, master in states.get("masters", {}).items():
