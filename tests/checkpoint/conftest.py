@@ -1,4 +1,4 @@
-"""The file system of the tests of this folder: see `file_systems`."""
+"""The file system of the tests of this folder, see `file_systems`, and an optimizer that many of them save."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import os
 
 import pytest
 
+from zero import ZeroOptimizer
+
 from .file_systems import FILE_SYSTEMS, VARIABLE
+from .saves import Training
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -26,3 +29,11 @@ def file_system() -> None:
     name = os.environ.get(VARIABLE)
     if name is not None:
         FILE_SYSTEMS[name].use(pytest.MonkeyPatch())
+
+
+@pytest.fixture(scope="module")
+def optimizer() -> ZeroOptimizer:
+    """Return an optimizer of one rank that has taken a step."""
+    training = Training(None, 0)
+    training.step(0)
+    return training.optimizer

@@ -1,17 +1,27 @@
-"""CRC-32s of blocks are those of the bytes, whatever fragments they were formed from."""
+"""CRC-32s of blocks are those of the bytes, whatever chunks were written at whatever places."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
+import os
 import random
 import zlib
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from zero.checkpoint.format.checksums import Fragment, block_sums, combine, split
+from zero.checkpoint import files
+from zero.checkpoint.format.checksums import BLOCK_BYTES, Fragment, block_sums, split
+from zero.checkpoint.format.tensorfile import PAGE
+from zero.checkpoint.write.chunk_writer import SMALLEST_DIRECT, ChunkWriter
 
 BLOCK = 100
 DATA = bytes(range(250))
@@ -26,12 +36,6 @@ def fragments_of(data: bytes, cuts: list[int], block_bytes: int) -> list[Fragmen
         for begin, end in itertools.pairwise(bounds)
         for low, high in split(begin, end, block_bytes)
     ]
-
-
-@pytest.mark.parametrize("length", [1 << 12, (4 << 20) - 1, 4 << 20, 5 << 20])
-def test_long_neighbours_combine(length: int) -> None:
-    first, second = b"first", bytes(length)
-    assert combine(zlib.crc32(first), zlib.crc32(second), length) == zlib.crc32(first + second)
 
 
 @given(
@@ -78,3 +82,42 @@ def test_what_does_not_tile_the_file_is_an_error_that_names_the_bytes(
 ) -> None:
     with pytest.raises(ValueError, match=why):
         block_sums(fragments, nbytes, BLOCK)
+
+
+SIZES = (1, PAGE - 1, 3 * SMALLEST_DIRECT, 5, 2 * SMALLEST_DIRECT + PAGE, 2 * PAGE + 7, SMALLEST_DIRECT, 100)
+
+
+@pytest.mark.assumes("pwrite")
+@pytest.mark.parametrize("how", ["direct", "refused", "impossible"])
+def test_all_bytes_are_written_at_any_place(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``refused``: a file system opens a file for direct writes and takes none of them."""
+
+    def copy(source: Tensor, out: Tensor) -> None:
+        out.copy_(source)
+
+    write_at = files.write_at
+
+    def refusing(number: int, data: memoryview, offset: int) -> None:
+        if fcntl.fcntl(number, fcntl.F_GETFL) & files.DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        write_at(number, data, offset)
+
+    if how == "refused":
+        monkeypatch.setattr(files, "write_at", refusing)
+    elif how == "impossible":
+        monkeypatch.setattr(files, "DIRECT", 0)
+    expected = torch.randint(256, (sum(SIZES),), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    data = expected.numpy().tobytes()
+    files.create(tmp_path / "a", len(data))
+    writer = ChunkWriter(tmp_path, 0, BLOCK_BYTES)
+    try:
+        begin = 0
+        for size in SIZES:
+            for low, high in split(begin, begin + size, BLOCK_BYTES):
+                writer.write("a", low, high - low, partial(copy, expected[low:high]))
+            begin += size
+        writer.finish()
+    finally:
+        writer.close()
+    assert (tmp_path / "a").read_bytes() == data
+    assert block_sums(writer.fragments["a"], len(data), BLOCK_BYTES) == [zlib.crc32(data)]

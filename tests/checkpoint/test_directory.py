@@ -16,32 +16,19 @@ from ..support.limits import PATIENT
 from ..support.warned import own
 from .saves import Training, break_one, entries, names, saved, tree
 
-
-@pytest.fixture(scope="module")
-def optimizer() -> ZeroOptimizer:
-    training = Training(None, 0)
-    training.step(0)
-    return training.optimizer
-
-
-# -- what earlier runs have left ---------------------------------------------------------------------------------------
-
-
 NONCE = "0123456789abcdef"
 
 
-def left_under_way(folder: Path) -> None:
+def left_under_way(folder: Path) -> Path:
     """Make what a run leaves that dies while it saves."""
-    (folder / "notes").mkdir(parents=True)
+    for name in ("notes", "model", "averages/ema", "ranks"):
+        (folder / name).mkdir(parents=True)
+    for name in ("notes/ready", "notes/.rank-00000.done.part", "state.safetensors"):
+        (folder / name).touch()
     (folder / "notes" / "nonce").write_text(folder.name[-16:])
-    (folder / "notes" / "ready").touch()
     (folder / "notes" / "rank-00001.done").write_text("{}")
-    (folder / "notes" / ".rank-00000.done.part").touch()
-    (folder / "model").mkdir()
     (folder / "model" / "model-00001-of-00001.safetensors").write_bytes(bytes(100))
-    (folder / "averages" / "ema").mkdir(parents=True)
-    (folder / "ranks").mkdir()
-    (folder / "state.safetensors").touch()
+    return folder
 
 
 @pytest.mark.assumes("no warning")
@@ -53,8 +40,8 @@ def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: 
     (tmp_path / f".tmp-step-00000011-{NONCE}" / "notes" / ".nonce.part").write_text(NONCE[:3])
     nonce = zero.open_checkpoint(tmp_path / "step-00000003").manifest.written_by["nonce"]
     (tmp_path / "step-00000003").rename(tmp_path / f".tmp-step-00000003-{nonce}")  # all but renamed
-    (tmp_path / "step-00000002").rename(tmp_path / f".trash-step-00000002-{NONCE}")
-    (tmp_path / f".trash-step-00000002-{NONCE}" / "state.safetensors").unlink()  # half removed
+    trash = (tmp_path / "step-00000002").rename(tmp_path / f".trash-step-00000002-{NONCE}")
+    (trash / "state.safetensors").unlink()  # half removed
     (tmp_path / f".trash-step-00000007-{NONCE}").mkdir()
     (tmp_path / f".probe-{NONCE}").write_bytes(bytes([1, 1, 0, 2, 3]))
     (tmp_path / f".probe-{NONCE}.1").write_bytes(bytes([2, 2]))
@@ -65,22 +52,16 @@ def test_what_a_dead_run_of_ours_has_left_is_removed(tmp_path: Path, optimizer: 
 
 
 def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
+    """A folder with another nonce, with a file or a link inside, a link, and trash without a nonce."""
     saved(tmp_path, optimizer, 1)
-    outside = tmp_path.parent / f"{tmp_path.name} outside"
-    left_under_way(outside / f"x-{NONCE}")
-    foreign = tmp_path / f".tmp-step-00000001-{NONCE}"  # has another nonce
-    left_under_way(foreign)
+    outside = left_under_way(tmp_path.parent / f"{tmp_path.name} outside" / f"x-{NONCE}").parent
+    foreign, with_file, with_link = (left_under_way(tmp_path / f".tmp-step-0000000{n}-{NONCE}") for n in (1, 2, 3))
     (foreign / "notes" / "nonce").write_text("f" * 16)
-    with_file = tmp_path / f".tmp-step-00000002-{NONCE}"
-    left_under_way(with_file)
     (with_file / "model" / "mine.txt").write_text("kept")
-    with_link = tmp_path / f".tmp-step-00000003-{NONCE}"
-    left_under_way(with_link)
     (with_link / "ranks").rmdir()
     (with_link / "ranks").symlink_to(outside)
-    link = tmp_path / f".tmp-step-00000004-{NONCE}"
+    link, trash = tmp_path / f".tmp-step-00000004-{NONCE}", tmp_path / f".trash-step-00000005-{NONCE}"
     link.symlink_to(outside / f"x-{NONCE}")
-    trash = tmp_path / f".trash-step-00000005-{NONCE}"
     trash.mkdir()
     (trash / "checkpoint.json").write_text("{}")
     (tmp_path / "notes.txt").write_text("mine")
@@ -96,10 +77,9 @@ def test_what_is_not_ours_is_left_and_named(tmp_path: Path, optimizer: ZeroOptim
     assert checkpoints.all_steps() == [1]
     saving = checkpoints.save(2, blocking=True)
     checkpoints.close()
-    assert (tree(tmp_path / "step-00000002"), tree(outside)) == (tree(saving.path), before_outside)
-    gone = {path for path in before if path.startswith("step-00000001")}
-    new = {f"step-00000002/{path}" for path in tree(saving.path)} | {"step-00000002"}
-    assert set(tree(tmp_path)) == set(before) - gone | new
+    assert tree(outside) == before_outside
+    new = {"step-00000002", *(f"step-00000002/{path}" for path in tree(saving.path))}
+    assert set(tree(tmp_path)) == {path for path in before if not path.startswith("step-00000001")} | new
 
 
 def test_a_step_whose_name_is_written_otherwise_is_none(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
@@ -128,28 +108,26 @@ def test_a_step_that_exists_is_refused_on_every_rank_and_replaced_if_asked(tmp_p
 
     on_threads(2, program)
     assert entries(tmp_path) == names(1)
-    found = zero.open_checkpoint(tmp_path / "step-00000001")
-    found.verify()
-    assert found.state == {"n": 4}
+    assert zero.open_checkpoint(tmp_path / "step-00000001").state == {"n": 4}
 
 
 @pytest.mark.parametrize("what", ["a file inside", "a link inside", "a link", "a file"])
 def test_only_a_checkpoint_is_replaced(what: str, tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path / "run", optimizer, 1)
     target = tmp_path / "run" / "step-00000001"
-    match what:
-        case "a file inside":
-            (target / "thesis.txt").write_text("mine")
-        case "a link inside":
-            (target / "model" / "config.json").symlink_to("/etc/hostname")
-        case _:
-            target.rename(tmp_path / "elsewhere")
-            target.symlink_to(tmp_path / "elsewhere") if what == "a link" else target.write_text("mine")
+    if what == "a file inside":
+        (target / "thesis.txt").write_text("mine")
+    elif what == "a link inside":
+        (target / "model" / "config.json").symlink_to("/etc/hostname")
+    else:
+        target.rename(tmp_path / "elsewhere")
+        target.symlink_to(tmp_path / "elsewhere") if what == "a link" else target.write_text("mine")
     before = tree(tmp_path)
-    checkpoints = CheckpointManager(tmp_path / "run", optimizer)
-    with pytest.raises(FileExistsError, match="step-00000001 is left, because it "):
+    with (
+        CheckpointManager(tmp_path / "run", optimizer) as checkpoints,
+        pytest.raises(FileExistsError, match="step-00000001 is left, because it "),
+    ):
         checkpoints.save(1, overwrite=True)
-    checkpoints.close()
     with pytest.raises(FileExistsError, match="is left, because it "):
         zero.save(target, optimizer, overwrite=True)
     assert tree(tmp_path) == before

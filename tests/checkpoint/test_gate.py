@@ -1,4 +1,4 @@
-"""An update waits for the copy of its own bucket alone, and copies are dropped as soon as they were taken."""
+"""An update waits for the copy of its own bucket alone."""
 
 from __future__ import annotations
 
@@ -16,14 +16,9 @@ from zero.checkpoint.write.snapshot import Snapshot
 from ..support.limits import PATIENT
 
 
-def chunk_of(*parts: tuple[str, int, int, int]) -> Chunk:
-    """Return a chunk of (name, bucket, offset, bytes)."""
-    return Chunk("a file", 0, tuple(Part((name, bucket), offset, 0, nbytes) for name, bucket, offset, nbytes in parts))
-
-
 def test_an_update_waits_for_the_copy_of_its_own_bucket_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     live = {("m", bucket): torch.full((4,), bucket, dtype=torch.uint8) for bucket in (0, 1)}
-    chunks = [chunk_of(("m", 0, 0, 4)), chunk_of(("m", 1, 0, 4))]
+    chunks = [Chunk("a file", 0, (Part(("m", bucket), 0, 0, 4),)) for bucket in (0, 1)]
     made = Snapshot({}, {key: (key[1], lambda value=value: value) for key, value in live.items()}, chunks)  # type: ignore[misc]
     copying, go_on, waiting = threading.Event(), threading.Event(), threading.Event()
     order: list[str] = []
@@ -65,19 +60,3 @@ def test_an_update_waits_for_the_copy_of_its_own_bucket_alone(monkeypatch: pytes
     assert out.tolist() == [0] * 4
     made.take(chunks[1], out)
     assert out.tolist() == [1] * 4
-
-
-def test_copies_are_dropped_as_soon_as_they_were_taken() -> None:
-    source = torch.arange(8, dtype=torch.uint8)
-    chunks = [chunk_of(("m", 3, 0, 4)), chunk_of(("m", 3, 4, 4))]
-    made = Snapshot({}, {("m", 3): (3, lambda: source)}, chunks)
-    out = torch.zeros(4, dtype=torch.uint8)
-    made.take(chunks[0], out)
-    made.before_update(3)
-    source.fill_(9)
-    assert list(made._staged) == [("m", 3)]
-    made.take(chunks[1], out)
-    assert out.tolist() == [4, 5, 6, 7]
-    assert made._staged == {}
-    made.before_update(3)
-    assert made._staged == {}, "nothing is left to take"

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import warnings
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,14 +18,7 @@ from zero.commands.checkpoint.command import verify
 
 from ..support.limits import PATIENT
 from ..support.warned import own
-from .saves import Training, break_one, entries, names, saved, tree
-
-
-@pytest.fixture(scope="module")
-def optimizer() -> ZeroOptimizer:
-    training = Training(None, 0)
-    training.step(0)
-    return training.optimizer
+from .saves import break_one, entries, names, saved, tree
 
 
 def names_aside(folder: Path) -> list[str]:
@@ -103,8 +94,8 @@ def test_the_newest_are_kept_and_those_of_a_period_beside_them(tmp_path: Path, o
         for step in range(1, 11):
             saving = checkpoints.save(step)
             saving.result(PATIENT)
-            kept = [s for s in range(1, step + 1) if s % 4 == 0 or s in [t for t in range(1, step + 1) if t % 4][-2:]]
-            kept = sorted({*kept, step} - ({[t for t in range(1, step) if t % 4][-2]} if step % 4 == 0 else set()))
+            counted = [each for each in range(1, step + 1) if each % 4][-2 if step % 4 else -1 :]
+            kept = sorted({*counted, *range(4, step + 1, 4)})
             assert checkpoints.all_steps() == kept
     assert entries(tmp_path) == names(4, 8, 9, 10)
 
@@ -131,21 +122,6 @@ def test_a_broken_checkpoint_is_neither_counted_nor_removed(
     assert read == ["step-00000003"], "what this run has written is whole"
 
 
-@pytest.mark.assumes("no warning")
-def test_a_checkpoint_that_the_user_has_removed_is_not_missed(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
-    with (
-        CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints,
-        warnings.catch_warnings(record=True) as warned,
-    ):
-        warnings.simplefilter("always")
-        for step in (1, 2, 3):
-            checkpoints.save(step, blocking=True)
-        shutil.rmtree(tmp_path / "step-00000003")
-        checkpoints.save(4, blocking=True)
-    assert [str(found.message) for found in own(warned)] == []
-    assert entries(tmp_path) == names(2, 4)
-
-
 def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, optimizer: ZeroOptimizer) -> None:
     saved(tmp_path, optimizer, 1, 2)
     mine = tmp_path / "step-00000001" / "averages" / "ema" / "ema-00001-of-00001.safetensors"  # of no manifest
@@ -164,24 +140,29 @@ def test_a_checkpoint_with_anything_foreign_is_left_and_named(tmp_path: Path, op
     assert complete_steps(tmp_path) == [1, 2, 4]
 
 
-def test_a_removal_that_failed_and_that_the_user_has_completed_is_not_tried_again(
+@pytest.mark.assumes("no warning")
+def test_what_the_user_has_removed_is_neither_missed_nor_tried_again(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with CheckpointManager(tmp_path, optimizer, max_to_keep=1) as checkpoints:
-        checkpoints.save(1, blocking=True)
+    """A checkpoint, and what a removal that failed has left."""
+    remove = files.remove
+
+    def fails_in_trash(path: Path) -> None:
+        if ".trash-" in str(path):
+            raise OSError(errno.EIO, "it fails")
+        remove(path)
+
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, blocking=True)
         with monkeypatch.context() as patch:
-            patch.setattr(files, "remove", partial(fails_in_trash, files.remove))
+            patch.setattr(files, "remove", fails_in_trash)
             with pytest.warns(RuntimeWarning, match="could not be removed yet"):
-                checkpoints.save(2, blocking=True)
+                checkpoints.save(3, blocking=True)
         (trash,) = tmp_path.glob(".trash-*")
         shutil.rmtree(trash)
+        shutil.rmtree(tmp_path / "step-00000003")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            checkpoints.save(3, blocking=True)
-    assert entries(tmp_path) == names(3)
-
-
-def fails_in_trash(remove: Callable[[Path], None], path: Path) -> None:
-    if ".trash-" in str(path):
-        raise OSError(errno.EIO, "it fails")
-    remove(path)
+            checkpoints.save(4, blocking=True)
+    assert entries(tmp_path) == names(2, 4)

@@ -47,14 +47,6 @@ def write_sharded(path: Path, transport: Transport | None = None, stage: int = 0
     optimizer.close()
 
 
-def trained_other_shapes() -> tuple[Small, OtherShapes]:
-    """Return the model and the optimizer of `other_shapes`, trained by plain torch."""
-    model = Small()
-    optimizer = OtherShapes(groups(model))
-    train(model, optimizer, range(STEPS))
-    return model, optimizer
-
-
 def write_other_shapes(path: Path, transport: Transport | None = None, stage: int = 0) -> None:
     """Train and save by a `ZeroOptimizer` that gives each parameter to one rank. All ranks."""
     model = Small()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from collectives import Transport, on_threads
 from zero import load, save
 
-from ...checkpoint.goes_on import goes_on, undisturbed, widest_first
+from ...checkpoint.goes_on import goes_on, undisturbed
 from ...checkpoint.runs import BF16, FP16, SMALL, Class, Topology, content, optimizer_of, run, step_folder
 from ...support.programs import locked_build
 
@@ -27,18 +27,11 @@ CLASSES = {
     "fp32-adagrad": (Class(torch.optim.Adagrad, {"lr": 0.01}), None),
     "fp16-tensor": (Class(torch.optim.AdamW, {"lr": torch.tensor(0.01), "amsgrad": True}), FP16),
 }
-PRECISIONS = {"bf16-fp32": (BF16, None), "bf16-fp16": (BF16, FP16)}
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_and_precision_has_one_content_and_goes_on(name: str, tmp_path: Path) -> None:
     goes_on(*CLASSES[name], tmp_path)
-
-
-@pytest.mark.parametrize("name", PRECISIONS)
-def test_another_precision_begins_with_the_widest_weights(name: str, tmp_path: Path) -> None:
-    first, second = PRECISIONS[name]
-    widest_first(first, second, tmp_path)
 
 
 @st.composite
