@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import textwrap
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,25 +23,13 @@ from ..support.sockets import on_sockets
 
 ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
 WIDTH = 16
-ONE_LAYER_MB = WIDTH * WIDTH * 4 / 2**20
+CAP_MB = 1.5 * WIDTH * WIDTH * 4 / 2**20  # one layer's weight and bias, which are two parameters
 LOGGERS = ("zero", "collectives")
 Step = Callable[[nn.Module, ZeroOptimizer], None]
 
 
-class Layer(nn.Module):
-    """A linear layer whose weight is cut into ``pieces`` parameters."""
-
-    def __init__(self, pieces: int) -> None:
-        super().__init__()
-        self.pieces = nn.ParameterList([torch.randn(WIDTH // pieces, WIDTH) for _ in range(pieces)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ torch.cat([*self.pieces])
-
-
-def build(pieces: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Layer(pieces), Layer(pieces))
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def backward(model: nn.Module) -> None:
@@ -57,15 +44,15 @@ def plain_step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 
 def optimizer_on(transport: Transport, model: nn.Module, stage: int, **arguments: Any) -> ZeroOptimizer:
-    arguments = {"bucket_cap_mb": ONE_LAYER_MB, **arguments}
+    arguments = {"bucket_cap_mb": CAP_MB, **arguments}
     return ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, **arguments)
 
 
-def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: int = 2, **arguments: Any) -> str:
+def ranges(stage: int, step: Step = plain_step, *, world_size: int = 2, **arguments: Any) -> str:
     """Return the ranges of group rank 0's second step, indented by their nesting, without "zero::"."""
 
     def program(transport: Transport) -> str:
-        model = build(pieces)
+        model = build()
         optimizer = optimizer_on(transport, model, stage, **arguments)
         step(model, optimizer)
         if transport.rank:
@@ -76,12 +63,6 @@ def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: 
         return nested(profiled)
 
     return on_threads(world_size, program)[0]
-
-
-@functools.cache
-def whole(stage: int) -> str:
-    """Return the ranges if each layer is one parameter."""
-    return ranges(stage)
 
 
 def nested(profiled: profile) -> str:
@@ -141,6 +122,30 @@ EXPECTED = {
     ],
     1: [TWO_AT_ONCE, UPDATED_AND_GATHERED],
     2: [REDUCED, UPDATED_AND_GATHERED],
+    3: [
+        """
+        unshard unit 0
+        unshard unit 1
+        wait_for_unshard unit 0
+        install unit 0
+        uninstall unit 0
+        reshard unit 0
+        wait_for_unshard unit 1
+        install unit 1
+        uninstall unit 1
+        unshard unit 0
+        install unit 1
+        reduce_scatter bucket 0
+        reshard unit 1
+        wait_for_unshard unit 0
+        install unit 0
+        wait_for_reduce_scatter bucket 0
+        reduce_scatter bucket 1
+        wait_for_reduce_scatter bucket 1
+        reshard unit 0
+        """,
+        UPDATED,
+    ],
 }
 
 
@@ -148,111 +153,57 @@ def joined(parts: list[str]) -> str:
     return "\n".join(textwrap.dedent(part).strip() for part in parts)
 
 
-@pytest.mark.parametrize("stage", sorted(EXPECTED))
-def test_a_profiler_shows_a_step_bucket_by_bucket(stage: int) -> None:
-    assert whole(stage) == joined(EXPECTED[stage])
-
-
-def test_a_profiler_shows_a_step_of_stage_3_unit_by_unit() -> None:
-    of_units = [line for line in whole(3).splitlines() if "the root's rest" not in line]  # it has no parameters
-    assert "\n".join(of_units) == joined(
-        [
-            """
-            unshard unit 0
-            unshard unit 1
-            wait_for_unshard unit 0
-            install unit 0
-            uninstall unit 0
-            reshard unit 0
-            wait_for_unshard unit 1
-            install unit 1
-            uninstall unit 1
-            unshard unit 0
-            install unit 1
-            reduce_scatter bucket 0
-            reshard unit 1
-            wait_for_unshard unit 0
-            install unit 0
-            wait_for_reduce_scatter bucket 0
-            reduce_scatter bucket 1
-            wait_for_reduce_scatter bucket 1
-            reshard unit 0
-            """,
-            UPDATED,
-        ]
-    )
-
-
 @ALL_STAGES
-def test_no_range_belongs_to_a_parameter(stage: int) -> None:
-    assert ranges(stage, pieces=4) == whole(stage)
+def test_a_profiler_shows_a_step_by_buckets_and_units_and_no_parameter(stage: int) -> None:
+    of_root = "the root's rest"  # it has no parameters
+    assert [line for line in ranges(stage).splitlines() if of_root not in line] == joined(EXPECTED[stage]).splitlines()
 
 
-def test_what_no_sync_left_is_reduced_inside_the_step() -> None:
-    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-        with optimizer.no_sync():
-            backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    expected = f"""
-step
-  agree
-  catch_up
-{textwrap.indent(joined([REDUCED]), "    ")}
-  update bucket 0
-"""
-    assert ranges(2, step).startswith(expected.strip())
+def with_no_sync(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    with optimizer.no_sync():
+        backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def test_unscaling_is_a_range() -> None:
-    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-
-    assert "\nunscale\n  agree\nstep\n" in ranges(2, step)
+def with_a_scaler(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
 
 
-def test_states_on_disk_come_and_go_inside_the_step(tmp_path: Path) -> None:
+def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: Path) -> None:
+    caught_up = textwrap.indent(joined([REDUCED]), "    ")
+    assert ranges(2, with_no_sync).startswith(f"step\n  agree\n  catch_up\n{caught_up}\n  update bucket 0\n")
+    assert "\nunscale\n  agree\nstep\n" in ranges(2, with_a_scaler)
     _, _, of_step = ranges(2, world_size=1, offload=Offload(tmp_path)).partition("\nstep\n")
-    assert [
-        line.strip() for line in of_step.splitlines() if "fetch" in line or "evict" in line or "update" in line
-    ] == [
-        "prefetch bucket 0",
-        "prefetch bucket 1",
-        "update bucket 0",
-        "evict bucket 0",
-        "update bucket 1",
-        "evict bucket 1",
+    of_states = [line for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict", "update"))]
+    assert [line.strip() for line in of_states] == [
+        *("prefetch bucket 0", "prefetch bucket 1", "update bucket 0"),
+        *("evict bucket 0", "update bucket 1", "evict bucket 1"),
     ]
     assert "  update bucket 0\n    evict bucket 0\n" in of_step
 
 
-def _entered(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the number of ranges that a step enters without a profiler."""
-    entered = []
+def test_ranges_are_entered_under_a_profiler_alone_unless_torch_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = list[str]()
 
     def counted(name: str) -> Any:
         entered.append(name)
         return torch.profiler.record_function(name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(profiler_ranges, "record_function", counted)
+    def step() -> None:
         model = build()
         plain_step(model, ZeroOptimizer(model, torch.optim.AdamW, stage=3))
-    return len(entered)
 
-
-def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _entered(monkeypatch) == 0
-
-
-def test_where_torch_has_no_such_flag_every_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler_ranges, "record_function", counted)
+    step()
+    assert entered == []
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert _entered(monkeypatch) > 10
+    step()
+    assert len(entered) > 10
 
 
 # -- loggers -----------------------------------------------------------------------------------------------------------
@@ -283,7 +234,7 @@ def test_each_optimizer_says_once_what_was_chosen_and_why(stage: int, caplog: py
     why = apart if stage == 3 else whole
     for rank in range(2):
         assert lines_of(caplog, "zero", logging.INFO, rank) == [
-            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets of at most 0.0009766 MiB, {units} units, sharding "
+            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets of at most 0.001465 MiB, {units} units, sharding "
             f"factor 2, collective pairwise (the ranks are threads), common memory: no ({why}), offload: none"
         ]
         assert lines_of(caplog, "collectives", logging.INFO, rank) == [
@@ -330,26 +281,21 @@ def test_at_debug_a_rank_that_is_behind_says_that_it_catches_up(caplog: pytest.L
         if transport.rank == 0:
             backward(model)
         optimizer.step()
+        if transport.rank == 0:
+            transport.abort("no room")
 
     on_threads(2, program)
+    said = lines_of(caplog, "collectives", logging.DEBUG, 1)
     assert "rank 1: catch_up" in lines_of(caplog, "zero", logging.DEBUG, 1)
-    assert "rank 1: catches up, in step() [meet, round 0, index 1]" in lines_of(caplog, "collectives", logging.DEBUG, 1)
+    assert "rank 1: catches up, in step() [meet, round 0, index 1]" in said
     assert "rank 0: catch_up" not in lines_of(caplog, "zero", logging.DEBUG, 0)
+    assert lines_of(caplog, "collectives", logging.DEBUG)[-1] == "rank 0: aborts: no room"
 
 
-def test_nothing_is_said_where_the_loggers_are_off(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    train(3)
-    assert [record for record in caplog.records if record.name in LOGGERS] == []
-
-
-def test_the_loggers_are_the_users_to_set_up() -> None:
+def test_loggers_are_the_users_to_set_up_and_say_nothing_where_they_are_off(caplog: pytest.LogCaptureFixture) -> None:
     for name in LOGGERS:
         logger = logging.getLogger(name)
         assert (logger.handlers, logger.level, logger.propagate, logger.disabled) == ([], logging.NOTSET, True, False)
-
-
-def test_an_abort_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "collectives")
-    on_threads(1, lambda transport: transport.abort("no room"))
-    assert lines_of(caplog, "collectives", logging.DEBUG) == ["rank 0: aborts: no room"]
+    caplog.set_level(logging.WARNING)
+    train(3)
+    assert [record for record in caplog.records if record.name in LOGGERS] == []
