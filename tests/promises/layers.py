@@ -1,4 +1,4 @@
-"""Three equal layers with known values, and a step of them in which two ranks do what one does."""
+"""Three equal layers with known values, a step of them in which two ranks do what one does, and what users change."""
 
 from __future__ import annotations
 
@@ -43,3 +43,19 @@ def plain(steps: int = 1) -> nn.Sequential:
     for _ in range(steps):
         train(model, optimizer)
     return model
+
+
+def replace(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.full((4, 4), 0.125))
+
+
+def assign(model: nn.Sequential) -> None:
+    model[1].weight.data = torch.full((4, 4), 0.125)
+
+
+def widen(model: nn.Module) -> None:
+    model.double()
+
+
+def narrow(model: nn.Module) -> None:
+    model.bfloat16()
