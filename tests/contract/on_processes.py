@@ -49,8 +49,7 @@ def recorded(group: dist.ProcessGroup, rank: int, stage: int) -> list[str]:
         for number, layer in enumerate(model):
             layer.register_forward_hook(lambda *_, n=number: Recording.events.append(f"forward {n} ends"))
             layer.register_full_backward_hook(lambda *_, n=number: Recording.events.append(f"backward {n} ends"))
-    cap = None if stage == 3 else 0.02
-    sizes: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": cap}
+    sizes: dict[str, Any] = {} if stage == 3 else {"bucket_cap_mb": 0.02}
     optimizer = ZeroOptimizer(model, stage=stage, process_group=group, collective=Recording, **sizes)
     if stage < 3:
         for number, layer in enumerate(model):
@@ -63,10 +62,10 @@ def recorded(group: dist.ProcessGroup, rank: int, stage: int) -> list[str]:
     return Recording.events
 
 
-def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage: int, uneven: bool) -> nn.Module:
+def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage: int) -> nn.Module:
     """Train with weights and inputs that are small integers, so that a sum has the same bits in any order.
 
-    ``uneven``: a rank runs fewer backwards than the one before.
+    A rank runs fewer backwards than the one before.
     """
     model = nn.Linear(37, 11)
     nn.init.constant_(model.weight, 2)
@@ -74,7 +73,7 @@ def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage
     arguments: dict[str, Any] = {"stage": stage, "process_group": group, "collective": algorithm}
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.5, bucket_cap_mb=0.0005, **arguments)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(3 - rank if uneven else 3):
+    for _ in range(3 - rank):
         model(torch.randint(-4, 5, (5, 37), generator=generator).float()).sum().backward()
     optimizer.divisor = 4
     optimizer.step()

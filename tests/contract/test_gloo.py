@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -35,9 +36,7 @@ def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
     [
         Program(2, 0, "adamw fused", steps=CLIPPED),
         Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
-        Program(4, 2, "adamw fused", 25.0, steps=CLIPPED),
-        Program(4, 3, "shampoo", steps=CLIPPED),
-        Program(4, 3, sharding_factor=2, steps=CLIPPED),
+        Program(4, 3, "shampoo", sharding_factor=2, steps=CLIPPED),
     ],
     ids=lambda p: f"W{p.world_size}-stage{p.stage}",
 )
@@ -58,18 +57,10 @@ def test_without_a_group_the_world_is_used(gloo: GlooPool) -> None:
 
 
 @pytest.mark.parametrize(("stage", "algorithm"), [(0, "native"), (1, "all_to_all"), (2, "ring"), (2, "native")])
-def test_every_algorithm_gives_the_same_bits_on_integers(gloo: GlooPool, algorithm: str, stage: int) -> None:
-    assert_as_pairwise(gloo, algorithm, stage, uneven=False)
-
-
-@pytest.mark.parametrize("algorithm", ["ring", "all_to_all", "native"])
-def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str) -> None:
-    assert_as_pairwise(gloo, algorithm, 2, uneven=True)
-
-
-def assert_as_pairwise(gloo: GlooPool, algorithm: str, stage: int, *, uneven: bool) -> None:
-    expected = gloo.run(on_processes.integer_gradients, "pairwise", 2, uneven, ranks=range(3))[0]
-    for ours in gloo.run(on_processes.integer_gradients, algorithm, stage, uneven, ranks=range(3)):
+def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
+    """And give the same bits on integers."""
+    expected = gloo.run(on_processes.integer_gradients, "pairwise", 2, ranks=range(3))[0]
+    for ours in gloo.run(on_processes.integer_gradients, algorithm, stage, ranks=range(3)):
         assert_same_model(ours, expected)
 
 
@@ -103,9 +94,9 @@ def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_r
 
 
 def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gloo: GlooPool) -> None:
-    for found in gloo.run(peaks.measure, 64, 2, 0.13, ranks=range(4), limit=120):
+    for found in gloo.run(peaks.measure, 64, 2, 0.13, ranks=range(2), limit=120):
         padding = 64 * (BLOCKS + 2) * 6
-        for kind, factor in (("parameters", 1), ("gradients", 1 / 4), ("optimizer", 2 / 4)):
+        for kind, factor in (("parameters", 1), ("gradients", 1 / 2), ("optimizer", 2 / 2)):
             assert abs(found.between[kind] - factor * found.whole) <= padding, kind
         assert found.bucket < found.whole / BLOCKS
         assert found.scratch <= 3 * found.bucket
@@ -138,23 +129,17 @@ def test_the_native_baseline_takes_uneven_and_empty_slices(gloo: GlooPool, dtype
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
-def test_ranks_with_different_models_learn_the_first_difference(gloo: GlooPool) -> None:
-    for name, message in errors_of(gloo, on_processes.different_models, range(3)):
-        assert name == "ValueError"
-        assert "1.weight [8, 8]" in message
-        assert "1.weight [9, 8]" in message
-
-
-def test_ranks_in_different_calls_learn_of_both_at_once(gloo: GlooPool) -> None:
-    for _, message in errors_of(gloo, on_processes.different_calls, range(2)):
-        assert "step()" in message
-        assert "consolidate_state_dict(to=0)" in message
-        assert "no answer" not in message
-
-
-def errors_of(gloo: GlooPool, program: object, ranks: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the error of each rank, as the name of its class and its text."""
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (on_processes.different_models, ("ValueError", "1.weight [8, 8]", "1.weight [9, 8]")),
+        (on_processes.different_calls, ("step()", "consolidate_state_dict(to=0)")),
+    ],
+)
+def test_ranks_that_differ_learn_of_it_at_once(gloo: GlooPool, program: Any, words: tuple[str, ...]) -> None:
     with pytest.raises(ProgramError) as caught:
-        gloo.run(program, ranks=ranks)  # type: ignore[arg-type]
-    assert set(caught.value.errors) == set(ranks)
-    return [*caught.value.errors.values()]
+        gloo.run(program, ranks=range(2))
+    assert set(caught.value.errors) == {0, 1}
+    for error in caught.value.errors.values():
+        assert all(word in ": ".join(error) for word in words), error
+        assert "no answer" not in error[1]

@@ -49,27 +49,20 @@ def backward(model: nn.Module) -> None:
 
 # -- the bits ----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("ranks", "factor", "stage"), [(2, 1, 1), (4, 2, 3)])
-def test_training_is_that_of_the_plain_loop(ranks: int, factor: int, stage: int) -> None:
-    check(Program(ranks, stage, "adamw fused", sharding_factor=factor, steps=STEPS))
-
-
-@pytest.mark.parametrize(("factor", "precision"), [(None, ""), (2, "bf16")])
-def test_what_is_kept_for_the_backward_changes_no_bit(factor: int | None, precision: str) -> None:
-    reshard = 2 if factor is None else False
-    mixed = PRECISIONS.get(precision)
-    check(Program(4, 3, sharding_factor=factor, reshard=reshard, precision=mixed, steps=STEPS[:3]))
+PROGRAMS: dict[str, tuple[list[int], Program]] = {  # with the hosts of the ranks
+    "replicas of one": ([0, 0], Program(2, 1, "adamw fused", sharding_factor=1, steps=STEPS)),
+    "what two ranks keep": ([0, 0, 0, 0], Program(4, 3, reshard=2, steps=STEPS[:3])),
+    "a replica on two hosts": ([0, 0, 0, 1], Program(4, 2, sharding_factor=2, steps=STEPS[:2])),
+    "what two of a host keep": ([0, 0, 1, 1], Program(4, 3, reshard=2, steps=STEPS[:2])),
+}
 
 
-@pytest.mark.parametrize(("stage", "hosts", "reshard"), [(2, [0, 0, 0, 1], True), (3, [0, 0, 1, 1], 2)])
-def test_replicas_may_lie_across_hosts(
-    monkeypatch: pytest.MonkeyPatch, stage: int, hosts: list[int], reshard: bool | int
-) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_is_that_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If one replica lies on two hosts, no replica shares memory: all must cut their buckets alike."""
+    hosts, program = PROGRAMS[name]
     on_hosts(monkeypatch, hosts)
-    factor = 2 if reshard is True else None
-    check(Program(4, stage, sharding_factor=factor, reshard=reshard, steps=STEPS[:2]), run=on_wires)
+    check(program, run=on_wires if any(hosts) else on_threads)
 
 
 def test_without_a_word_the_sum_is_divided_by_all_ranks() -> None:

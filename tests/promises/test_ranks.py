@@ -51,6 +51,13 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] 
     "memory": (overlapping, ("rank 1: ", "'wide' overlaps itself")),
     "stage": (differing(stage=(1, 2)), ("different models or optimizers",)),
     "bucket_cap_mb": (differing(bucket_cap_mb=(1, 2)), ("different models or optimizers",)),
+    "sharding factor": (
+        differing(sharding_factor=(1, None)),
+        (
+            "rank 0 asked for stage=2, sharding_factor=1, reshard",
+            "but rank 1 for stage=2, sharding_factor=None, reshard",
+        ),
+    ),
     "collective": (differing(collective=("ring", "auto")), ("different models or optimizers",)),
 }
 

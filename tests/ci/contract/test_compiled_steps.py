@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.utils import counters
 
@@ -19,18 +19,24 @@ from collectives import Transport, solo
 from collectives.backends.gloo import connect
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, StopOnSignal, ZeroOptimizer
 
-from ...support.loops import Conditioned, LossOf, PlainLoop, constant, even, mean_loss, seeded
+from ...support.cases import INPUTS, ROWS, Net
+from ...support.loops import LossOf, PlainLoop, constant, seeded
 from ...support.plain import assert_same_model, share
 from ...support.pool import GlooPool
 
 FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (zero, collectives))
 STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.1
-BATCHES = even(STEPS * MICRO_BATCHES)
+BATCHES = torch.randn(STEPS * MICRO_BATCHES, ROWS, INPUTS, generator=torch.Generator().manual_seed(1)).split(1)
 pytestmark = pytest.mark.filterwarnings("ignore:stage 3. the graph of a compiled call is broken")
 
 
 def build() -> Any:
-    return seeded(0, Conditioned)
+    return seeded(0, Net)
+
+
+def mean_square(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    found: Tensor = model(batch[0])
+    return found.float().square().mean()
 
 
 def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -84,7 +90,7 @@ def train(
 
     def backwards(*micro_batches: Any) -> None:
         for micro_batch in micro_batches:
-            mean_loss(model, micro_batch).backward()
+            mean_square(model, micro_batch).backward()
         optimizer.clip_grad_norm_(MAX_NORM)
 
     def whole(*micro_batches: Any) -> None:
@@ -129,7 +135,7 @@ def test_what_is_compiled_has_the_eager_bits_and_is_compiled_once(
     assert way == "model" or traced == []
     assert frames[0] > 0
     assert frames == frames[:1] * STEPS
-    loss_of: Any = torch.compile(mean_loss) if (way, backend) == ("function", "inductor") else mean_loss
+    loss_of: Any = torch.compile(mean_square) if (way, backend) == ("function", "inductor") else mean_square
     torch._dynamo.reset()  # or graphs compiled for one model would be used for the other
     assert_same_model(model, plain_loop(way, stage, precision, loss_of))
 
@@ -139,7 +145,7 @@ def on_two_ranks(group: dist.ProcessGroup, rank: int, way: str, stage: int) -> l
     try:
         model, frames = train(way, stage, connect(group), "aot_eager")
         torch._dynamo.reset()
-        assert_same_model(model, plain_loop(way, stage, None, mean_loss))
+        assert_same_model(model, plain_loop(way, stage, None, mean_square))
         return frames
     finally:
         torch._dynamo.reset()
