@@ -97,19 +97,13 @@ def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     def program(transport: Transport) -> nn.Module:
         model = locked_build(transport.rank)
         model.count = nn.Buffer(torch.tensor(transport.rank))
-        other = nn.BatchNorm1d(3)
-        other.running_mean += transport.rank
-        model.norm = other
         ZeroOptimizer(list(model.last.parameters()), module=model, process_group=transport)
         assert model.count == 0
-        assert bool((model.norm.running_mean == 0).all())
         return model
 
     for model in on_threads(3, program):
         assert_same_bits(model.offset, locked_build(0).offset)
-        for name, parameter in model.named_parameters():
-            if not name.startswith("norm"):
-                assert_same_bits(parameter, locked_build(0).get_parameter(name))
+        assert_same_model(model, locked_build(0))
 
 
 @ALL_STAGES
@@ -179,14 +173,11 @@ def counted(uses_a: Callable[[int], bool], added: bool = False) -> Loop:
 
 COUNTS: list[tuple[int, int, Any, Loop, Any]] = [  # stage, ranks, class, loop, groups
     (2, 8, Counting, counted(lambda step: step == 2), two_groups),  # more ranks than some groups have shards
-    (0, 8, CountingItself, counted(lambda step: step == 2), two_groups),
     (1, 3, Counting, counted(lambda step: True), two_groups),
     (2, 3, CountingItself, counted(lambda step: step == 2), two_groups),
     (0, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-    (1, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
     (2, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
     (1, 1, CountingItself, counted(lambda step: True, added=True), lambda model: [model.a]),
-    (2, 1, CountingItself, counted(lambda step: True, added=True), lambda model: [model.a]),
 ]
 
 
@@ -212,7 +203,7 @@ def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> 
         assert_same_bits(model[0], plain[0], f"step {step}")
 
 
-def test_sets_len_zero_modules_and_required_arguments() -> None:
+def test_modules_without_a_length_and_classes_with_required_arguments_are_taken() -> None:
     class Empty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -227,10 +218,6 @@ def test_sets_len_zero_modules_and_required_arguments() -> None:
 
     module = Empty()
     assert ZeroOptimizer(module, Required, process_group=solo(), lr=0.1).describe().buckets[0].names == ("w",)
-    with pytest.raises(TypeError, match="a set has none"):
-        ZeroOptimizer(set(module.parameters()))
-    with pytest.raises(TypeError, match="a set has none"):
-        ZeroOptimizer([{"params": set(module.parameters())}])
     module.offset = nn.Buffer(torch.zeros(1).expand(4))
     with pytest.raises(ValueError, match="buffer 'offset' overlaps itself"):
         ZeroOptimizer(module)

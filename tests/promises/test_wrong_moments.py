@@ -15,8 +15,8 @@ from collectives import Transport, on_threads, solo
 
 from ..support.errors import error_of, errors_on
 from ..support.limits import BOUND
-from ..support.plain import assert_same_model, plain_step
-from .layers import BATCH, backward, build, plain, train, zero
+from ..support.plain import assert_same_model
+from .layers import backward, build, plain, train, zero
 
 pytestmark = pytest.mark.contract
 
@@ -154,61 +154,3 @@ def test_a_call_in_a_hook_waits_for_the_end_of_the_backward_and_changes_nothing_
             assert ("stages 2 and 3 shard gradients while the backward runs" in message) is (name == "step()")
         assert "of '2.bias', which is sharded or not reduced yet; something else asks for it inside the" in ended[-1]
         assert_same_model(model, plain())
-
-
-class Fails(torch.autograd.Function):
-    """A function whose forward or backward raises."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, where: str) -> torch.Tensor:
-        ctx.where = where
-        if where == "forward":
-            raise ZeroDivisionError
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if ctx.where == "backward":
-            raise ZeroDivisionError
-        return gradient, None
-
-
-@pytest.mark.parametrize(
-    ("stage", "where", "failing"),
-    [
-        (0, "backward", (1,)),
-        (1, "backward", (0, 1, 2)),
-        (2, "backward", (1,)),
-        (2, "forward", (0, 1, 2)),
-        (3, "backward", (0, 1, 2)),
-    ],
-)
-def test_an_exception_inside_a_forward_or_backward_leaves_everything_usable(
-    stage: int, where: str, failing: tuple[int, ...]
-) -> None:
-    """On all ranks or on one: the others' collectives still match, and after zero_grad the next step is exact."""
-
-    def loss_of(model: nn.Module, scale: float) -> torch.Tensor:
-        found: torch.Tensor = model(scale * BATCH).square().mean()
-        return found
-
-    def program(transport: Transport) -> nn.Module:
-        model = build()
-        optimizer = zero(model, transport, stage, bucket_cap_mb=1e-6)
-
-        def run() -> None:
-            hidden = Fails.apply(model[1](model[0](BATCH)), where if transport.rank in failing else "")
-            model[2](hidden).sum().backward()
-
-        assert (error_of(run) == "nothing") == (transport.rank not in failing)
-        optimizer.zero_grad()
-        loss_of(model, 1.0 + transport.rank).backward()
-        optimizer.step()
-        optimizer.check_replicas()
-        optimizer.close()
-        return model
-
-    expected = build()
-    plain_step(expected, torch.optim.SGD(expected.parameters(), lr=0.5), loss_of, [1.0, 2.0, 3.0], 3)
-    for model in on_threads(3, program, timeout=BOUND):
-        assert_same_model(model, expected)
