@@ -76,87 +76,59 @@ def nested(profiled: profile) -> str:
     return "\n".join(lines)
 
 
-REDUCED = """
+def each(verb: str) -> list[str]:
+    """Return the range of each bucket."""
+    return [f"{verb} bucket {number}" for number in range(2)]
+
+
+def inside(name: str, *ranges: str) -> list[str]:
+    """Return a range and those inside it."""
+    return [name, *(f"  {line}" for line in ranges)]
+
+
+ONE_AT_A_TIME = [
+    *("reduce_scatter bucket 0", "wait_for_reduce_scatter bucket 0"),
+    *("reduce_scatter bucket 1", "wait_for_reduce_scatter bucket 1"),
+]
+TWO_AT_ONCE = [*each("reduce_scatter"), *each("wait_for_reduce_scatter")]
+GATHERED_GRADIENTS = ["agree", *each("all_gather_gradients"), *each("wait_for_all_gather_gradients")]
+CLIPPED = inside("clip", "agree")
+UPDATED = [*CLIPPED, *inside("step", "agree", *each("update"))]
+UPDATES = ("update bucket 0", "all_gather bucket 0", "update bucket 1", "all_gather bucket 1")
+UPDATED_AND_GATHERED = [*CLIPPED, *inside("step", "agree", *UPDATES, *each("wait_for_all_gather"))]
+OF_UNITS = """
+    unshard unit 0
+    unshard unit 1
+    wait_for_unshard unit 0
+    install unit 0
+    uninstall unit 0
+    reshard unit 0
+    wait_for_unshard unit 1
+    install unit 1
+    uninstall unit 1
+    unshard unit 0
+    install unit 1
     reduce_scatter bucket 0
+    reshard unit 1
+    wait_for_unshard unit 0
+    install unit 0
     wait_for_reduce_scatter bucket 0
     reduce_scatter bucket 1
     wait_for_reduce_scatter bucket 1
-    """
-UPDATED = """
-    clip
-      agree
-    step
-      agree
-      update bucket 0
-      update bucket 1
-    """
-UPDATED_AND_GATHERED = """
-    clip
-      agree
-    step
-      agree
-      update bucket 0
-      all_gather bucket 0
-      update bucket 1
-      all_gather bucket 1
-      wait_for_all_gather bucket 0
-      wait_for_all_gather bucket 1
-    """
-TWO_AT_ONCE = """
-    reduce_scatter bucket 0
-    reduce_scatter bucket 1
-    wait_for_reduce_scatter bucket 0
-    wait_for_reduce_scatter bucket 1
+    reshard unit 0
     """
 EXPECTED = {
-    0: [
-        TWO_AT_ONCE,
-        """
-        agree
-        all_gather_gradients bucket 0
-        all_gather_gradients bucket 1
-        wait_for_all_gather_gradients bucket 0
-        wait_for_all_gather_gradients bucket 1
-        """,
-        UPDATED,
-    ],
-    1: [TWO_AT_ONCE, UPDATED_AND_GATHERED],
-    2: [REDUCED, UPDATED_AND_GATHERED],
-    3: [
-        """
-        unshard unit 0
-        unshard unit 1
-        wait_for_unshard unit 0
-        install unit 0
-        uninstall unit 0
-        reshard unit 0
-        wait_for_unshard unit 1
-        install unit 1
-        uninstall unit 1
-        unshard unit 0
-        install unit 1
-        reduce_scatter bucket 0
-        reshard unit 1
-        wait_for_unshard unit 0
-        install unit 0
-        wait_for_reduce_scatter bucket 0
-        reduce_scatter bucket 1
-        wait_for_reduce_scatter bucket 1
-        reshard unit 0
-        """,
-        UPDATED,
-    ],
+    0: [*TWO_AT_ONCE, *GATHERED_GRADIENTS, *UPDATED],
+    1: [*TWO_AT_ONCE, *UPDATED_AND_GATHERED],
+    2: [*ONE_AT_A_TIME, *UPDATED_AND_GATHERED],
+    3: [*textwrap.dedent(OF_UNITS).split("\n")[1:-1], *UPDATED],
 }
-
-
-def joined(parts: list[str]) -> str:
-    return "\n".join(textwrap.dedent(part).strip() for part in parts)
 
 
 @ALL_STAGES
 def test_a_profiler_shows_a_step_by_buckets_and_units_and_no_parameter(stage: int) -> None:
     of_root = "the root's rest"  # it has no parameters
-    assert [line for line in ranges(stage).splitlines() if of_root not in line] == joined(EXPECTED[stage]).splitlines()
+    assert [line for line in ranges(stage).splitlines() if of_root not in line] == EXPECTED[stage]
 
 
 def with_no_sync(model: nn.Module, optimizer: ZeroOptimizer) -> None:
@@ -175,8 +147,8 @@ def with_a_scaler(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 
 def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: Path) -> None:
-    caught_up = textwrap.indent(joined([REDUCED]), "    ")
-    assert ranges(2, with_no_sync).startswith(f"step\n  agree\n  catch_up\n{caught_up}\n  update bucket 0\n")
+    caught_up = inside("step", "agree", *inside("catch_up", *ONE_AT_A_TIME), "update bucket 0")
+    assert ranges(2, with_no_sync).splitlines()[: len(caught_up)] == caught_up
     assert "\nunscale\n  agree\nstep\n" in ranges(2, with_a_scaler)
     _, _, of_step = ranges(2, world_size=1, offload=Offload(tmp_path)).partition("\nstep\n")
     of_states = [line for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict", "update"))]
@@ -264,7 +236,7 @@ def test_at_debug_a_rank_says_what_it_does(caplog: pytest.LogCaptureFixture) -> 
     caplog.set_level(logging.DEBUG)
     train(2)
     for rank in range(2):
-        expected = [line.strip() for line in joined([REDUCED, UPDATED_AND_GATHERED]).splitlines()]
+        expected = [line.strip() for line in EXPECTED[2]]
         assert lines_of(caplog, "zero", logging.DEBUG, rank) == [f"rank {rank}: {line}" for line in expected * 2] + [
             f"rank {rank}: agree"  # at close
         ]
