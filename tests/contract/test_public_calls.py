@@ -22,10 +22,6 @@ from ..support.trainings import ALL_STAGES, Counting
 pytestmark = pytest.mark.contract
 
 
-def odd(model: Any, rank: int, step: int) -> Tensor:
-    return odd_loss(model, odd_batches(2, step, extra=False)[rank])
-
-
 def build() -> nn.Module:
     return locked_build(0)
 
@@ -76,23 +72,6 @@ def test_groups_schedulers_hooks_and_closures_work_as_in_torch(stage: int) -> No
         assert_same_model(model, plain)
 
 
-@ALL_STAGES
-def test_a_group_may_be_added_after_some_steps(stage: int) -> None:
-    def loop(side: Side) -> None:
-        for step in range(3):
-            if step == 1:
-                side.optimizer.add_param_group({"params": list(side.model.last.parameters()), "lr": 0.05})
-            side.train(lambda model, rank, step=step: odd(model, rank, step))  # type: ignore[misc]
-            side.step()
-            side.clear("module")
-
-    def first(model: Any) -> list[nn.Parameter]:
-        return [p for name, p in model.named_parameters() if not name.startswith("last")]
-
-    settings = {"stage": stage, "bucket_cap_mb": 0.0005}
-    same_as_plain(loop, build, torch.optim.Adam, groups=first, settings=settings, lr=1e-2)
-
-
 def test_construction_copies_rank_0s_parameters_and_buffers() -> None:
     def program(transport: Transport) -> nn.Module:
         model = locked_build(transport.rank)
@@ -122,20 +101,6 @@ def test_identity_names_ties_shapes_and_strides_stay(stage: int) -> None:
 
 
 # -- classes with a memory of their own --------------------------------------------------------------------------------
-
-
-class CountingItself(torch.optim.SGD):
-    """Counts its steps in an attribute."""
-
-    count = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.count += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad, alpha=group["lr"] / self.count)
 
 
 class CountingWhatItHas(torch.optim.SGD):
@@ -174,10 +139,9 @@ def counted(uses_a: Callable[[int], bool], added: bool = False) -> Loop:
 COUNTS: list[tuple[int, int, Any, Loop, Any]] = [  # stage, ranks, class, loop, groups
     (2, 8, Counting, counted(lambda step: step == 2), two_groups),  # more ranks than some groups have shards
     (1, 3, Counting, counted(lambda step: True), two_groups),
-    (2, 3, CountingItself, counted(lambda step: step == 2), two_groups),
     (0, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
     (2, 1, CountingWhatItHas, counted(lambda step: step != 1), two_groups),
-    (1, 1, CountingItself, counted(lambda step: True, added=True), lambda model: [model.a]),
+    (1, 1, Counting, counted(lambda step: True, added=True), lambda model: [model.a]),
 ]
 
 

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.bits import all_zero, first_unequal, read_scalars
 
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
@@ -196,27 +195,3 @@ def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: i
 
     build = partial(locked_build, 0)
     same_as_plain(loop, build, torch.optim.AdamW, world_size, settings={"stage": 0}, lr=1e-2)
-
-
-# -- the parts ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_difference_is_of_bits() -> None:
-    for dtype in (torch.float64, torch.bfloat16):
-        a = torch.zeros(7, dtype=dtype)
-        assert first_unequal(a, a.clone()).item() == -1
-        for element in (6, 2):
-            b = a.clone()
-            b[element:] = -0.0
-            assert first_unequal(a, b).item() == element
-        nan = torch.full_like(a, float("nan"))
-        assert first_unequal(nan, nan.clone()).item() == -1
-
-
-@pytest.mark.usefixtures("unseen")
-def test_one_look_says_of_each_tensor_whether_it_is_zero() -> None:
-    tensors = [torch.zeros(3), -torch.zeros(2), torch.tensor([0.0, float("nan")]), torch.zeros(0), torch.ones(1)]
-    with noted(looks := []):
-        assert all_zero(tensors) == [True, True, False, True, False]
-        assert read_scalars([]) == all_zero([]) == []
-    assert len(looks) == 1

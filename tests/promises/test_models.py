@@ -215,41 +215,32 @@ def test_what_needs_a_whole_model_at_stage_3_names_the_block_that_gathers_it(cal
 
 @pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1)])
 def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
-    """Flat, in the order of memory; the pieces of all ranks together are the whole state."""
+    """Flat, in the order of memory; the pieces of the ranks of a replica together are the whole state."""
+    arguments: dict[str, Any] = {"stage": stage, "sharding_factor": sharding_factor, "lr": 0.5}
 
-    def program(transport: Transport) -> tuple[dict[str, Any], list[str]]:
+    def program(transport: Transport) -> tuple[dict[str, Any], dict[str, str]]:
         model = build()
-        optimizer = ZeroOptimizer(
-            model, torch.optim.AdamW, stage=stage, process_group=transport, sharding_factor=sharding_factor, lr=0.5
-        )
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, **arguments)
         train(model, optimizer)
-        found: dict[str, Any] = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-        errors = [error_of(lambda state=state: state["exp_avg"]) for state in found.values() if not state]
-        assert all(error_of(lambda state=state: state["momentum"]).startswith("KeyError") for state in found.values())
-        return found, errors
+        held: dict[str, Any] = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        assert all(error_of(lambda state=state: state["momentum"]).startswith("KeyError") for state in held.values())
+        return held, {name: error_of(lambda state=state: state["exp_avg"]) for name, state in held.items() if not state}
 
     expected = build()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.5)
     train(expected, optimizer)
     ranks = on_threads(4, program, timeout=BOUND)
-    replica = 4 if sharding_factor is None else sharding_factor
-    whole = stage == 0 or replica == 1
-    assert any(errors for _, errors in ranks) is not whole
-    for name, parameter in expected.named_parameters():
-        average = optimizer.state[parameter]["exp_avg"]
-        if whole:
-            assert all(torch.equal(found[name]["exp_avg"], average) for found, _ in ranks)
-            continue
-        for first in range(0, 4, replica):
-            held = [found[name] for found, _ in ranks[first : first + replica] if found[name]]
-            parts: list[Tensor] = [state["exp_avg"].reshape(-1) for state in held]
-            assert_same_bits(torch.cat(parts), average.reshape(-1))
-    for number, (found, errors) in enumerate(ranks):
-        replicas = range(number - number % replica, number - number % replica + replica)
-        for name, message in zip((name for name, state in found.items() if not state), errors, strict=True):
-            owners = ", ".join(str(rank) for rank in replicas if ranks[rank][0][name])
+    replica = 1 if stage == 0 else sharding_factor or 4
+    assert any(errors for _, errors in ranks) is (replica > 1)
+    for first, (name, parameter) in itertools.product(range(0, 4, replica), expected.named_parameters()):
+        of_replica = range(first, first + replica)
+        owners = [rank for rank in of_replica if ranks[rank][0][name]]
+        parts: list[Tensor] = [ranks[rank][0][name]["exp_avg"].reshape(-1) for rank in owners]
+        assert_same_bits(torch.cat(parts), optimizer.state[parameter]["exp_avg"].reshape(-1))
+        for rank in {*of_replica} - {*owners}:
+            message = ranks[rank][1][name]
             assert f"'exp_avg': this rank holds no part of the states of '{name}', which are on rank " in message
-            assert f"on rank {owners}: optimizer.consolidate_state_dict" in message
+            assert f"on rank {', '.join(map(str, owners))}: optimizer.consolidate_state_dict" in message
 
 
 def test_a_state_dict_of_another_model_changes_nothing() -> None:
