@@ -16,8 +16,7 @@ from collectives.backends.gloo import connect
 
 from .. import peaks
 from ..peaks import BLOCKS
-from ..support.models import build, odd_batches, odd_loss
-from ..support.plain import assert_same_model, assert_same_states, plain_step
+from ..support.plain import assert_same_model, assert_same_states
 from ..support.pool import GlooPool, ProgramError
 from ..support.programs import Program, Round, Step, compare
 from . import on_processes
@@ -49,13 +48,6 @@ def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int, fact
     check(gloo, Program(2, stage, sharding_factor=factor, steps=CLIPPED), (1, 3))
 
 
-def test_without_a_group_the_world_is_used(gloo: GlooPool) -> None:
-    model = build(0)
-    plain_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), odd_loss, odd_batches(8), 8)
-    for ours in gloo.run(on_processes.in_the_world, ranks=range(4)):
-        assert_same_model(ours, model)
-
-
 @pytest.mark.parametrize(("stage", "algorithm"), [(0, "native"), (1, "all_to_all"), (2, "ring"), (2, "native")])
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
     """And give the same bits on integers."""
@@ -75,19 +67,6 @@ def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool
         assert events.index("launch 0") < events.index("backward 0")
         for i in range(4):  # bucket i holds layer 5 - i; it is launched before the second layer after it begins
             assert events.index(f"launch {i}") < events.index(f"backward {3 - i}")
-
-
-def test_units_are_gathered_one_ahead_and_buckets_launched_while_earlier_units_run(gloo: GlooPool) -> None:
-    for events in gloo.run(on_processes.recorded, 3):
-        gathers = [event for event in events if event.startswith("gather")]
-        forward, backward = range(6), range(4, -1, -1)  # the last unit is still gathered when the backward begins
-        assert gathers == [f"gather {5 - n}" for n in (*forward, *backward)], "of bucket 5 - n, which holds unit n"
-        for n in range(5):
-            assert events.index(f"gather {5 - n - 1}") < events.index(f"forward {n} ends")
-        later = events[events.index("forward 5 ends") :]
-        for n in range(5, 0, -1):
-            assert later.index(f"gather {5 - n + 1}") < later.index(f"backward {n} ends")
-            assert later.index(f"launch {5 - n}") < later.index(f"backward {n - 1} ends")
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

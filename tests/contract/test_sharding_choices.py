@@ -7,14 +7,7 @@ from typing import Any
 
 import pytest
 
-from collectives import (
-    Collective,
-    CollectiveError,
-    Hierarchical,
-    Transport,
-    build,
-    on_threads,
-)
+from collectives import Collective, CollectiveError, Hierarchical, Transport, build, on_threads
 from zero import ZeroOptimizer
 
 from ..support.carried import reduction

@@ -11,14 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from collectives import (
-    Algorithm,
-    Pairwise,
-    Shared,
-    Transport,
-    build,
-    on_threads,
-)
+from collectives import Algorithm, Pairwise, Shared, Transport, build, on_threads
 from zero import ZeroOptimizer
 
 from ..support.carried import FEWER, awkward, between_hosts, reduction
@@ -27,6 +20,7 @@ from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits
 from ..support.programs import Program, Round, Step, check, locked_build
+from ..support.sides import Side, same_as_plain
 from ..support.sockets import on_hosts, on_wires
 
 STEPS = (
@@ -65,19 +59,15 @@ def test_training_is_that_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch, nam
     check(program, run=on_wires if any(hosts) else on_threads)
 
 
-def test_without_a_word_the_sum_is_divided_by_all_ranks() -> None:
-    def program(transport: Transport, factor: int) -> Tensor:
-        model = locked_build(0)
-        arguments: dict[str, Any] = {"stage": 2, "process_group": transport, "sharding_factor": factor}
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0, **arguments)
-        odd_loss(model, odd_batches(1)[0]).backward()
-        optimizer.step()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_without_a_word_the_sum_is_divided_by_all_ranks(factor: int) -> None:
+    def loop(side: Side) -> None:
+        side.train(lambda model, rank: odd_loss(model, odd_batches(4)[rank]))
+        side.step()
 
-    expected = on_threads(4, partial(program, factor=4))
-    for factor in (1, 2):
-        for ours, theirs in zip(on_threads(4, partial(program, factor=factor)), expected, strict=True):
-            assert_same_bits(ours, theirs)
+    same_as_plain(
+        loop, partial(locked_build, 0), world_size=4, settings={"stage": 2, "sharding_factor": factor}, lr=1.0
+    )
 
 
 @FEWER

@@ -1,4 +1,4 @@
-"""An optimizer leaves nothing on parameters, in the user's objects and in the process, and no state too early."""
+"""An optimizer leaves nothing on parameters, in the user's objects and in the process; states follow their arrows."""
 
 from __future__ import annotations
 
@@ -21,9 +21,6 @@ from zero.parameters.unit_manager import Unit
 from ..support.limits import BOUND
 from ..support.models import Odd, build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
-from ..support.programs import CLASSES
-from ..support.sides import Side, same_as_plain
-from ..support.small import TwoVectors
 from .moments import PLACES, Stop, assert_plain_loop, batch_of, trained
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -167,37 +164,6 @@ def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backwa
             model.zero_grad()
         for models in found:
             assert_same_model(models[number], model)
-
-
-# -- no state before its step -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stage", "name"), [(0, "adagrad"), (1, "asgd"), (2, "sgd momentum"), (3, "adamw"), (2, "nadam")]
-)
-def test_states_are_those_of_the_steps_that_were_taken(stage: int, name: str) -> None:
-    """At every moment the states are those of the class itself.
-
-    There are none before the first step (except those that the constructor makes), and each parameter has as many steps
-    as it took part in.
-    """
-    cls, arguments = CLASSES[name]
-
-    def loop(side: Side) -> list[Any]:
-        found = []
-        for step in range(5):
-            if hasattr(side.optimizer, "consolidate_state_dict"):
-                side.optimizer.consolidate_state_dict(None)
-                assert len(side.optimizer.state) == 0 or step > 0 or name in ("adagrad", "asgd")
-            states = side.optimizer.state_dict()["state"]
-            known = {index: {k: v for k, v in state.items() if v is not None} for index, state in states.items()}
-            found.append(copy.deepcopy(known))
-            side.train(lambda model, rank, step=step: model(1.0 + rank + step, step % 2 == 0))  # type: ignore[misc]
-            side.step()
-            side.clear()
-        return found
-
-    same_as_plain(loop, TwoVectors, cls, settings={"stage": stage, "bucket_cap_mb": 1e-4}, **arguments)
 
 
 # -- states -----------------------------------------------------------------------------------------------------------

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 
 from ..support.errors import error_of, is_plain
-from ..support.generator import CALLS
 from ..support.limits import BOUND
 from ..support.models import odd_batches, odd_loss
 from ..support.plain import assert_same_bits, assert_same_model
@@ -116,13 +112,6 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
 
     ours = Loopback[TwoVectors](2, timeout=BOUND, interfere=interfere).run(program)[1]
     assert_same_bits(ours.b, plain_two([(1.0, True), (2.0, True)], 2).b)
-
-
-def test_threads_that_save_and_restore_the_generator_do_not_stop_the_process() -> None:
-    """The ranks of these tests do so, and `tests.support.generator` makes it safe, here too."""
-    assert all(hasattr(getattr(module, name), "__wrapped__") for module in (torch, torch.random) for name in CALLS)
-    command = [sys.executable, "-m", "tests.support.generator", "alone"]
-    assert subprocess.run(command, cwd=Path(__file__).resolve().parents[2], timeout=100).returncode == 0
 
 
 @ALL_STAGES

@@ -8,21 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.utils import counters
 
 import collectives
 import zero
-from collectives import Transport, solo
-from collectives.backends.gloo import connect
+from collectives import solo
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, StopOnSignal, ZeroOptimizer
 
 from ...support.cases import INPUTS, ROWS, Net
 from ...support.loops import LossOf, PlainLoop, constant, seeded
-from ...support.plain import assert_same_model, share
-from ...support.pool import GlooPool
+from ...support.plain import assert_same_model
 
 FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (zero, collectives))
 STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.1
@@ -76,15 +73,13 @@ def plain_loop(way: str, stage: int, precision: MixedPrecision | None, loss_of: 
     return model
 
 
-def train(
-    way: str, stage: int, transport: Transport, backend: str, precision: MixedPrecision | None = None
-) -> tuple[nn.Module, list[int]]:
+def train(way: str, stage: int, backend: str, precision: MixedPrecision | None) -> tuple[nn.Module, list[int]]:
     """Train with a compiled part. Return the model, and the number of what has been compiled after each step."""
     model = build()
     if way == "model":
         compile_units(model, stage)
     options: dict[str, Any] = {"bucket_cap_mb": 1e-4, "divisor": MICRO_BATCHES, "lr": 1e-2}
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, mixed_precision=precision, **options)
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), mixed_precision=precision, **options)
     scheduler = (falling if way == "scheduled step" else constant)(optimizer)
     frames = []
 
@@ -100,8 +95,7 @@ def train(
 
     compiled: Any = torch.compile(whole if way == "function" else optimizer.step, backend=backend)
     for step in range(STEPS):
-        together = BATCHES[MICRO_BATCHES * step : MICRO_BATCHES * (step + 1)]
-        own = share(together, transport.rank, transport.world_size)
+        own = BATCHES[MICRO_BATCHES * step : MICRO_BATCHES * (step + 1)]
         if way == "function":
             compiled(*own)
         else:
@@ -131,30 +125,13 @@ def test_what_is_compiled_has_the_eager_bits_and_is_compiled_once(
     way: str, stage: int, backend: str, traced: list[str]
 ) -> None:
     precision = MixedPrecision(torch.bfloat16) if way == "model" and stage % 2 else None
-    model, frames = train(way, stage, solo(), backend, precision)
+    model, frames = train(way, stage, backend, precision)
     assert way == "model" or traced == []
     assert frames[0] > 0
     assert frames == frames[:1] * STEPS
     loss_of: Any = torch.compile(mean_square) if (way, backend) == ("function", "inductor") else mean_square
     torch._dynamo.reset()  # or graphs compiled for one model would be used for the other
     assert_same_model(model, plain_loop(way, stage, precision, loss_of))
-
-
-def on_two_ranks(group: dist.ProcessGroup, rank: int, way: str, stage: int) -> list[int]:
-    torch._dynamo.reset()
-    try:
-        model, frames = train(way, stage, connect(group), "aot_eager")
-        torch._dynamo.reset()
-        assert_same_model(model, plain_loop(way, stage, None, mean_square))
-        return frames
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("way", "stage"), [("model", 3), ("step", 0), ("function", 2), ("function", 3)])
-def test_so_it_is_on_two_ranks(gloo: GlooPool, way: str, stage: int) -> None:
-    for frames in gloo.run(on_two_ranks, way, stage, ranks=(0, 1), limit=120):
-        assert frames == frames[:1] * STEPS
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------

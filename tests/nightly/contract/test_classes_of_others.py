@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import solo
 from zero import ZeroOptimizer, load, save
 
 from ...contract.recipes import assert_same_dict
@@ -155,13 +154,3 @@ def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
     for ranks, how, steps in ((2, stage, range(3)), (3, (stage + 1) % 4, range(3, 5))):
         for found in gloo.run(in_8_bits, library, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
             assert_same_dict(found, expected[steps.stop - 1])
-
-
-@pytest.mark.parametrize(("library", "name"), OF_8_BITS)
-def test_they_are_refused_where_ranks_would_step_pieces(library: str, name: str) -> None:
-    of_blocks = class_of(library, name)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        pytest.raises(ValueError, match=rf"{name} is not element-wise: .*or use \"parameter\""),
-    ):
-        ZeroOptimizer(blocks_of_8_bits(), of_blocks, process_group=solo(), partition="element", **RATE)
