@@ -119,6 +119,8 @@ GROUPS = [{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}]
 OVERLAPPING = torch.zeros(1, 4).expand(5, 4)
 TOGETHER = r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns"
 UNITS = "units must be a function of a module that returns a bool, not 'blocks'"
+FACTOR = r"must divide the number of ranks, 1, so be one of \[1\]"
+KEPT = "divides the 1 ranks that share a copy, so one of"
 NO_SUCH_RANK = "consolidate_state_dict: rank 9 is not one of the 1 ranks"
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     *((new(MODEL, stage=v), ValueError, r"stage must be one of \[0, 1, 2, 3\]") for v in (4, -1, "2", True, None)),
@@ -145,6 +147,10 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (new(MODEL, module=linear()), ValueError, "two different modules"),
     (new([]), ValueError, "empty"),
     (new(build(), stage=3, units="blocks"), TypeError, UNITS),
+    *((new(MODEL, sharding_factor=v), ValueError, FACTOR) for v in (0, 3, -1, 1.0, True, "2")),
+    *((new(MODEL, stage=3, reshard_after_forward=v), ValueError, KEPT) for v in (0, 3, "2", None)),
+    *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
+    (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),
     (clip(math.nan), ValueError, "max_norm"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -131,31 +132,21 @@ def test_a_profiler_shows_a_step_by_buckets_and_units_and_no_parameter(stage: in
     assert [line for line in ranges(stage).splitlines() if of_root not in line] == EXPECTED[stage]
 
 
-def with_no_sync(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-    with optimizer.no_sync():
-        backward(model)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def with_a_scaler(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+def scaled_without_sync(model: nn.Module, optimizer: ZeroOptimizer) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
+    with optimizer.no_sync():
+        scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     optimizer.zero_grad()
 
 
 def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: Path) -> None:
-    caught_up = inside("step", "agree", *inside("catch_up", *ONE_AT_A_TIME), "update bucket 0")
-    assert ranges(2, with_no_sync).splitlines()[: len(caught_up)] == caught_up
-    assert "\nunscale\n  agree\nstep\n" in ranges(2, with_a_scaler)
+    caught_up = [*inside("unscale", "agree", *inside("catch_up", *ONE_AT_A_TIME)), "step"]
+    assert ranges(2, scaled_without_sync).splitlines()[: len(caught_up)] == caught_up
     _, _, of_step = ranges(2, world_size=1, offload=Offload(tmp_path)).partition("\nstep\n")
-    of_states = [line for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict", "update"))]
-    assert [line.strip() for line in of_states] == [
-        *("prefetch bucket 0", "prefetch bucket 1", "update bucket 0"),
-        *("evict bucket 0", "update bucket 1", "evict bucket 1"),
-    ]
+    of_states = [line.strip() for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict"))]
+    assert of_states == [*each("prefetch"), *each("evict")]
     assert "  update bucket 0\n    evict bucket 0\n" in of_step
 
 
@@ -197,39 +188,32 @@ def train(stage: int, world_size: int = 2, ranks: Callable[..., Any] = on_thread
     ranks(world_size, program)
 
 
-@ALL_STAGES
-def test_each_optimizer_says_once_what_was_chosen_and_why(stage: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    train(stage)
-    units = 2 if stage == 3 else 0
-    apart, whole = "the ranks that share a copy do not all share a host's memory", "every rank holds whole parameters"
-    why = apart if stage == 3 else whole
-    for rank in range(2):
-        assert lines_of(caplog, "zero", logging.INFO, rank) == [
-            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets of at most 0.001465 MiB, {units} units, sharding "
-            f"factor 2, collective pairwise (the ranks are threads), common memory: no ({why}), offload: none"
-        ]
-        assert lines_of(caplog, "collectives", logging.INFO, rank) == [
-            f"rank {rank} of 2: collective pairwise (the ranks are threads)"
-        ]
-    assert not [record for record in caplog.records if record.levelno < logging.INFO]
+WHOLE = (
+    "2: stage 2, AdamW, 2 buckets of at most 0.001465 MiB, 0 units, sharding factor 2, collective pairwise (the ranks "
+)
+APART = "no (the ranks that share a copy do not all share a host's memory), offload: none"
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 2}, WHOLE + "are threads), common memory: no (every rank holds whole parameters), offload: none"),
+    ({"stage": 3}, f"2 units, sharding factor 2, collective pairwise (the ranks are threads), common memory: {APART}"),
+    ({"stage": 3, "collective": "ring"}, "ring (asked for by name), common memory: no ("),
+    ({"stage": 3, "world_size": 1, "offload": Offload(tempfile.gettempdir())}, "offload: states on disk"),
+    ({"stage": 3, "world_size": 1}, "(one rank sends nothing), common memory: no (one rank holds the whole copy)"),
+    ({"stage": 2, "world_size": 4, "sharding_factor": 2}, "2 replicas of 2; the ranks are threads"),
+    ({"stage": 3, "ranks": on_sockets}, "common memory: yes (the ranks that share a copy are on one host)"),
+]
 
 
-def test_the_line_names_the_algorithm_the_sharding_and_the_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("arguments", "words"), LINES)
+def test_each_optimizer_says_once_what_was_chosen_and_why(
+    arguments: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "zero")
-    train(3, collective="ring", offload=Offload(tmp_path))
-    train(3, world_size=1)
-    train(2, world_size=4, sharding_factor=2)
-    train(3, ranks=on_sockets)
-    found = lines_of(caplog, "zero", logging.INFO)
-    assert "ring (asked for by name), common memory: no (" in found[0]
-    assert "offload: states on disk" in found[0]
-    assert "pairwise (one rank sends nothing), common memory: no (one rank holds the whole copy)" in found[1]
-    assert "sharding factor 2, " in found[2]
-    assert "common memory: yes (the ranks that share a copy are on one host)" in found[3]
-    assert "2 replicas of 2; the ranks are threads" in found[2]
+    caplog.set_level(logging.INFO)
+    train(**arguments)
+    for rank in range(arguments.get("world_size", 2)):
+        (line,) = lines_of(caplog, "zero", logging.INFO, rank)
+        assert words in line
+        assert len(lines_of(caplog, "collectives", logging.INFO, rank)) == 1
+    assert not [record for record in caplog.records if record.levelno < logging.INFO]
 
 
 def test_at_debug_a_rank_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
