@@ -21,7 +21,7 @@ from zero.parameters.sharded import ShardedStorage
 
 from ..support.models import Odd, odd_loss
 from ..support.parts import parts_of
-from .moments import PLACES, Stop, assert_plain_loop, batch_of, plain, trained
+from .moments import PLACES, Stop, batch_of, train
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -72,9 +72,8 @@ def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         return [*generators, *modes, torch.are_deterministic_algorithms_enabled(), hooks]
 
-    plain()
     before = ambient()
-    assert_plain_loop(trained(3, everything_but_step))
+    train(3, everything_but_step)
     assert ambient() == before
 
 
@@ -137,7 +136,7 @@ def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.
     states, and free buffers. Parameters, norms and states must not change.
     """
     fill_memory(monkeypatch, 255)
-    assert_plain_loop(trained(stage, poison))
+    train(stage, poison)
 
 
 # -- exceptions -------------------------------------------------------------------------------------------------------
@@ -163,4 +162,4 @@ def test_an_exception_anywhere_leaves_an_object_that_goes_on(
                     place(model, optimizer, 5)
             optimizer.zero_grad()
 
-    assert_plain_loop(trained(stage, at))
+    train(stage, at)

@@ -21,7 +21,7 @@ from zero.parameters.unit_manager import Unit
 from ..support.limits import BOUND
 from ..support.models import Odd, build, odd_batches, odd_loss
 from ..support.plain import assert_same_model, assert_same_states, plain_step
-from .moments import PLACES, Stop, assert_plain_loop, batch_of, trained
+from .moments import PLACES, Stop, batch_of, train
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -57,7 +57,7 @@ def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
             assert type(p) is nn.Parameter or (stage == 3 and is_released(p)), name
         models.append(model)
 
-    trained(stage, at)
+    train(stage, at)
     assert models
     for model in models:
         assert traces(model) == expected
@@ -113,10 +113,10 @@ def test_a_closed_optimizer_leaves_no_object_behind() -> None:
             if issubclass(kind, Tensor) or str(kind.__module__).partition(".")[0] in ("zero", "collectives")
         )
 
-    trained(3)  # make all late imports
+    train(3)  # make all late imports
     before = alive()
     for stage in (0, 3):
-        trained(stage)
+        train(stage)
     assert alive() - before == Counter()  # garbage of earlier tests may go meanwhile
 
 
@@ -205,9 +205,9 @@ def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) 
                 optimizer.zero_grad()
 
     for stage in (0, 3):
-        assert_plain_loop(trained(stage, at))
+        train(stage, at)
     with pytest.raises(OSError, match=r"unplugged|alone"):
-        trained(3, a_rank_leaves)
+        train(3, a_rank_leaves)
     assert {arrow for arrow in units if arrow[0] is not arrow[1]} == {
         (State.SHARDED, State.GATHERING),
         (State.GATHERING, State.UNSHARDED),
