@@ -155,24 +155,21 @@ def test_what_a_class_counts_it_counts_once_in_a_step(
 
 
 def test_parameters_without_dimensions_are_promoted_as_torch_promotes_them() -> None:
-    model, plain = nn.ParameterList([torch.tensor(0.3)]), nn.ParameterList([torch.tensor(0.3)])
-    arguments = {"lr": torch.tensor(0.1, dtype=torch.float64)}
-    optimizer = ZeroOptimizer(model, partition="element", **arguments)
-    adamw = torch.optim.AdamW(plain.parameters(), **arguments)
-    for step in range(20):
-        for parameters, steps in ((model, optimizer), (plain, adamw)):
-            steps.zero_grad()
-            (parameters[0].sin() * (step + 1) / 3).backward()
-            steps.step()
-        assert_same_bits(model[0], plain[0], f"step {step}")
+    def loop(side: Side) -> None:
+        for step in range(20):
+            side.clear()
+            side.train(lambda model, _, step=step: model[0].sin() * (step + 1) / 3)  # type: ignore[misc]
+            side.step()
+
+    def scalar() -> nn.Module:
+        return nn.ParameterList([torch.tensor(0.3)])
+
+    rate = torch.tensor(0.1, dtype=torch.float64)
+    same_as_plain(loop, scalar, torch.optim.AdamW, 1, settings={"partition": "element"}, lr=rate)
 
 
 def test_modules_without_a_length_and_classes_with_required_arguments_are_taken() -> None:
-    class Empty(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(3))
-
+    class Empty(TwoVectors):
         def __len__(self) -> int:
             return 0
 
@@ -181,7 +178,7 @@ def test_modules_without_a_length_and_classes_with_required_arguments_are_taken(
             super().__init__(params, lr=lr)
 
     module = Empty()
-    assert ZeroOptimizer(module, Required, process_group=solo(), lr=0.1).describe().buckets[0].names == ("w",)
+    assert ZeroOptimizer(module, Required, process_group=solo(), lr=0.1).describe().buckets[0].names == ("b", "a")
     module.offset = nn.Buffer(torch.zeros(1).expand(4))
     with pytest.raises(ValueError, match="buffer 'offset' overlaps itself"):
         ZeroOptimizer(module)

@@ -17,7 +17,7 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of, is_plain, warned
 from ..support.limits import BOUND
 from ..support.plain import assert_same_model
-from .layers import assign, backward, build, narrow, plain, replace, train, widen, zero
+from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
 
@@ -105,18 +105,16 @@ def in_with(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 def test_a_close_that_fails_never_hides_the_error_before_it(stage: int, fail: Callable[..., None]) -> None:
     """Rank 0 fails and closes while rank 1 continues: neither succeeds, and each gets the reason."""
 
-    def program(transport: Transport) -> str:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> str:
         train(model, optimizer)
-        if transport.rank == 1:
+        if optimizer.rank == 1:
             return error_of(optimizer.step)
         message = error_of(fail, model, optimizer)
         assert "this optimizer is closed" in error_of(optimizer.step)
         return message
 
     with warned() as messages:
-        first, second = on_threads(2, program, timeout=BOUND)
+        first, second = on_ranks(program, stage)
     assert first == 'KeyError: "the user\'s own"'
     assert "close()" in second
     assert "step()" in second
@@ -134,9 +132,7 @@ def inside_join(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 def test_where_all_ranks_fail_alike_close_hides_no_error_and_the_model_is_whole(stage: int, join: bool) -> None:
     """Inside `join()` the close itself fails, with a warning, and the optimizer trains on."""
 
-    def program(transport: Transport) -> tuple[str, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, nn.Module]:
         train(model, optimizer)
         message = error_of(inside_join if join else in_finally, model, optimizer)
         if join:
@@ -145,7 +141,7 @@ def test_where_all_ranks_fail_alike_close_hides_no_error_and_the_model_is_whole(
         return message, model
 
     with warned() as messages:
-        for found, model in on_threads(2, program, timeout=BOUND):
+        for found, model in on_ranks(program, stage):
             assert 'KeyError: "the user\'s own"' in found
             assert is_plain(model)
             assert_same_model(model, plain(1 + join))
@@ -173,9 +169,7 @@ WITH_FEWER = (with_fewer_batches, ("close()", "all ranks of a group must make th
 def test_a_failure_of_the_ranks_is_the_error_and_a_close_after_it_is_quiet(
     stage: int, run: Callable[..., None], words: tuple[str, ...]
 ) -> None:
-    def program(transport: Transport) -> tuple[str, str]:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, str]:
 
         def closed() -> None:
             with closing(optimizer):
@@ -184,7 +178,7 @@ def test_a_failure_of_the_ranks_is_the_error_and_a_close_after_it_is_quiet(
         return error_of(closed), error_of(optimizer.close)
 
     with warned() as messages:
-        for found, again in on_threads(2, program, timeout=BOUND):
+        for found, again in on_ranks(program, stage):
             assert all(found.count(word) >= 1 for word in words), found
             assert found.count("optimizer.join()") <= 1
             assert run is with_fewer_batches or "closed since an earlier failure" not in found

@@ -23,7 +23,7 @@ from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.pool import GlooPool
-from .layers import assign, backward, build, narrow, plain, replace, train, widen, zero
+from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
 
@@ -111,23 +111,19 @@ def test_memory_that_moves_with_all_its_parameters_is_no_replacement(stage: int)
 def test_a_cast_beside_placeholders_of_gradients_raises_itself(
     stage: int, cast: Callable[[nn.Module], None], sync: bool
 ) -> None:
-    def program(transport: Transport) -> str:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> str:
         with nullcontext() if sync else optimizer.no_sync():
             backward(model)
         return error_of(cast, model)
 
-    for message in on_threads(2, program, timeout=BOUND):
+    for message in on_ranks(program, stage):
         assert "does not hold the gradient of '0.weight'" in message
         assert message.endswith("cast or move the model before the optimizer is built")
 
 
 @pytest.mark.parametrize(("cast", "world_size"), [(widen, 1), (narrow, 2)])
 def test_at_stage_3_a_cast_is_refused_or_undone(cast: Callable[[nn.Module], None], world_size: int) -> None:
-    def program(transport: Transport) -> tuple[str, str, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport)
+    def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, str, nn.Module]:
         refused = error_of(cast, model)
         with optimizer.gathered():
             cast(model)
@@ -138,7 +134,7 @@ def test_at_stage_3_a_cast_is_refused_or_undone(cast: Callable[[nn.Module], None
         return refused, undone, model
 
     undoing = f"was cast to {DTYPES[cast]} while its unit was gathered, which was undone: cast the model before"
-    for refused, undone, model in on_threads(world_size, program, timeout=BOUND):
+    for refused, undone, model in on_ranks(program, 3, world_size):
         assert "'0.weight' is released" in refused
         assert refused.endswith("move and cast the model before the optimizer is built, or after its close()")
         assert undoing in undone

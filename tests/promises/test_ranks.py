@@ -16,7 +16,7 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of, errors_on
 from ..support.limits import BOUND
 from ..support.plain import assert_same_model
-from .layers import backward, build, plain, train, zero
+from .layers import backward, build, errors_on_ranks, on_ranks, plain, train, zero
 
 pytestmark = pytest.mark.contract
 
@@ -149,10 +149,8 @@ def test_ranks_that_train_differently_learn_where(
 
 @ALL_STAGES
 def test_after_another_divisor_on_one_rank_nothing_is_lost(stage: int) -> None:
-    def program(transport: Transport) -> nn.Module:
-        model = build()
-        optimizer = zero(model, transport, stage)
-        optimizer.divisor = 2 + transport.rank
+    def program(model: Any, optimizer: ZeroOptimizer) -> nn.Module:
+        optimizer.divisor = 2 + optimizer.rank
         backward(model)
         assert "divisor" in error_of(optimizer.step)
         optimizer.divisor = 2
@@ -160,7 +158,7 @@ def test_after_another_divisor_on_one_rank_nothing_is_lost(stage: int) -> None:
         optimizer.close()
         return model
 
-    for model in on_threads(2, program, timeout=BOUND):
+    for model in on_ranks(program, stage):
         assert_same_model(model, plain())
 
 
@@ -173,16 +171,14 @@ class Rate(float):
 
 @ALL_STAGES
 def test_an_error_in_one_ranks_step_reaches_the_others_with_its_reason(stage: int) -> None:
-    def program(transport: Transport) -> None:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> None:
         backward(model)
-        if transport.rank == 1:
+        if optimizer.rank == 1:
             optimizer.param_groups[0]["lr"] = Rate(0.5)
         optimizer.step()
         optimizer.check_replicas()
 
-    messages = errors_on(3, program)
+    messages = errors_on_ranks(program, stage, 3)
     assert messages[1] != "nothing"
     for rank in (0, 2):
         assert "rank 1 failed: rank 1, in step(): TypeError" in messages[rank]

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from collectives import Transport, on_threads, solo
+from zero import ZeroOptimizer
 
-from ..support.errors import error_of, errors_on
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_model
-from .layers import backward, build, plain, train, zero
+from .layers import backward, build, errors_on_ranks, on_ranks, plain, train, zero
 
 pytestmark = pytest.mark.contract
 
@@ -40,9 +41,7 @@ def test_calls_inside_no_sync_are_refused_and_an_error_ends_it(stage: int) -> No
 
 @pytest.mark.parametrize(("stage", "settle"), [(0, "step"), (1, "clip"), (2, "step"), (2, "clip"), (3, "step")])
 def test_a_backward_after_step_or_clip_needs_zero_grad(stage: int, settle: str) -> None:
-    def program(transport: Transport) -> str:
-        model = build()
-        optimizer = zero(model, transport, stage)
+    def program(model: Any, optimizer: ZeroOptimizer) -> str:
         backward(model)
         optimizer.step() if settle == "step" else optimizer.clip_grad_norm_(1.0)
         message = error_of(backward, model)
@@ -51,7 +50,7 @@ def test_a_backward_after_step_or_clip_needs_zero_grad(stage: int, settle: str) 
         optimizer.check_replicas()
         return message
 
-    for message in on_threads(2, program, timeout=BOUND):
+    for message in on_ranks(program, stage):
         assert "without zero_grad()" in message
         assert "call optimizer.zero_grad() first" in message
         assert "'0.weight' was already divided" in message
@@ -109,16 +108,14 @@ def test_a_closed_optimizer_and_a_copy_are_refused() -> None:
 
 
 def test_the_state_dict_of_a_shard_names_the_call_that_gathers_it() -> None:
-    def program(transport: Transport) -> None:
-        model = build()
-        optimizer = zero(model, transport, 2)
+    def program(model: Any, optimizer: ZeroOptimizer) -> None:
         optimizer.consolidate_state_dict(to=1)
-        if transport.rank == 1:
+        if optimizer.rank == 1:
             optimizer.state_dict()
         train(model, optimizer)
         optimizer.state_dict()
 
-    for message in errors_on(2, program):
+    for message in errors_on_ranks(program, 2):
         assert "consolidate_state_dict(to=rank)" in message
 
 

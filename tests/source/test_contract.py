@@ -97,23 +97,6 @@ def test_what_uses_public_names_alone_is_marked_contract_and_nothing_else_is() -
         assert bool(MARKED.search(text)) == (uses and not insides), (path, insides)
 
 
-def test_the_reader_sees_every_use_of_the_insides_also_in_helpers() -> None:
-    for source, expected in {
-        "from zero import ZeroOptimizer\nfrom collectives import Transport": [],
-        "def f():\n from collectives.backends.shared_memory import Peer": ["collectives.backends.shared_memory"],
-        "from zero import core": ["zero.core"],
-        "import collectives.backends.shared_memory": ["collectives.backends.shared_memory"],
-        "import zero\nzero.ZeroOptimizer(zero.core)": ["zero.core"],
-        "patch.setattr('zero.gradients.reducer.fold', None)": ["zero.gradients.reducer.fold"],
-        "self.optimizer._reducer": ["self.optimizer._reducer"],
-        "self._reducer\nfrom multiprocessing import forkserver\nforkserver._stop()": [],
-        "from benchmarks import steps": ["benchmarks"],
-    }.items():
-        assert list(inside_names(source)) == expected, source
-    found = all_inside_names(ROOT / "tests/gradients/test_join.py")
-    assert any(name.startswith("sockets: collectives.") for name in found)
-
-
 def test_the_net_runs_against_other_insides() -> None:
     """`python -m tests.net` runs this tree's programs on the packages of another commit."""
     for file in ("side.py", "__main__.py"):
