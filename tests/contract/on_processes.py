@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import Pairwise, Tag, Transport, Work
+from collectives import Pairwise, Tag, Work
 from zero import ZeroOptimizer
 
-from ..support.models import build, odd_batches, odd_loss
-from ..support.plain import share
 from ..support.programs import Program, run_rank
 
 
@@ -20,41 +18,24 @@ def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
     return run_rank(program, group)
 
 
-class Recording:
-    """`Pairwise` that records when a bucket's reduction or gather was launched."""
+class Recording(Pairwise):
+    """Records when a bucket's reduction is launched."""
 
     name = "recording"
-    exact = True
-    events: list[str]
-
-    def __init__(self, transport: Transport) -> None:
-        self.transport, self._inner = transport, Pairwise(transport)
-        Recording.events = []
+    events: ClassVar[list[str]] = []
 
     def reduce_scatter(self, source: Tensor, bounds: Any, out: Tensor, *, start: Tensor | None, tag: Tag) -> Work:
         self.events.append(f"launch {tag.index}")
-        return self._inner.reduce_scatter(source, bounds, out, start=start, tag=tag)
-
-    def all_gather(self, buffer: Tensor, bounds: Any, *, tag: Tag) -> Work:
-        self.events.append(f"gather {tag.index}")
-        return self._inner.all_gather(buffer, bounds, tag=tag)
+        return super().reduce_scatter(source, bounds, out, start=start, tag=tag)
 
 
 def recorded(group: dist.ProcessGroup, rank: int, stage: int) -> list[str]:
     """Return the events of the second step of six layers, one bucket each."""
-    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
     inputs = torch.randn(8, 64, requires_grad=True)
-    if stage == 3:
-        for number, layer in enumerate(model):
-            layer.register_forward_hook(lambda *_, n=number: Recording.events.append(f"forward {n} ends"))
-            layer.register_full_backward_hook(lambda *_, n=number: Recording.events.append(f"backward {n} ends"))
-    cap = None if stage == 3 else 0.02
-    sizes: dict[str, Any] = {} if cap is None else {"bucket_cap_mb": cap}
-    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, collective=Recording, **sizes)
-    if stage < 3:
-        for number, layer in enumerate(model):
-            layer.register_full_backward_pre_hook(lambda *_, n=number: Recording.events.append(f"backward {n}"))
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=group, collective=Recording, bucket_cap_mb=0.02)
+    for number, layer in enumerate(model):
+        layer.register_full_backward_pre_hook(lambda *_, n=number: Recording.events.append(f"backward {n}"))
     for _ in range(2):
         Recording.events.clear()
         model(inputs).square().mean().backward()
@@ -63,10 +44,10 @@ def recorded(group: dist.ProcessGroup, rank: int, stage: int) -> list[str]:
     return Recording.events
 
 
-def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage: int, uneven: bool) -> nn.Module:
+def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage: int) -> nn.Module:
     """Train with weights and inputs that are small integers, so that a sum has the same bits in any order.
 
-    ``uneven``: a rank runs fewer backwards than the one before.
+    A rank runs fewer backwards than the one before.
     """
     model = nn.Linear(37, 11)
     nn.init.constant_(model.weight, 2)
@@ -74,22 +55,9 @@ def integer_gradients(group: dist.ProcessGroup, rank: int, algorithm: str, stage
     arguments: dict[str, Any] = {"stage": stage, "process_group": group, "collective": algorithm}
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.5, bucket_cap_mb=0.0005, **arguments)
     generator = torch.Generator().manual_seed(rank)
-    for _ in range(3 - rank if uneven else 3):
+    for _ in range(3 - rank):
         model(torch.randint(-4, 5, (5, 37), generator=generator).float()).sum().backward()
     optimizer.divisor = 4
-    optimizer.step()
-    optimizer.close()
-    return model
-
-
-def in_the_world(group: dist.ProcessGroup, rank: int) -> nn.Module:
-    """Train without a group."""
-    model = build(dist.get_rank())
-    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=2, lr=1e-2)
-    assert optimizer.world_size == dist.get_world_size()
-    for batch in share(odd_batches(8), optimizer.rank, optimizer.world_size):
-        odd_loss(model, batch).backward()
-    optimizer.divisor = 8
     optimizer.step()
     optimizer.close()
     return model

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ..support.loops import (
     with_batch_norm,
 )
 from ..support.plain import assert_same_bits
+from ..support.pool import GlooPool
 
 STAGES = (0, 1, 2, 3)
 WORLD_SIZE = 2
@@ -142,14 +144,19 @@ def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
     return results
 
 
+def assert_trains_as_plain(pool: GlooPool, heading: str) -> None:
+    """Assert that a block changes every parameter, and has the bits of its plain loop at each stage."""
+    before, expected = EXAMPLES[heading].model(), EXAMPLES[heading].expected()
+    assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
+    for by_stage in pool.run(run_block, heading):
+        for state, _ in by_stage:
+            assert_same_dict(state, expected.state_dict())
+
+
 def assert_same_dict(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         assert_same_bits(ours[name], value, name)
-
-
-def already(built: ZeroOptimizer, *_: Any, **__: Any) -> ZeroOptimizer:
-    return built
 
 
 def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
@@ -158,7 +165,7 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
     for stage in STAGES:
         names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "path": f"{path}-{stage}"}
         exec(code_of("fp32"), names)
-        names["dist"] = Barrier(group)
+        names["dist"] = SimpleNamespace(barrier=partial(dist.barrier, group))
         exec(code_of("Saving"), names)
         names["optimizer"].close()
         names["dist"].barrier()
@@ -166,17 +173,12 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
         later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "path": f"{path}-{stage}"}
         later["model"] = seeded(8, network)
         exec(code_of("Loading"), later)
-        later["ZeroOptimizer"] = partial(already, later["optimizer"])  # the loop continues with the loaded optimizer
+        later["ZeroOptimizer"] = lambda *_, built=later["optimizer"], **__: (
+            built
+        )  # the loop continues with the loaded optimizer
         exec(code_of("fp32"), later)
         results.append((torch.load(f"{path}-{stage}", weights_only=True), trained(later).state_dict()))
     return results
-
-
-class Barrier:
-    """`torch.distributed` for the ranks of a group; the blocks use only its barrier."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.barrier = partial(dist.barrier, group)
 
 
 def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[str, Tensor]]:
@@ -194,11 +196,17 @@ def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[
     return results
 
 
+def started_names(names: dict[str, Any], stage: int) -> dict[str, Any]:
+    """Return the variables of a block for processes that have run the block `Start`: the world is the group."""
+    public = {name: value for name, value in names.items() if not name.startswith("__")}
+    return {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **public}
+
+
 def through_a_pipeline(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
     """Return the parameters of all parts, at each stage."""
     results = []
     for stage in STAGES:
-        scope = {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **_public(names)}
+        scope = started_names(names, stage)
         exec(code_of("Pipeline parallelism"), scope)
         scope["optimizer"].check_replicas()
         scope["optimizer"].close()
@@ -213,7 +221,7 @@ def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Ten
     from torch.distributed.fsdp import fully_shard
 
     rank, loader = names["rank"], EXAMPLES["fp32"].loader(12)
-    scope = {**names_of(EXAMPLES["fp32"], 3, None, rank), **_public(names), "path": str(folder / "file")}
+    scope = {**started_names(names, 3), "path": str(folder / "file")}
     ours = ZeroOptimizer(scope["model"], torch.optim.AdamW, stage=3, lr=1e-2)
     step_through(scope["model"], ours, loader[:4], rank)
     checkpoint = str(folder / "checkpoint")
@@ -231,23 +239,9 @@ def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Ten
     return [trained(later).state_dict()]
 
 
-def _public(names: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if not name.startswith("__")}
-
-
 def step_through(model: nn.Module, optimizer: Any, batches: list[tuple[Tensor, Tensor]], rank: int) -> None:
     """Take a step for every two micro-batches."""
     for inputs, targets in batches[rank::WORLD_SIZE]:
         nn.functional.mse_loss(model(inputs), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def begin(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
-    """Run after the guide's first block: the world is the group."""
-    results = []
-    for stage in STAGES:
-        scope = {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **_public(names)}
-        exec(code_of("fp32"), scope)
-        results.append(trained(scope).state_dict())
-    return results

@@ -91,7 +91,7 @@ def beside_nccl(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
 
 @pytest.mark.parametrize(
     ("device", "row"),
-    [("cpu", row) for row in ROWS[::12]] + [pytest.param(GPU, row, marks=ON_GPU.marks) for row in ROWS],
+    [("cpu", row) for row in ROWS[::18]] + [pytest.param(GPU, row, marks=ON_GPU.marks) for row in ROWS],
     ids=lambda value: value if isinstance(value, str) else named(value),
 )
 def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: GlooPool, device: str, row: Row) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..support.loops import BLOCKS, ECOSYSTEM, PlainLoop
 from ..support.plain import assert_same_model
 from ..support.pool import GlooPool
-from .recipes import EXAMPLES, OTHERS, WORLD_SIZE, assert_same_dict, run_block
+from .recipes import EXAMPLES, OTHERS, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
 
 pytestmark = pytest.mark.contract
 
@@ -22,12 +22,7 @@ def test_every_block_of_the_guide_is_run() -> None:
 
 @pytest.mark.parametrize("heading", ["fp32", "Uneven data"])
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
-    expected = EXAMPLES[heading].expected()
-    before = EXAMPLES[heading].model()
-    assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
-    for by_stage in gloo.run(run_block, heading):
-        for state, _ in by_stage:
-            assert_same_dict(state, expected.state_dict())
+    assert_trains_as_plain(gloo, heading)
 
 
 def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everywhere(gloo: GlooPool) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from ..support.machine import program, trees
-from ..support.machine.backends import Threads
 from ..support.machine.hosts import Sockets, ThreadsOnHosts
 from ..support.machine.program import (
     Backward,
@@ -22,7 +20,7 @@ from ..support.machine.program import (
     Uneven,
     ZeroGrad,
 )
-from ..support.machine.run import Run, run
+from ..support.machine.run import run
 from ..support.machine.state_machine import Collectives, RandomPrograms
 from ..support.machine.trees import Part
 
@@ -92,14 +90,3 @@ FOUND: dict[str, tuple[Config, tuple[Command, ...]]] = {
 def test_a_program_that_once_failed_gives_the_bits_of_the_plain_loop(name: str) -> None:
     config, commands = FOUND[name]
     run(config, *commands)
-
-
-def test_a_program_prints_as_the_source_text_that_makes_it() -> None:
-    config = Config(Setting(3, 2, 25.0, "ring"), (Part("twice", of=(Part("tied"),)),), integer=True, delays=True)
-    followed = Run(config, Threads())
-    for command in (Backward(1, "retained", sync=False), Clip(float("inf"), float("inf")), Step(), ZeroGrad("none")):
-        followed.do(command)
-    given: list[object] = []
-    eval(str(followed), {**vars(trees), **vars(program), "run": lambda *parts: given.extend(parts)})
-    assert given == [config, *followed.commands]
-    followed.close()

@@ -1,7 +1,8 @@
-"""Copies shared by fewer than all ranks have the plain loop's bits, and the formulas' bytes and traffic."""
+"""Copies shared by fewer than all ranks: what is chosen, the plain loop's bits, the formulas' bytes and traffic."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from collectives import (
     Algorithm,
+    Collective,
+    Hierarchical,
     Pairwise,
     Shared,
     Transport,
@@ -22,12 +25,15 @@ from collectives import (
 from zero import ZeroOptimizer
 
 from ..support.carried import FEWER, awkward, between_hosts, reduction
+from ..support.errors import error_of, errors_on
 from ..support.loops import seeded
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits
 from ..support.programs import Program, Round, Step, check, locked_build
-from ..support.sockets import on_hosts, on_wires
+from ..support.sides import Side, same_as_plain
+from ..support.sockets import on_hosts, on_wires, routed
+from ..support.trainings import trained
 
 STEPS = (
     Step((Round(), Round()), clips=((0.1, 2.0), (0.05, 3.0))),
@@ -47,44 +53,114 @@ def backward(model: nn.Module) -> None:
     model(torch.ones(2, 67)).square().sum().backward()
 
 
+# -- what is chosen ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "factor", "name"),
+    [
+        ([0, 0, 0, 0], 2, "shared"),
+        ([0, 0, 1, 1], 2, "shared"),
+        ([0, 0, 1, 1], 1, "pairwise"),
+        ([0, 0, 0, 1], 2, "hierarchical"),
+        ([0, 1, 2, 3], 2, "hierarchical"),
+    ],
+)
+def test_what_is_chosen_follows_from_where_the_ranks_of_a_replica_are(
+    monkeypatch: pytest.MonkeyPatch, hosts: list[int], factor: int, name: str
+) -> None:
+    on_hosts(monkeypatch, hosts)
+
+    def program(transport: Transport) -> tuple[str, bool]:
+        choice = build(transport, "auto", factor=factor)
+        if hosts == [0, 0, 0, 1]:
+            assert "is for ranks of one host" in error_of(build, transport, "shared", factor=factor)
+            assert "needs a torch" in error_of(build, transport, "all_to_all", factor=factor)
+        return choice.collective.name, choice.shard_group.has_common
+
+    found = on_wires(4, program)
+    within = all(len(set(hosts[first : first + factor])) == 1 for first in range(0, 4, factor))
+    assert found == [(name, within and factor > 1)] * 4
+
+
+def test_an_algorithm_of_its_own_transport_is_counted_and_fails_with_the_group() -> None:
+    def one_host(transport: Transport) -> Collective:
+        return Hierarchical(routed(transport, [range(transport.world_size)]), [range(transport.world_size)])
+
+    def program(transport: Transport) -> tuple[bool, bool]:
+        choice = build(transport, one_host, factor=2)
+        whole, replica = choice.collective.transport, choice.shard_group
+        counted = whole.traffic
+        assert replica is not whole
+        replica.exchange(b"1234", reduction())
+        counted = whole.traffic - counted
+        return counted.control_sent > 0, whole.traffic == replica.traffic
+
+    assert on_threads(4, program) == [(True, True)] * 4
+
+
+def fails(model: Any, optimizer: Any) -> None:
+    if optimizer.rank == 3:
+        optimizer._transport.abort("rank 3: unplugged")
+
+
+def freezes(model: Any, optimizer: Any) -> None:
+    if optimizer.rank >= 2:
+        model.get_parameter("last.bias").requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "act", "text"),
+    [
+        (1, "pairwise", fails, "rank 3: unplugged"),
+        (2, "shared", fails, "rank 3: unplugged"),
+        (3, "hierarchical", fails, "rank 3: unplugged"),
+        (2, "auto", freezes, "last.bias"),
+    ],
+)
+def test_what_differs_in_one_replica_is_named_in_all(
+    stage: int, name: str, act: Callable[[Any, Any], None], text: str
+) -> None:
+    """A rank that fails by its number in the group, whichever rank waits for it."""
+
+    def program(transport: Transport) -> None:
+        model, optimizer = trained(transport, stage, sharding_factor=2, collective=name)
+        optimizer.zero_grad()
+        act(model, optimizer)
+        odd_loss(model, odd_batches(4, 9)[transport.rank]).backward()
+        optimizer.step()
+
+    for rank, told in enumerate(errors_on(4, program)):
+        assert text in told, (rank, told)
+
+
 # -- the bits ----------------------------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(("ranks", "factor", "stage"), [(2, 1, 1), (4, 2, 3)])
-def test_training_is_that_of_the_plain_loop(ranks: int, factor: int, stage: int) -> None:
-    check(Program(ranks, stage, "adamw fused", sharding_factor=factor, steps=STEPS))
-
-
-@pytest.mark.parametrize(("factor", "precision"), [(None, ""), (2, "bf16")])
-def test_what_is_kept_for_the_backward_changes_no_bit(factor: int | None, precision: str) -> None:
-    reshard = 2 if factor is None else False
-    mixed = PRECISIONS.get(precision)
-    check(Program(4, 3, sharding_factor=factor, reshard=reshard, precision=mixed, steps=STEPS[:3]))
+PROGRAMS: dict[str, tuple[list[int], Program]] = {  # with the hosts of the ranks
+    "replicas of one": ([0, 0], Program(2, 1, "adamw fused", sharding_factor=1, steps=STEPS)),
+    "what two ranks keep": ([0, 0, 0, 0], Program(4, 3, reshard=2, steps=STEPS[:3])),
+    "a replica on two hosts": ([0, 0, 0, 1], Program(4, 2, sharding_factor=2, steps=STEPS[:2])),
+    "what two of a host keep": ([0, 0, 1, 1], Program(4, 3, reshard=2, steps=STEPS[:2])),
+}
 
 
-@pytest.mark.parametrize(("stage", "hosts", "reshard"), [(2, [0, 0, 0, 1], True), (3, [0, 0, 1, 1], 2)])
-def test_replicas_may_lie_across_hosts(
-    monkeypatch: pytest.MonkeyPatch, stage: int, hosts: list[int], reshard: bool | int
-) -> None:
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_is_that_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If one replica lies on two hosts, no replica shares memory: all must cut their buckets alike."""
+    hosts, program = PROGRAMS[name]
     on_hosts(monkeypatch, hosts)
-    factor = 2 if reshard is True else None
-    check(Program(4, stage, sharding_factor=factor, reshard=reshard, steps=STEPS[:2]), run=on_wires)
+    check(program, run=on_wires if any(hosts) else on_threads)
 
 
-def test_without_a_word_the_sum_is_divided_by_all_ranks() -> None:
-    def program(transport: Transport, factor: int) -> Tensor:
-        model = locked_build(0)
-        arguments: dict[str, Any] = {"stage": 2, "process_group": transport, "sharding_factor": factor}
-        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=1.0, **arguments)
-        odd_loss(model, odd_batches(1)[0]).backward()
-        optimizer.step()
-        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_without_a_word_the_sum_is_divided_by_all_ranks(factor: int) -> None:
+    def loop(side: Side) -> None:
+        side.train(lambda model, rank: odd_loss(model, odd_batches(4)[rank]))
+        side.step()
 
-    expected = on_threads(4, partial(program, factor=4))
-    for factor in (1, 2):
-        for ours, theirs in zip(on_threads(4, partial(program, factor=factor)), expected, strict=True):
-            assert_same_bits(ours, theirs)
+    same_as_plain(
+        loop, partial(locked_build, 0), world_size=4, settings={"stage": 2, "sharding_factor": factor}, lr=1.0
+    )
 
 
 @FEWER
@@ -206,8 +282,7 @@ def test_after_an_evaluation_or_a_step_nothing_is_kept(reshard: bool | int) -> N
 
         def kept() -> int:
             buffers = [buffer for unit in manager.units for buffer in unit.gathered.buffers]
-            whole = sum(buffer.unsharded is not None for buffer in buffers)
-            return whole + sum(buffer.post_forward_shard is not None for buffer in buffers)
+            return sum(each is not None for buffer in buffers for each in (buffer.unsharded, buffer.post_forward_shard))
 
         with torch.no_grad():
             model(torch.ones(2, 67))

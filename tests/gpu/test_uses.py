@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero import CheckpointManager, Offload, ZeroOptimizer, load, save
 
@@ -52,27 +52,6 @@ def test_the_parts_of_a_step_may_have_streams_of_their_own(
         assert_same_bits(ours, theirs)
 
 
-def train_beside(
-    ours: tuple[nn.Module, ZeroOptimizer],
-    plain: tuple[nn.Module, torch.optim.Optimizer],
-    batches: Iterable[Tensor],
-    loss_of: Callable[[nn.Module, Tensor], Tensor],
-) -> None:
-    """Train a model and the plain loop's beside it, and assert that they have the same bits."""
-    for batch in batches:
-        for model, optimizer in (ours, plain):
-            loss_of(model, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    ours[1].close()
-    assert_same_model(ours[0], plain[0])
-
-
-def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    output: Tensor = model(batch)
-    return output.square().mean()
-
-
 @each(1, stage=[1, 3], decay=[0.1, 1e-4])
 @pytest.mark.filterwarnings("ignore:Adam is not element-wise")
 def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, stage: int, decay: float) -> None:
@@ -85,7 +64,13 @@ def test_fused_adam_with_a_decay_gives_the_bits_of_the_plain_loop(device: str, s
     options = {"lr": 1e-2, "weight_decay": decay, "fused": True}
     optimizer = ZeroOptimizer(model, torch.optim.Adam, stage=stage, **options)
     reference = torch.optim.Adam(plain.parameters(), **options)
-    train_beside((model, optimizer), (plain, reference), batches, mean_square)
+    sides: list[tuple[nn.Module, torch.optim.Optimizer]] = [(model, optimizer), (plain, reference)]
+    for batch, (side, its_optimizer) in itertools.product(batches, sides):
+        side(batch).square().mean().backward()
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+    optimizer.close()
+    assert_same_model(model, plain)
 
 
 @each(2, pair=[("there", "cpu"), ("cpu", "there"), ("there", "there")], stage=[0, 2, 1, 3])

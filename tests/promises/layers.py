@@ -1,13 +1,19 @@
-"""Three equal layers with known values, and a step of them in which two ranks do what one does."""
+"""Three equal layers with known values, a step of them in which two ranks do what one does, and what users change."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from collectives import Transport, on_threads
 from zero import ZeroOptimizer
+
+from ..support.errors import error_of
+from ..support.limits import BOUND
 
 BATCH = torch.linspace(-1, 1, 8).view(2, 4)
 
@@ -43,3 +49,36 @@ def plain(steps: int = 1) -> nn.Sequential:
     for _ in range(steps):
         train(model, optimizer)
     return model
+
+
+Act = Callable[[Any, ZeroOptimizer], Any]
+
+
+def on_ranks(act: Act, stage: int, world_size: int = 2, **arguments: Any) -> list[Any]:
+    """Build on each rank, act there, and return the results."""
+
+    def program(transport: Transport) -> Any:
+        model = build()
+        return act(model, zero(model, transport, stage, **arguments))
+
+    return on_threads(world_size, program, timeout=BOUND)
+
+
+def errors_on_ranks(act: Act, stage: int, world_size: int = 2) -> list[str]:
+    return on_ranks(partial(error_of, act), stage, world_size)
+
+
+def replace(model: nn.Sequential) -> None:
+    model[1].weight = nn.Parameter(torch.full((4, 4), 0.125))
+
+
+def assign(model: nn.Sequential) -> None:
+    model[1].weight.data = torch.full((4, 4), 0.125)
+
+
+def widen(model: nn.Module) -> None:
+    model.double()
+
+
+def narrow(model: nn.Module) -> None:
+    model.bfloat16()

@@ -43,17 +43,6 @@ def result() -> torch.Tensor:
     return found
 
 
-class WholeTensor(torch.optim.SGD):
-    """A class whose update depends on the whole tensor."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / (p.grad.norm() + 1e-8) * group["lr"])
-
-
 class OddState(torch.optim.SGD):
     """A class that keeps a state of another shape than the parameter's."""
 
@@ -110,89 +99,65 @@ def test_what_is_no_class_of_optimizers_is_told_what_to_give(given: Any, text: s
     assert message.startswith(f"TypeError: param group 0: optimizer_class must be a class of optimizers, {text}")
 
 
+def new(*arguments: Any, **named: Any) -> Callable[[], object]:
+    return lambda: ZeroOptimizer(*arguments, **named)
+
+
 def element(cls: type[torch.optim.Optimizer]) -> Callable[[], object]:
-    return lambda: ZeroOptimizer(nn.Linear(8, 8, bias=False), cls, partition="element")
-
-
-def stage_is(value: Any) -> Callable[[], object]:
-    return lambda: ZeroOptimizer(MODEL, stage=value)
+    return new(nn.Linear(8, 8, bias=False), cls, partition="element")
 
 
 def divisor_is(value: Any) -> Callable[[], object]:
     return lambda: setattr(zero(build(), solo()), "divisor", value)
 
 
-CALLS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
-    *(
-        (f"stage {v!r}", stage_is(v), ValueError, r"stage must be one of \[0, 1, 2, 3\]")
-        for v in (4, -1, "2", True, None)
-    ),
-    *(
-        (f"divisor {v!r}", divisor_is(v), ValueError, "a finite number other than 0")
-        for v in (0, math.nan, "3", None, True)
-    ),
-    *(
-        (f"element-wise {cls.__name__}", element(cls), ValueError, f"{cls.__name__} is not element-wise: .*{USE}")
-        for cls in (torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.Muon, WholeTensor)
-    ),
-    ("odd state", element(OddState), ValueError, r"OddState is not .*its state 'history' has shape \(2, 2\)"),
-    (
-        "all parameters at once",
-        lambda: ZeroOptimizer(MODEL, torch.optim.LBFGS),
-        ValueError,
-        r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns",
-    ),
-    ("lr", lambda: ZeroOptimizer(MODEL, torch.optim.AdamW, lr=-1), ValueError, "Invalid learning rate: -1"),
-    ("momentum", lambda: ZeroOptimizer(MODEL, torch.optim.AdamW, momentum=0.9), TypeError, "momentum"),
-    (
-        "twice in groups",
-        lambda: ZeroOptimizer([{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}], module=MODEL),
-        ValueError,
-        "'weight' is listed twice",
-    ),
-    ("twice", lambda: ZeroOptimizer([WEIGHT, WEIGHT]), ValueError, "'parameter 1' is listed twice"),
-    *(
-        (
-            str(dtype),
-            partial(ZeroOptimizer, linear(torch.zeros(3).to(dtype))),
-            TypeError,
-            f"'more' is {dtype}.*or freeze",
-        )
-        for dtype in (torch.complex128, torch.float8_e4m3fn)
-    ),
-    (
-        "overlapping memory",
-        lambda: ZeroOptimizer(linear(torch.zeros(1, 4).expand(5, 4))),
-        ValueError,
-        "'more' overlaps itself in memory .*clone",
-    ),
-    ("shared memory", lambda: ZeroOptimizer(sharing()), ValueError, "share memory but are different parameters"),
-    ("no leaf", lambda: ZeroOptimizer([WEIGHT * 2]), ValueError, "can't optimize a non-leaf Tensor"),
-    ("a result", lambda: ZeroOptimizer([("p", result())]), ValueError, "'p' is the result of a computation"),
-    ("bucket_cap_mb 0", lambda: ZeroOptimizer(MODEL, bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
-    ("bucket_cap_mb NaN", lambda: ZeroOptimizer(MODEL, bucket_cap_mb=math.nan), ValueError, "bucket_cap_mb"),
-    ("collective", lambda: ZeroOptimizer(MODEL, collective="tree"), ValueError, "collective"),
-    ("a tensor", lambda: ZeroOptimizer(torch.zeros(3, requires_grad=True)), TypeError, "not one tensor"),
-    ("two modules", lambda: ZeroOptimizer(MODEL, module=linear()), ValueError, "two different modules"),
-    ("empty", lambda: ZeroOptimizer([]), ValueError, "empty"),
-    (
-        "units",
-        lambda: ZeroOptimizer(build(), stage=3, units="blocks"),  # type: ignore[arg-type]
-        TypeError,
-        "units must be a function of a module that returns a bool, not 'blocks'",
-    ),
-    (
-        "another rank's dict",
-        lambda: zero(build(), solo()).consolidate_state_dict(9),
-        ValueError,
-        "consolidate_state_dict: rank 9 is not one of the 1 ranks",
-    ),
-    ("norm_type", lambda: zero(build(), solo()).clip_grad_norm_(1.0, norm_type=0), ValueError, "norm_type"),
-    ("max_norm", lambda: zero(build(), solo()).clip_grad_norm_(math.nan), ValueError, "max_norm"),
+def clip(*arguments: Any) -> Callable[[], object]:
+    return lambda: zero(build(), solo()).clip_grad_norm_(*arguments)
+
+
+GROUPS = [{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}]
+OVERLAPPING = torch.zeros(1, 4).expand(5, 4)
+TOGETHER = r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns"
+UNITS = "units must be a function of a module that returns a bool, not 'blocks'"
+FACTOR = r"must divide the number of ranks, 1, so be one of \[1\]"
+KEPT = "divides the 1 ranks that share a copy, so one of"
+NO_SUCH_RANK = "consolidate_state_dict: rank 9 is not one of the 1 ranks"
+CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
+    *((new(MODEL, stage=v), ValueError, r"stage must be one of \[0, 1, 2, 3\]") for v in (4, -1, "2", True, None)),
+    *((divisor_is(v), ValueError, "a finite number other than 0") for v in (0, math.nan, "3", None, True)),
+    (element(torch.optim.LBFGS), ValueError, f"LBFGS is not element-wise: .*{USE}"),
+    (element(torch.optim.Adafactor), ValueError, f"Adafactor is not element-wise: .*{USE}"),
+    (element(torch.optim.Muon), ValueError, f"Muon is not element-wise: .*{USE}"),
+    (element(OddState), ValueError, r"OddState is not .*its state 'history' has shape \(2, 2\)"),
+    (new(MODEL, torch.optim.LBFGS), ValueError, TOGETHER),
+    (new(MODEL, torch.optim.AdamW, lr=-1), ValueError, "Invalid learning rate: -1"),
+    (new(MODEL, torch.optim.AdamW, momentum=0.9), TypeError, "momentum"),
+    (new(GROUPS, module=MODEL), ValueError, "'weight' is listed twice"),
+    (new([WEIGHT, WEIGHT]), ValueError, "'parameter 1' is listed twice"),
+    (new(linear(torch.zeros(3).to(torch.complex128))), TypeError, "'more' is torch.complex128.*or freeze"),
+    (new(linear(torch.zeros(3).to(torch.float8_e4m3fn))), TypeError, "'more' is torch.float8_e4m3fn.*or freeze"),
+    (new(linear(OVERLAPPING)), ValueError, "'more' overlaps itself in memory .*clone"),
+    (new(sharing()), ValueError, "share memory but are different parameters"),
+    (new([WEIGHT * 2]), ValueError, "can't optimize a non-leaf Tensor"),
+    (new([("p", result())]), ValueError, "'p' is the result of a computation"),
+    (new(MODEL, bucket_cap_mb=0), ValueError, "bucket_cap_mb"),
+    (new(MODEL, bucket_cap_mb=math.nan), ValueError, "bucket_cap_mb"),
+    (new(MODEL, collective="tree"), ValueError, "collective"),
+    (new(torch.zeros(3, requires_grad=True)), TypeError, "not one tensor"),
+    (new(MODEL, module=linear()), ValueError, "two different modules"),
+    (new([]), ValueError, "empty"),
+    (new(build(), stage=3, units="blocks"), TypeError, UNITS),
+    *((new(MODEL, sharding_factor=v), ValueError, FACTOR) for v in (0, 3, -1, 1.0, True, "2")),
+    *((new(MODEL, stage=3, reshard_after_forward=v), ValueError, KEPT) for v in (0, 3, "2", None)),
+    *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
+    (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
+    (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
+    (clip(1.0, 0), ValueError, "norm_type"),
+    (clip(math.nan), ValueError, "max_norm"),
 ]
 
 
-@pytest.mark.parametrize(("call", "error", "words"), [pytest.param(*row, id=name) for name, *row in CALLS])
+@pytest.mark.parametrize(("call", "error", "words"), CALLS)
 def test_what_cannot_be_is_an_error_that_names_it(
     call: Callable[[], object], error: type[Exception], words: str
 ) -> None:
@@ -215,11 +180,12 @@ def test_several_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.Mo
 def test_what_is_added_is_checked_as_what_is_given_and_changes_nothing() -> None:
     model = build()
     optimizer = zero(model, solo(), 1)
-    for params, text in (
+    refused: list[tuple[Any, str]] = [
         ([nn.Parameter(torch.ones(2)), 42], "TypeError: param_group['params'][1] is 42 (int)"),
         (7, "TypeError: param_group['params'] is 7 (int)"),
         (model[0].weight, "ValueError: add_param_group: '0.weight' is in a param group already"),
-    ):
+    ]
+    for params, text in refused:
         assert error_of(optimizer.add_param_group, {"params": params}).startswith(text)
     assert len(optimizer.param_groups) == 1
 

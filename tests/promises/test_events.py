@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
+import tempfile
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, profile
 
@@ -24,25 +24,13 @@ from ..support.sockets import on_sockets
 
 ALL_STAGES = pytest.mark.parametrize("stage", sorted(STAGES))
 WIDTH = 16
-ONE_LAYER_MB = WIDTH * WIDTH * 4 / 2**20
+CAP_MB = 1.5 * WIDTH * WIDTH * 4 / 2**20  # one layer's weight and bias, which are two parameters
 LOGGERS = ("zero", "collectives")
 Step = Callable[[nn.Module, ZeroOptimizer], None]
 
 
-class Layer(nn.Module):
-    """A linear layer whose weight is cut into ``pieces`` parameters."""
-
-    def __init__(self, pieces: int) -> None:
-        super().__init__()
-        self.pieces = nn.ParameterList([torch.randn(WIDTH // pieces, WIDTH) for _ in range(pieces)])
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return inputs @ torch.cat([*self.pieces])
-
-
-def build(pieces: int = 1) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(Layer(pieces), Layer(pieces))
+def build() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
 def backward(model: nn.Module) -> None:
@@ -57,15 +45,15 @@ def plain_step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
 
 
 def optimizer_on(transport: Transport, model: nn.Module, stage: int, **arguments: Any) -> ZeroOptimizer:
-    arguments = {"bucket_cap_mb": ONE_LAYER_MB, **arguments}
+    arguments = {"bucket_cap_mb": CAP_MB, **arguments}
     return ZeroOptimizer(model, torch.optim.AdamW, stage=stage, process_group=transport, **arguments)
 
 
-def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: int = 2, **arguments: Any) -> str:
+def ranges(stage: int, step: Step = plain_step, *, world_size: int = 2, **arguments: Any) -> str:
     """Return the ranges of group rank 0's second step, indented by their nesting, without "zero::"."""
 
     def program(transport: Transport) -> str:
-        model = build(pieces)
+        model = build()
         optimizer = optimizer_on(transport, model, stage, **arguments)
         step(model, optimizer)
         if transport.rank:
@@ -76,12 +64,6 @@ def ranges(stage: int, step: Step = plain_step, *, pieces: int = 1, world_size: 
         return nested(profiled)
 
     return on_threads(world_size, program)[0]
-
-
-@functools.cache
-def whole(stage: int) -> str:
-    """Return the ranges if each layer is one parameter."""
-    return ranges(stage)
 
 
 def nested(profiled: profile) -> str:
@@ -95,164 +77,96 @@ def nested(profiled: profile) -> str:
     return "\n".join(lines)
 
 
-REDUCED = """
+def each(verb: str) -> list[str]:
+    """Return the range of each bucket."""
+    return [f"{verb} bucket {number}" for number in range(2)]
+
+
+def inside(name: str, *ranges: str) -> list[str]:
+    """Return a range and those inside it."""
+    return [name, *(f"  {line}" for line in ranges)]
+
+
+ONE_AT_A_TIME = [
+    *("reduce_scatter bucket 0", "wait_for_reduce_scatter bucket 0"),
+    *("reduce_scatter bucket 1", "wait_for_reduce_scatter bucket 1"),
+]
+TWO_AT_ONCE = [*each("reduce_scatter"), *each("wait_for_reduce_scatter")]
+GATHERED_GRADIENTS = ["agree", *each("all_gather_gradients"), *each("wait_for_all_gather_gradients")]
+CLIPPED = inside("clip", "agree")
+UPDATED = [*CLIPPED, *inside("step", "agree", *each("update"))]
+UPDATES = ("update bucket 0", "all_gather bucket 0", "update bucket 1", "all_gather bucket 1")
+UPDATED_AND_GATHERED = [*CLIPPED, *inside("step", "agree", *UPDATES, *each("wait_for_all_gather"))]
+OF_UNITS = """
+    unshard unit 0
+    unshard unit 1
+    wait_for_unshard unit 0
+    install unit 0
+    uninstall unit 0
+    reshard unit 0
+    wait_for_unshard unit 1
+    install unit 1
+    uninstall unit 1
+    unshard unit 0
+    install unit 1
     reduce_scatter bucket 0
+    reshard unit 1
+    wait_for_unshard unit 0
+    install unit 0
     wait_for_reduce_scatter bucket 0
     reduce_scatter bucket 1
     wait_for_reduce_scatter bucket 1
-    """
-UPDATED = """
-    clip
-      agree
-    step
-      agree
-      update bucket 0
-      update bucket 1
-    """
-UPDATED_AND_GATHERED = """
-    clip
-      agree
-    step
-      agree
-      update bucket 0
-      all_gather bucket 0
-      update bucket 1
-      all_gather bucket 1
-      wait_for_all_gather bucket 0
-      wait_for_all_gather bucket 1
-    """
-TWO_AT_ONCE = """
-    reduce_scatter bucket 0
-    reduce_scatter bucket 1
-    wait_for_reduce_scatter bucket 0
-    wait_for_reduce_scatter bucket 1
+    reshard unit 0
     """
 EXPECTED = {
-    0: [
-        TWO_AT_ONCE,
-        """
-        agree
-        all_gather_gradients bucket 0
-        all_gather_gradients bucket 1
-        wait_for_all_gather_gradients bucket 0
-        wait_for_all_gather_gradients bucket 1
-        """,
-        UPDATED,
-    ],
-    1: [TWO_AT_ONCE, UPDATED_AND_GATHERED],
-    2: [REDUCED, UPDATED_AND_GATHERED],
+    0: [*TWO_AT_ONCE, *GATHERED_GRADIENTS, *UPDATED],
+    1: [*TWO_AT_ONCE, *UPDATED_AND_GATHERED],
+    2: [*ONE_AT_A_TIME, *UPDATED_AND_GATHERED],
+    3: [*textwrap.dedent(OF_UNITS).split("\n")[1:-1], *UPDATED],
 }
 
 
-def joined(parts: list[str]) -> str:
-    return "\n".join(textwrap.dedent(part).strip() for part in parts)
-
-
-@pytest.mark.parametrize("stage", sorted(EXPECTED))
-def test_a_profiler_shows_a_step_bucket_by_bucket(stage: int) -> None:
-    assert whole(stage) == joined(EXPECTED[stage])
-
-
-def test_a_profiler_shows_a_step_of_stage_3_unit_by_unit() -> None:
-    of_units = [line for line in whole(3).splitlines() if "the root's rest" not in line]  # it has no parameters
-    assert "\n".join(of_units) == joined(
-        [
-            """
-            unshard unit 0
-            unshard unit 1
-            wait_for_unshard unit 0
-            install unit 0
-            uninstall unit 0
-            reshard unit 0
-            wait_for_unshard unit 1
-            install unit 1
-            uninstall unit 1
-            unshard unit 0
-            install unit 1
-            reduce_scatter bucket 0
-            reshard unit 1
-            wait_for_unshard unit 0
-            install unit 0
-            wait_for_reduce_scatter bucket 0
-            reduce_scatter bucket 1
-            wait_for_reduce_scatter bucket 1
-            reshard unit 0
-            """,
-            UPDATED,
-        ]
-    )
-
-
 @ALL_STAGES
-def test_no_range_belongs_to_a_parameter(stage: int) -> None:
-    assert ranges(stage, pieces=4) == whole(stage)
+def test_a_profiler_shows_a_step_by_buckets_and_units_and_no_parameter(stage: int) -> None:
+    of_root = "the root's rest"  # it has no parameters
+    assert [line for line in ranges(stage).splitlines() if of_root not in line] == EXPECTED[stage]
 
 
-def test_what_no_sync_left_is_reduced_inside_the_step() -> None:
-    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-        with optimizer.no_sync():
-            backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    expected = f"""
-step
-  agree
-  catch_up
-{textwrap.indent(joined([REDUCED]), "    ")}
-  update bucket 0
-"""
-    assert ranges(2, step).startswith(expected.strip())
-
-
-def test_unscaling_is_a_range() -> None:
-    def step(model: nn.Module, optimizer: ZeroOptimizer) -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+def scaled_without_sync(model: nn.Module, optimizer: ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    with optimizer.no_sync():
         scaler.scale(model(torch.ones(2, WIDTH)).square().sum()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        optimizer.zero_grad()
-
-    assert "\nunscale\n  agree\nstep\n" in ranges(2, step)
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    optimizer.zero_grad()
 
 
-def test_states_on_disk_come_and_go_inside_the_step(tmp_path: Path) -> None:
+def test_catching_up_unscaling_and_disks_are_shown_where_they_happen(tmp_path: Path) -> None:
+    caught_up = [*inside("unscale", "agree", *inside("catch_up", *ONE_AT_A_TIME)), "step"]
+    assert ranges(2, scaled_without_sync).splitlines()[: len(caught_up)] == caught_up
     _, _, of_step = ranges(2, world_size=1, offload=Offload(tmp_path)).partition("\nstep\n")
-    assert [
-        line.strip() for line in of_step.splitlines() if "fetch" in line or "evict" in line or "update" in line
-    ] == [
-        "prefetch bucket 0",
-        "prefetch bucket 1",
-        "update bucket 0",
-        "evict bucket 0",
-        "update bucket 1",
-        "evict bucket 1",
-    ]
+    of_states = [line.strip() for line in of_step.splitlines() if line.strip().startswith(("prefetch", "evict"))]
+    assert of_states == [*each("prefetch"), *each("evict")]
     assert "  update bucket 0\n    evict bucket 0\n" in of_step
 
 
-def _entered(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return the number of ranges that a step enters without a profiler."""
-    entered = []
+def test_ranges_are_entered_under_a_profiler_alone_unless_torch_hides_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = list[str]()
 
     def counted(name: str) -> Any:
         entered.append(name)
         return torch.profiler.record_function(name)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(profiler_ranges, "record_function", counted)
+    def step() -> None:
         model = build()
         plain_step(model, ZeroOptimizer(model, torch.optim.AdamW, stage=3))
-    return len(entered)
 
-
-def test_without_a_profiler_no_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _entered(monkeypatch) == 0
-
-
-def test_where_torch_has_no_such_flag_every_range_is_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler_ranges, "record_function", counted)
+    step()
+    assert entered == []
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert _entered(monkeypatch) > 10
+    step()
+    assert len(entered) > 10
 
 
 # -- loggers -----------------------------------------------------------------------------------------------------------
@@ -274,46 +188,39 @@ def train(stage: int, world_size: int = 2, ranks: Callable[..., Any] = on_thread
     ranks(world_size, program)
 
 
-@ALL_STAGES
-def test_each_optimizer_says_once_what_was_chosen_and_why(stage: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    train(stage)
-    units = 2 if stage == 3 else 0
-    apart, whole = "the ranks that share a copy do not all share a host's memory", "every rank holds whole parameters"
-    why = apart if stage == 3 else whole
-    for rank in range(2):
-        assert lines_of(caplog, "zero", logging.INFO, rank) == [
-            f"rank {rank} of 2: stage {stage}, AdamW, 2 buckets of at most 0.0009766 MiB, {units} units, sharding "
-            f"factor 2, collective pairwise (the ranks are threads), common memory: no ({why}), offload: none"
-        ]
-        assert lines_of(caplog, "collectives", logging.INFO, rank) == [
-            f"rank {rank} of 2: collective pairwise (the ranks are threads)"
-        ]
-    assert not [record for record in caplog.records if record.levelno < logging.INFO]
+WHOLE = (
+    "2: stage 2, AdamW, 2 buckets of at most 0.001465 MiB, 0 units, sharding factor 2, collective pairwise (the ranks "
+)
+APART = "no (the ranks that share a copy do not all share a host's memory), offload: none"
+LINES: list[tuple[dict[str, Any], str]] = [
+    ({"stage": 2}, WHOLE + "are threads), common memory: no (every rank holds whole parameters), offload: none"),
+    ({"stage": 3}, f"2 units, sharding factor 2, collective pairwise (the ranks are threads), common memory: {APART}"),
+    ({"stage": 3, "collective": "ring"}, "ring (asked for by name), common memory: no ("),
+    ({"stage": 3, "world_size": 1, "offload": Offload(tempfile.gettempdir())}, "offload: states on disk"),
+    ({"stage": 3, "world_size": 1}, "(one rank sends nothing), common memory: no (one rank holds the whole copy)"),
+    ({"stage": 2, "world_size": 4, "sharding_factor": 2}, "2 replicas of 2; the ranks are threads"),
+    ({"stage": 3, "ranks": on_sockets}, "common memory: yes (the ranks that share a copy are on one host)"),
+]
 
 
-def test_the_line_names_the_algorithm_the_sharding_and_the_disk(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("arguments", "words"), LINES)
+def test_each_optimizer_says_once_what_was_chosen_and_why(
+    arguments: dict[str, Any], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "zero")
-    train(3, collective="ring", offload=Offload(tmp_path))
-    train(3, world_size=1)
-    train(2, world_size=4, sharding_factor=2)
-    train(3, ranks=on_sockets)
-    found = lines_of(caplog, "zero", logging.INFO)
-    assert "ring (asked for by name), common memory: no (" in found[0]
-    assert "offload: states on disk" in found[0]
-    assert "pairwise (one rank sends nothing), common memory: no (one rank holds the whole copy)" in found[1]
-    assert "sharding factor 2, " in found[2]
-    assert "common memory: yes (the ranks that share a copy are on one host)" in found[3]
-    assert "2 replicas of 2; the ranks are threads" in found[2]
+    caplog.set_level(logging.INFO)
+    train(**arguments)
+    for rank in range(arguments.get("world_size", 2)):
+        (line,) = lines_of(caplog, "zero", logging.INFO, rank)
+        assert words in line
+        assert len(lines_of(caplog, "collectives", logging.INFO, rank)) == 1
+    assert not [record for record in caplog.records if record.levelno < logging.INFO]
 
 
 def test_at_debug_a_rank_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     train(2)
     for rank in range(2):
-        expected = [line.strip() for line in joined([REDUCED, UPDATED_AND_GATHERED]).splitlines()]
+        expected = [line.strip() for line in EXPECTED[2]]
         assert lines_of(caplog, "zero", logging.DEBUG, rank) == [f"rank {rank}: {line}" for line in expected * 2] + [
             f"rank {rank}: agree"  # at close
         ]
@@ -330,26 +237,21 @@ def test_at_debug_a_rank_that_is_behind_says_that_it_catches_up(caplog: pytest.L
         if transport.rank == 0:
             backward(model)
         optimizer.step()
+        if transport.rank == 0:
+            transport.abort("no room")
 
     on_threads(2, program)
+    said = lines_of(caplog, "collectives", logging.DEBUG, 1)
     assert "rank 1: catch_up" in lines_of(caplog, "zero", logging.DEBUG, 1)
-    assert "rank 1: catches up, in step() [meet, round 0, index 1]" in lines_of(caplog, "collectives", logging.DEBUG, 1)
+    assert "rank 1: catches up, in step() [meet, round 0, index 1]" in said
     assert "rank 0: catch_up" not in lines_of(caplog, "zero", logging.DEBUG, 0)
+    assert lines_of(caplog, "collectives", logging.DEBUG)[-1] == "rank 0: aborts: no room"
 
 
-def test_nothing_is_said_where_the_loggers_are_off(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    train(3)
-    assert [record for record in caplog.records if record.name in LOGGERS] == []
-
-
-def test_the_loggers_are_the_users_to_set_up() -> None:
+def test_loggers_are_the_users_to_set_up_and_say_nothing_where_they_are_off(caplog: pytest.LogCaptureFixture) -> None:
     for name in LOGGERS:
         logger = logging.getLogger(name)
         assert (logger.handlers, logger.level, logger.propagate, logger.disabled) == ([], logging.NOTSET, True, False)
-
-
-def test_an_abort_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG, "collectives")
-    on_threads(1, lambda transport: transport.abort("no room"))
-    assert lines_of(caplog, "collectives", logging.DEBUG) == ["rank 0: aborts: no room"]
+    caplog.set_level(logging.WARNING)
+    train(3)
+    assert [record for record in caplog.records if record.name in LOGGERS] == []

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,17 +22,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.bits import all_zero, first_unequal, read_scalars
-from zero.runtime.backward_tracker import reentrant
 
-from ..support.limits import BOUND
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_model, plain_step
 from ..support.programs import locked_build
+from ..support.sides import AsPlain, Side, same_as_plain
+
+pytestmark = pytest.mark.contract
 
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them
+ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 NAMED = "host synchronisation"
 
 
@@ -105,14 +106,6 @@ def scaled(model: nn.Module, optimizer: ZeroOptimizer, batch: Any) -> None:
     scaler.unscale_(optimizer)
 
 
-STEPS: dict[str, tuple[Act, ...]] = {
-    "one backward": (backward,),
-    "no_sync": (pending, backward),
-    "two backwards": (backward, backward),
-    "step.clip": (backward, clip),
-}
-
-
 def looks_of_a_step(
     transport: Transport, stage: int, acts: tuple[Act, ...], steps: int, precision: MixedPrecision | None = None
 ) -> list[list[str]]:
@@ -137,22 +130,22 @@ def looks_of_a_step(
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("acts", STEPS)
-def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(acts: str, stage: int) -> None:
-    (found,) = on_threads(1, lambda transport: looks_of_a_step(transport, stage, STEPS[acts], 3))
-    looks = [look for step in found for look in step]
-    assert all(NAMED in look.lower() for look in looks), looks
-    if acts in ("one backward", "no_sync") or (acts == "two backwards" and stage > 0):
-        assert looks == []
-    elif acts == "two backwards":
-        assert [len(step) for step in found] == [1, 1, 1], "one for all means"
-    else:
-        assert any("_exact_sum" in look for look in looks), "else nothing would be noted at all"
+@ALL_STAGES
+def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(stage: int) -> None:
+    def looks(*acts: Act) -> list[list[str]]:
+        (found,) = on_threads(1, lambda transport: looks_of_a_step(transport, stage, acts, 3))
+        assert all(NAMED in look.lower() for step in found for look in step), found
+        return found
+
+    assert looks(backward) == looks(pending, backward) == [[]] * 3
+    means = 1 if stage == 0 else 0  # one for all
+    assert [len(step) for step in looks(backward, backward)] == [means] * 3
+    clipped = looks(backward, clip)
+    assert any("_exact_sum" in look for step in clipped for look in step), "else nothing would be noted at all"
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ALL_STAGES
 def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the_scale(stage: int) -> None:
     """Masters are updated without a read. Ranks compare the scale, and agree whether all gradients are finite."""
 
@@ -169,7 +162,7 @@ def test_a_step_in_mixed_precision_looks_at_nothing_and_one_with_a_scaler_at_the
 
 
 @pytest.mark.usefixtures("unseen")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ALL_STAGES
 def test_a_step_of_two_ranks_looks_once_for_all_units(stage: int) -> None:
     expected = [1 if stage == 3 else 0] * 2
     found = on_threads(2, lambda transport: looks_of_a_step(transport, stage, (backward, backward)[stage == 0 :], 2))
@@ -189,64 +182,18 @@ def test_what_is_seen_at_once_is_looked_at_at_once_and_noted() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_that_a_loop_sets_to_zero_in_place_count_as_zero(world_size: int) -> None:
     """For loops that never call `zero_grad`; `.data` has a version counter of its own."""
-    batches = odd_batches(2 * world_size)
+    batches = odd_batches(4)
 
-    def program(transport: Transport) -> nn.Module:
-        model = locked_build(0)
-        optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=0, process_group=transport, lr=1e-2)
+    def loop(side: Side) -> None:
         for step in range(2):
-            odd_loss(model, batches[step * world_size + transport.rank]).backward()
-            optimizer.step()
-            for parameter in model.parameters():
+            side.train(lambda model, rank, step=step: odd_loss(model, batches[2 * step + rank]))  # type: ignore[misc]
+            side.step()
+            if isinstance(side, AsPlain):
+                side.clear("zeros")
+                continue
+            for parameter in side.model.parameters():
                 if parameter.grad is not None:
                     parameter.grad.data.zero_()
-        return model
 
-    plain = locked_build(0)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    for step in range(2):
-        plain_step(plain, optimizer, odd_loss, batches[step * world_size : (step + 1) * world_size], world_size)
-        plain.zero_grad(set_to_none=False)
-    for model in on_threads(world_size, program, timeout=BOUND):
-        assert_same_model(model, plain)
-
-
-# -- the parts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_the_first_difference_is_of_bits(dtype: torch.dtype) -> None:
-    a = torch.zeros(7, dtype=dtype)
-    assert first_unequal(a, a.clone()).item() == -1
-    for element in (6, 2):
-        b = a.clone()
-        b[element:] = -0.0
-        assert first_unequal(a, b).item() == element
-    nan = torch.full_like(a, float("nan"))
-    assert first_unequal(nan, nan.clone()).item() == -1
-
-
-@pytest.mark.usefixtures("unseen")
-def test_one_look_says_of_each_tensor_whether_it_is_zero() -> None:
-    tensors = [torch.zeros(3), -torch.zeros(2), torch.tensor([0.0, float("nan")]), torch.zeros(0), torch.ones(1)]
-    with noted(looks := []):
-        assert all_zero(tensors) == [True, True, False, True, False]
-        assert read_scalars([]) == all_zero([]) == []
-    assert len(looks) == 1
-
-
-def test_a_backward_inside_a_backward_is_told_apart_in_either_kind_of_thread() -> None:
-    """A hook of a parameter on the CPU runs above the frame of the backward that was called.
-
-    A hook of a parameter on a device runs in a thread of autograd's own, where such a frame is that of an inner
-    backward.
-    """
-    cpu, device = torch.device("cpu"), torch.device("cuda:0")
-    seen: list[tuple[bool, bool]] = []
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(lambda _: seen.append((reentrant(cpu), reentrant(device))))
-    leaf.sum().backward()
-    with torch.autograd.set_multithreading_enabled(False):
-        leaf.sum().backward()
-    assert seen == [(False, True), (False, False)]
-    assert not reentrant(device)
+    build = partial(locked_build, 0)
+    same_as_plain(loop, build, torch.optim.AdamW, world_size, settings={"stage": 0}, lr=1e-2)

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,61 +19,74 @@ from torch.nn.parallel import DistributedDataParallel
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
-from ..support.errors import error_of, errors_on
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.pool import GlooPool
-from .layers import BATCH, backward, build, plain, train, zero
+from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
 
 # -- parameters that are no longer those of the optimizer --------------------------------------------------------------
 
 
-def replace(model: nn.Sequential) -> None:
-    model[1].weight = nn.Parameter(torch.zeros(4, 4))
-
-
-def assign(model: nn.Sequential) -> None:
-    model[1].weight.data = torch.zeros(4, 4)
+DTYPES = {widen: "torch.float64", narrow: "torch.bfloat16"}
+CAST = "is now {} on cpu, but was {} on cpu when the optimizer was built: move and cast the model"
 
 
 def delete(model: nn.Sequential) -> None:
     model[1].bias = None
 
 
-def cast(model: nn.Module) -> None:
-    model.double()
+def restore(model: nn.Module) -> None:
+    """Undo what mixed precision did."""
+    model.float()
+
+
+CHANGES: dict[Callable[[Any], None], str] = {
+    replace: "the module's '1.weight' was replaced",
+    assign: "the memory of '1.weight' was replaced",
+    delete: "the module's '1.bias' was replaced",
+    **{cast: CAST.format(dtype, "torch.float32") for cast, dtype in DTYPES.items()},
+    restore: CAST.format("torch.float32", "torch.bfloat16"),
+}
 
 
 @pytest.mark.parametrize(
-    ("stage", "change", "ranks"),
+    ("stage", "change", "then"),
     [
-        (0, replace, (1,)),
-        (0, assign, (0, 1)),
-        (1, delete, (1,)),
-        (1, cast, (0, 1)),
-        (2, assign, (1,)),
-        (2, cast, (1,)),
-        (2, replace, (0, 1)),
-        (3, replace, (1,)),
+        (0, replace, "step"),
+        (0, narrow, "clip"),
+        (1, widen, "step"),
+        (1, delete, "clip"),
+        (2, assign, "step"),
+        (2, widen, "backward"),
+        (0, restore, "backward"),
+        (2, restore, "step"),
+        (3, replace, "step"),
     ],
 )
-def test_a_parameter_that_was_replaced_moved_or_cast_is_named_on_every_rank(
-    stage: int, change: Callable[[nn.Module], None], ranks: tuple[int, ...]
+def test_a_parameter_that_one_rank_replaced_moved_or_cast_is_named_on_every_rank(
+    stage: int, change: Callable[[Any], None], then: str
 ) -> None:
-    def program(transport: Transport) -> None:
+    def program(transport: Transport) -> tuple[str, str]:
         model = build()
-        optimizer = zero(model, transport, stage)
-        if transport.rank in ranks:
+        precision = MixedPrecision(torch.bfloat16) if change is restore else None
+        optimizer = zero(model, transport, stage, mixed_precision=precision)
+        train(model, optimizer)
+        if transport.rank:
             change(model)
-        optimizer.step()
+        calls: dict[str, Callable[[], object]] = {
+            "backward": lambda: backward(model),
+            "step": optimizer.step,
+            "clip": lambda: optimizer.clip_grad_norm_(1.0),
+        }
+        return error_of(calls[then]), error_of(optimizer.step)
 
-    for message in errors_on(2, program):
-        assert "RuntimeError: rank" in message
-        assert "'1.weight'" in message or "'1.bias'" in message or "'2.bias'" in message
-        assert "was replaced" in message or "is now torch.float64" in message
-        assert 0 in ranks or "rank 1: " in message
+    (first, of_0), (second, of_1) = on_threads(2, program, timeout=BOUND)
+    for message in (second, of_0, of_1, *([] if then == "backward" else [first])):
+        assert CHANGES[change] in message
+    assert all("rank 1: " in message for message in (of_0, of_1))
 
 
 def test_what_was_replaced_is_named_also_after_further_parameters_came() -> None:
@@ -93,126 +107,69 @@ def test_memory_that_moves_with_all_its_parameters_is_no_replacement(stage: int)
     assert_same_model(model, plain(2))
 
 
-CASTS: dict[str, Callable[[nn.Module], object]] = {
-    "torch.float64": lambda model: model.double(),
-    "torch.bfloat16": lambda model: model.bfloat16(),
-}
-PENDING = "a backward without synchronisation"
-
-
-@pytest.mark.parametrize(
-    ("stage", "dtype", "after", "then"),
-    [
-        (0, "torch.float64", "construction", "backward"),
-        (0, "torch.bfloat16", "a backward", "step"),
-        (1, "torch.bfloat16", "construction", "clip"),
-        (1, "torch.float64", "a step", "step"),
-        (2, "torch.float64", "a step", "clip"),
-        (2, "torch.bfloat16", "a step", "backward"),
-        (2, "torch.float64", "construction", "step"),
-        (2, "torch.bfloat16", "a backward", "cast"),
-        (1, "torch.float64", PENDING, "cast"),
-    ],
-)
-def test_a_cast_model_is_named_with_both_dtypes(stage: int, dtype: str, after: str, then: str) -> None:
-    def program(transport: Transport) -> list[str]:
-        model = build()
-        optimizer = zero(model, transport, stage)
-        if after == "a step":
-            train(model, optimizer)
-        elif after == "a backward":
-            backward(model)
-        elif after == PENDING:
-            with optimizer.no_sync():
-                backward(model)
-        if then == "cast":
-            return [error_of(CASTS[dtype], model)]
-        CASTS[dtype](model)
-        calls: dict[str, Callable[[], object]] = {
-            "backward": lambda: backward(model),
-            "step": optimizer.step,
-            "clip": lambda: optimizer.clip_grad_norm_(1.0),
-        }
-        return [error_of(calls[then]), error_of(optimizer.step)]
-
-    for messages in on_threads(2, program, timeout=BOUND):
-        for message in messages:
-            if then == "cast":  # a placeholder of a gradient raised after the cast of the first parameter
-                assert "does not hold the gradient of '0.weight'" in message
-                assert message.endswith("cast or move the model before the optimizer is built")
-                continue
-            assert message.startswith("RuntimeError: rank ")
-            assert f"'2.bias' is now {dtype} on cpu, but was torch.float32 on cpu when the optimizer was" in message
-            assert message.endswith("move and cast the model before that")
-
-
-@pytest.mark.parametrize(("stage", "casts_inputs"), [(0, True), (1, False), (2, True), (2, False)])
-def test_a_cast_model_in_mixed_precision_is_named_in_the_next_forward_or_backward(
-    stage: int, casts_inputs: bool
+@pytest.mark.parametrize(("stage", "cast", "sync"), [(2, narrow, True), (1, widen, False)])
+def test_a_cast_beside_placeholders_of_gradients_raises_itself(
+    stage: int, cast: Callable[[nn.Module], None], sync: bool
 ) -> None:
-    model = build()
-    precision = MixedPrecision(torch.bfloat16, cast_forward_inputs=casts_inputs)
-    optimizer = zero(model, solo(), stage, mixed_precision=precision)
-    model.float()
-    for call in (lambda: model(BATCH).sum().backward(), optimizer.step):
-        assert "is now torch.float32 on cpu, but was torch.bfloat16 on cpu when the optimizer was" in error_of(call)
+    def program(model: Any, optimizer: ZeroOptimizer) -> str:
+        with nullcontext() if sync else optimizer.no_sync():
+            backward(model)
+        return error_of(cast, model)
+
+    for message in on_ranks(program, stage):
+        assert "does not hold the gradient of '0.weight'" in message
+        assert message.endswith("cast or move the model before the optimizer is built")
 
 
-@pytest.mark.parametrize(("dtype", "world_size"), [("torch.float64", 1), ("torch.bfloat16", 2)])
-def test_at_stage_3_a_cast_is_refused_or_undone(dtype: str, world_size: int) -> None:
-    def program(transport: Transport) -> tuple[str, str, nn.Module]:
-        model = build()
-        optimizer = zero(model, transport)
-        refused = error_of(CASTS[dtype], model)
+@pytest.mark.parametrize(("cast", "world_size"), [(widen, 1), (narrow, 2)])
+def test_at_stage_3_a_cast_is_refused_or_undone(cast: Callable[[nn.Module], None], world_size: int) -> None:
+    def program(model: Any, optimizer: ZeroOptimizer) -> tuple[str, str, nn.Module]:
+        refused = error_of(cast, model)
         with optimizer.gathered():
-            CASTS[dtype](model)
+            cast(model)
         undone = error_of(optimizer.step)
         optimizer.zero_grad()
         train(model, optimizer)
         optimizer.close()
         return refused, undone, model
 
-    for refused, undone, model in on_threads(world_size, program, timeout=BOUND):
+    undoing = f"was cast to {DTYPES[cast]} while its unit was gathered, which was undone: cast the model before"
+    for refused, undone, model in on_ranks(program, 3, world_size):
         assert "'0.weight' is released" in refused
         assert refused.endswith("move and cast the model before the optimizer is built, or after its close()")
-        assert f"was cast to {dtype} while its unit was gathered, which was undone: cast the model before" in undone
+        assert undoing in undone
         assert_same_model(model, plain())
 
 
 # -- DistributedDataParallel -------------------------------------------------------------------------------------------
 
 
-def given(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
-    return error_of(zero, DistributedDataParallel(model, process_group=group), group, stage)
+def around(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group)
 
 
-def given_beside(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
-    wrapped = nn.ModuleDict({"inner": DistributedDataParallel(model, process_group=group)})
-    return error_of(zero, list(model.parameters()), group, stage, module=wrapped)
+def inner(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return nn.ModuleDict({"inner": around(model, group)})
 
 
-def what_it_wraps(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
-    wrapped = DistributedDataParallel(model, process_group=group)
-    optimizer = zero(model, group, stage)
-    return error_of(train, wrapped, optimizer)
-
-
-def later(model: nn.Module, group: dist.ProcessGroup, stage: int) -> str:
-    optimizer = zero(model, group, stage)
-    return error_of(lambda: train(DistributedDataParallel(model, process_group=group), optimizer))
+WRAPS: dict[str, Callable[[nn.Module, dist.ProcessGroup, int], object]] = {
+    "the module": lambda model, group, stage: zero(around(model, group), group, stage),
+    "inner": lambda model, group, stage: zero(list(model.parameters()), group, stage, module=inner(model, group)),
+    "before": lambda model, group, stage: train(around(model, group), zero(model, group, stage)),
+    "later": lambda model, group, stage: train(optimizer=zero(model, group, stage), model=around(model, group)),
+}
 
 
 def wrapped_models(group: dist.ProcessGroup, rank: int) -> dict[tuple[str, int], str]:
-    wraps = (given, given_beside, what_it_wraps, later)
-    return {(wrap.__name__, stage): wrap(build(), group, stage) for wrap in wraps for stage in (0, 1, 2, 3)}
+    stages = (0, 1, 2, 3)
+    return {(name, stage): error_of(wrap, build(), group, stage) for name, wrap in WRAPS.items() for stage in stages}
 
 
 def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gloo: GlooPool) -> None:
     for found in gloo.run(wrapped_models, ranks=(0, 1)):
         for (wrap, stage), message in found.items():
-            if wrap.startswith("given"):
-                name = "the module" if wrap == "given" else "inner"
-                assert message.startswith(f"ValueError: '{name}' is a DistributedDataParallel, which"), message
+            if wrap in ("the module", "inner"):
+                assert message.startswith(f"ValueError: '{wrap}' is a DistributedDataParallel, which"), message
             elif (wrap, stage) == ("later", 3):
                 assert "'0.weight' is released" in message
                 assert "do not wrap the model in DistributedDataParallel" in message
@@ -250,43 +207,34 @@ def test_what_needs_a_whole_model_at_stage_3_names_the_block_that_gathers_it(cal
         use(model)
 
 
-@pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1)])
 def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
-    """Flat, in the order of memory; the pieces of all ranks together are the whole state."""
+    """Flat, in the order of memory; the pieces of the ranks of a replica together are the whole state."""
+    arguments: dict[str, Any] = {"stage": stage, "sharding_factor": sharding_factor, "lr": 0.5}
 
-    def program(transport: Transport) -> tuple[dict[str, Any], list[str]]:
+    def program(transport: Transport) -> tuple[dict[str, Any], dict[str, str]]:
         model = build()
-        optimizer = ZeroOptimizer(
-            model, torch.optim.AdamW, stage=stage, process_group=transport, sharding_factor=sharding_factor, lr=0.5
-        )
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, **arguments)
         train(model, optimizer)
-        found: dict[str, Any] = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
-        errors = [error_of(lambda state=state: state["exp_avg"]) for state in found.values() if not state]
-        assert all(error_of(lambda state=state: state["momentum"]).startswith("KeyError") for state in found.values())
-        return found, errors
+        held: dict[str, Any] = {name: optimizer.state[parameter] for name, parameter in model.named_parameters()}
+        assert all(error_of(lambda state=state: state["momentum"]).startswith("KeyError") for state in held.values())
+        return held, {name: error_of(lambda state=state: state["exp_avg"]) for name, state in held.items() if not state}
 
     expected = build()
     optimizer = torch.optim.AdamW(expected.parameters(), lr=0.5)
     train(expected, optimizer)
     ranks = on_threads(4, program, timeout=BOUND)
-    replica = 4 if sharding_factor is None else sharding_factor
-    whole = stage == 0 or replica == 1
-    assert any(errors for _, errors in ranks) is not whole
-    for name, parameter in expected.named_parameters():
-        average = optimizer.state[parameter]["exp_avg"]
-        if whole:
-            assert all(torch.equal(found[name]["exp_avg"], average) for found, _ in ranks)
-            continue
-        for first in range(0, 4, replica):
-            held = [found[name] for found, _ in ranks[first : first + replica] if found[name]]
-            parts: list[Tensor] = [state["exp_avg"].reshape(-1) for state in held]
-            assert_same_bits(torch.cat(parts), average.reshape(-1))
-    for number, (found, errors) in enumerate(ranks):
-        replicas = range(number - number % replica, number - number % replica + replica)
-        for name, message in zip((name for name, state in found.items() if not state), errors, strict=True):
-            owners = ", ".join(str(rank) for rank in replicas if ranks[rank][0][name])
+    replica = 1 if stage == 0 else sharding_factor or 4
+    assert any(errors for _, errors in ranks) is (replica > 1)
+    for first, (name, parameter) in itertools.product(range(0, 4, replica), expected.named_parameters()):
+        of_replica = range(first, first + replica)
+        owners = [rank for rank in of_replica if ranks[rank][0][name]]
+        parts: list[Tensor] = [ranks[rank][0][name]["exp_avg"].reshape(-1) for rank in owners]
+        assert_same_bits(torch.cat(parts), optimizer.state[parameter]["exp_avg"].reshape(-1))
+        for rank in {*of_replica} - {*owners}:
+            message = ranks[rank][1][name]
             assert f"'exp_avg': this rank holds no part of the states of '{name}', which are on rank " in message
-            assert f"on rank {owners}: optimizer.consolidate_state_dict" in message
+            assert f"on rank {', '.join(map(str, owners))}: optimizer.consolidate_state_dict" in message
 
 
 def test_a_state_dict_of_another_model_changes_nothing() -> None:

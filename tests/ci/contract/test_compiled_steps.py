@@ -2,73 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import symbolic_convert
 from torch._dynamo.utils import counters
 
 import collectives
 import zero
-from collectives import Transport, solo
-from collectives.backends.gloo import connect
+from collectives import solo
 from zero import CheckpointManager, MixedPrecision, ShardedAverage, StopOnSignal, ZeroOptimizer
 
-from ...support.loops import seeded
-from ...support.plain import PlainRanks, assert_same_model
-from ...support.pool import GlooPool
+from ...support.cases import INPUTS, ROWS, Net
+from ...support.loops import LossOf, PlainLoop, constant, seeded
+from ...support.plain import assert_same_model
 
 FOLDERS = tuple(str(Path(package.__file__ or "").parent) for package in (zero, collectives))
 STEPS, MICRO_BATCHES, MAX_NORM = 4, 2, 0.1
-WAYS = ("model", "step", "scheduled step", "function")
+BATCHES = torch.randn(STEPS * MICRO_BATCHES, ROWS, INPUTS, generator=torch.Generator().manual_seed(1)).split(1)
 pytestmark = pytest.mark.filterwarnings("ignore:stage 3. the graph of a compiled call is broken")
-
-
-class Layer(nn.Module):
-    """A unit. Dynamo compiles no forward of torch's own modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x))
-
-
-class Net(nn.Module):
-    """Three units."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
 
 
 def build() -> Any:
     return seeded(0, Net)
 
 
-def batch(number: int) -> Tensor:
-    return torch.randn(3, 5, generator=torch.Generator().manual_seed(100 + number))
+def mean_square(model: nn.Module, batch: tuple[Tensor]) -> Tensor:
+    found: Tensor = model(batch[0])
+    return found.float().square().mean()
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).float().square().mean()
-    return loss
-
-
-def optimizer_of(model: nn.Module, stage: int, transport: Transport, **arguments: Any) -> ZeroOptimizer:
-    sizes: dict[str, Any] = {"bucket_cap_mb": 1e-4, "divisor": MICRO_BATCHES, "lr": 0.05}
-    return ZeroOptimizer(model, stage=stage, process_group=transport, **sizes, **arguments)
+def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
 @pytest.fixture
@@ -84,71 +53,57 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "run", noted)
     torch._dynamo.reset()
+    counters.clear()
     yield found
     torch._dynamo.reset()
 
 
-def compiled_so_far() -> int:
-    return counters["frames"]["total"] + counters["stats"]["unique_graphs"]
-
-
 def compile_units(model: Any, stage: int) -> None:
-    for part in model.layers if stage == 3 else (model,):
+    for part in model.blocks if stage == 3 else (model,):
         part.compile(backend="aot_eager")
 
 
-def plain_loop(way: str, stage: int, precision: MixedPrecision | None, forward: Callable[..., Tensor]) -> nn.Module:
-    """Train eagerly, but for the model or the ``forward``."""
+def plain_loop(way: str, stage: int, precision: MixedPrecision | None, loss_of: LossOf) -> nn.Module:
+    """Train eagerly, but for the model or the ``loss_of``."""
     model = build()
     if way == "model":
         compile_units(model, stage)
-    loop = PlainRanks(model, lambda updated: torch.optim.AdamW(updated, lr=0.05), precision=precision)
-    loop.divisor = MICRO_BATCHES
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(loop.optimizer, 0.9 if way == "scheduled step" else 1.0)
-    for step in range(STEPS):
-        for number in range(MICRO_BATCHES):
-            x = batch(MICRO_BATCHES * step + number)
-            loop.backward(0, forward(model, x if precision is None else x.to(precision.param_dtype)).backward)
-        loop.clip(MAX_NORM)
-        loop.step()
-        loop.clear()
-        scheduler.step()
+    scheduler = falling if way == "scheduled step" else constant
+    PlainLoop(loss_of, precision=precision, scheduler=scheduler, max_norm=MAX_NORM).run(model, BATCHES)
     return model
 
 
-def train(
-    way: str, stage: int, transport: Transport, backend: str, precision: MixedPrecision | None = None
-) -> tuple[nn.Module, list[int]]:
+def train(way: str, stage: int, backend: str, precision: MixedPrecision | None) -> tuple[nn.Module, list[int]]:
     """Train with a compiled part. Return the model, and the number of what has been compiled after each step."""
     model = build()
     if way == "model":
         compile_units(model, stage)
-    optimizer = optimizer_of(model, stage, transport, mixed_precision=precision)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 if way == "scheduled step" else 1.0)
+    options: dict[str, Any] = {"bucket_cap_mb": 1e-4, "divisor": MICRO_BATCHES, "lr": 1e-2}
+    optimizer = ZeroOptimizer(model, stage=stage, process_group=solo(), mixed_precision=precision, **options)
+    scheduler = (falling if way == "scheduled step" else constant)(optimizer)
     frames = []
 
-    def backwards(*micro_batches: Tensor) -> None:
-        for x in micro_batches:
-            loss_of(model, x).backward()
+    def backwards(*micro_batches: Any) -> None:
+        for micro_batch in micro_batches:
+            mean_square(model, micro_batch).backward()
         optimizer.clip_grad_norm_(MAX_NORM)
 
-    def whole(*micro_batches: Tensor) -> None:
+    def whole(*micro_batches: Any) -> None:
         backwards(*micro_batches)
         optimizer.step()
         optimizer.zero_grad()
 
     compiled: Any = torch.compile(whole if way == "function" else optimizer.step, backend=backend)
     for step in range(STEPS):
-        own = range(transport.rank, MICRO_BATCHES, transport.world_size)
-        micro_batches = [batch(MICRO_BATCHES * step + number) for number in own]
+        own = BATCHES[MICRO_BATCHES * step : MICRO_BATCHES * (step + 1)]
         if way == "function":
-            compiled(*micro_batches)
+            compiled(*own)
         else:
-            backwards(*micro_batches)
+            backwards(*own)
             optimizer.step() if way == "model" else compiled()
             optimizer.zero_grad()
         scheduler.step()
-        frames.append(compiled_so_far())
+        frames.append(counters["frames"]["total"] + counters["stats"]["unique_graphs"])
     optimizer.close()
     return model, frames
 
@@ -169,32 +124,14 @@ def train(
 def test_what_is_compiled_has_the_eager_bits_and_is_compiled_once(
     way: str, stage: int, backend: str, traced: list[str]
 ) -> None:
-    before = compiled_so_far()
     precision = MixedPrecision(torch.bfloat16) if way == "model" and stage % 2 else None
-    model, frames = train(way, stage, solo(), backend, precision)
+    model, frames = train(way, stage, backend, precision)
     assert way == "model" or traced == []
-    assert before < frames[0]
+    assert frames[0] > 0
     assert frames == frames[:1] * STEPS
-    forward: Any = torch.compile(loss_of) if (way, backend) == ("function", "inductor") else loss_of
+    loss_of: Any = torch.compile(mean_square) if (way, backend) == ("function", "inductor") else mean_square
     torch._dynamo.reset()  # or graphs compiled for one model would be used for the other
-    assert_same_model(model, plain_loop(way, stage, precision, forward))
-
-
-def on_two_ranks(group: dist.ProcessGroup, rank: int, way: str, stage: int) -> list[int]:
-    torch._dynamo.reset()
-    try:
-        model, frames = train(way, stage, connect(group), "aot_eager")
-        torch._dynamo.reset()
-        assert_same_model(model, plain_loop(way, stage, None, loss_of))
-        return frames
-    finally:
-        torch._dynamo.reset()
-
-
-@pytest.mark.parametrize(("way", "stage"), [("model", 3), ("step", 0), ("function", 2), ("function", 3)])
-def test_so_it_is_on_two_ranks(gloo: GlooPool, way: str, stage: int) -> None:
-    for frames in gloo.run(on_two_ranks, way, stage, ranks=(0, 1), limit=120):
-        assert frames == frames[:1] * STEPS
+    assert_same_model(model, plain_loop(way, stage, precision, loss_of))
 
 
 # -- calls -------------------------------------------------------------------------------------------------------------
@@ -213,7 +150,7 @@ def test_no_public_call_is_traced() -> None:
 
 def test_a_compiled_function_that_uses_a_released_parameter_gets_an_error_with_the_remedy() -> None:
     model = build()
-    optimizer = optimizer_of(model, 3, solo())
+    optimizer = ZeroOptimizer(model, stage=3, process_group=solo())
     clear: Any = torch.compile(lambda: model.zero_grad(), backend="aot_eager")
     try:
         with pytest.raises(RuntimeError, match=r"by their modules alone\. Call optimizer\.zero_grad\(\) there"):

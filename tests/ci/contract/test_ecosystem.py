@@ -12,29 +12,29 @@ from torch import Tensor, nn
 
 from zero import open_checkpoint
 
-from ...contract.ecosystem import (
+from ...contract.recipes import assert_same_dict
+from ...support.launched import launch
+from ...support.loops import BLOCKS, ECOSYSTEM, SAMPLES, PlainLoop, autocast_loss, code_of, even, network, seeded
+from ...support.plain import assert_same_states
+from .ecosystem import (
     COUNT,
     DATASET,
     STAGES,
     WORLD_SIZE,
     State,
-    assert_same_state,
     by_micro_batch,
     gpt2,
     language_loss,
     llama,
     note_inputs,
     plain_trainer,
-    run_recipe,
     state_of,
     tokens,
+    train_on_tokens,
     trainer_names,
     training_arguments,
     variables,
 )
-from ...support.launched import launch
-from ...support.loops import BLOCKS, ECOSYSTEM, SAMPLES, PlainLoop, autocast_loss, code_of, even, network, seeded
-from ...support.plain import assert_same_states
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
@@ -62,16 +62,30 @@ def test_every_recipe_is_run() -> None:
     assert all("batch_size=4" in BLOCKS[heading] for heading in RECIPES)
 
 
+def run_recipe(started: dict[str, Any], _: Path, heading: str) -> list[State]:
+    """Return the trained parameters after a block that creates an optimizer, at each stage."""
+    states = []
+    inputs, targets = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
+    for stage in STAGES:
+        dataset = torch.utils.data.TensorDataset(inputs, targets)
+        names = variables(started, stage, dataset=dataset, model=seeded(5, network))
+        exec(code_of(heading), names)
+        names["optimizer"].check_replicas()
+        names["optimizer"].close()
+        states.append(state_of(names["model"]))
+    return states
+
+
 @pytest.mark.parametrize("heading", RECIPES)
 def test_a_recipe_trains_the_bits_of_the_plain_loop_at_every_stage(tmp_path: Path, heading: str) -> None:
     library, loop = RECIPES[heading]
     pytest.importorskip(library)
     plain = seeded(5, network)
     loop.run(plain, even(COUNT))
-    states = launch(f"{run_recipe.__module__}:run_recipe", tmp_path, heading)
+    states = launch(f"{__name__}:run_recipe", tmp_path, heading)
     assert len(states) == len(STAGES)
-    for stage, state in enumerate(states):
-        assert_same_state(state, state_of(plain), f"stage {stage}")
+    for state in states:
+        assert_same_dict(state, plain.state_dict())
 
 
 def lightning(started: dict[str, Any], folder: Path) -> list[Any]:
@@ -117,120 +131,116 @@ def test_lightnings_trainer_trains_the_bits_of_the_plain_loop_validates_saves_an
     pytest.importorskip("pytorch_lightning")
     target_of = {tuple(row.tolist()): target for x, y in even(COUNT) for row, target in zip(x, y, strict=True)}
     losses = set()
-    for stage, (batches, saved, state, measured) in enumerate(launch(f"{__name__}:lightning", tmp_path, limit=250)):
+    for batches, saved, state, measured in launch(f"{__name__}:lightning", tmp_path, limit=250):
         assert len(batches) == 3 * COUNT
         pairs = [(x["inputs"], torch.stack([target_of[tuple(row.tolist())] for row in x["inputs"]])) for x in batches]
         plain = seeded(5, network)
         optimizer = PlainLoop().run(plain, pairs[: 2 * COUNT])
         weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
-        assert_same_state(weights, state_of(plain), f"stage {stage}, saved")
+        assert_same_dict(weights, plain.state_dict())
         assert_same_states(saved["optimizer_states"][0], optimizer.state_dict())
         PlainLoop(optimizer=optimizer).run(plain, pairs[2 * COUNT :])
-        assert_same_state(state, state_of(plain), f"stage {stage}, from a checkpoint")
+        assert_same_dict(state, plain.state_dict())
         losses |= {loss["loss"] for each in measured for loss in each}
     assert len(losses) == 1
 
 
-def come_and_leave(started: dict[str, Any], folder: Path) -> list[tuple[str, State]]:
-    """Train what `save_pretrained` wrote, leave for a folder of transformers, and come back from there at each stage.
+FAMILIES = {"gpt2": gpt2, "llama": llama}  # the first has tied embeddings, the second buffers that no file has
 
-    Return the folder of each checkpoint, and the state of the model that came back.
+
+def come_and_leave(started: dict[str, Any], folder: Path) -> list[tuple[str, list[tuple[str, State]]]]:
+    """Train what `save_pretrained` wrote, with memory and built without, and leave for a folder of transformers.
+
+    Return for each stage the folder of the checkpoint, and models: gpt2, as it came back from there; both families.
     """
     results = []
     for stage in STAGES:
-        names = variables(started, stage, path=str(folder / "origin"), checkpoint=str(folder / f"stage-{stage}"))
+        names = variables(started, stage, path=str(folder / "gpt2"), checkpoint=str(folder / f"stage-{stage}"))
         exec(code_of("From a transformers folder"), names)
-        for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
-            language_loss(names["model"], batch).backward()
-            names["optimizer"].step()
-            names["optimizer"].zero_grad()
+        train_on_tokens(names)
         exec(code_of("To a transformers folder"), names)
         names["optimizer"].close()
-        assert_same_state(state_of(names["whole"]), state_of(names["model"]), "the folder that was left behind")
-
+        assert_same_dict(state_of(names["whole"]), state_of(names["model"]))
         names["path"] = f"{names['checkpoint']}/model"
         exec(code_of("From a transformers folder"), names)
         assert names["model"].training
         names["optimizer"].close()
-        results.append((names["checkpoint"], state_of(names["model"])))
+        states = [("gpt2", state_of(names["model"]))]
+        for family in FAMILIES:
+            built = variables(started, stage, path=folder / family)
+            exec(code_of("A transformers model without memory"), built)
+            train_on_tokens(built)
+            built["optimizer"].check_replicas()
+            built["optimizer"].close()
+            states.append((family, state_of(built["model"])))
+        results.append((names["checkpoint"], states))
     return results
 
 
-def test_training_comes_from_a_transformers_folder_and_leaves_one(tmp_path: Path) -> None:
+def test_training_comes_from_a_transformers_folder_also_without_memory_and_leaves_one(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    built: Any = seeded(5, gpt2)  # with tied embeddings
-    built.save_pretrained(tmp_path / "origin")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "origin")
-    plain.train()
-    PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
-    contents = set()
-    for stage, (path, state) in enumerate(launch(f"{__name__}:come_and_leave", tmp_path)):
-        assert_same_state(state, state_of(plain), f"stage {stage}")
+    expected = {}
+    for family, build in FAMILIES.items():
+        built: Any = seeded(5, build)
+        built.save_pretrained(tmp_path / family)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / family)
+        plain.train()
+        PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
+        expected[family] = state_of(plain)
+    results, contents = launch(f"{__name__}:come_and_leave", tmp_path, limit=200), set()
+    assert len(results) == len(STAGES)
+    for path, states in results:
+        assert len(states) == 1 + len(FAMILIES)
+        for family, state in states:
+            assert_same_dict(state, expected[family])
         checkpoint = open_checkpoint(path)
         checkpoint.verify()
         contents.add(checkpoint.content)
         _, loading = transformers.AutoModelForCausalLM.from_pretrained(f"{path}/model", output_loading_info=True)
         assert not any(loading.values()), loading
         for name in ("config.json", "generation_config.json"):
-            assert (checkpoint.path / "model" / name).read_bytes() == (tmp_path / "origin" / name).read_bytes()
+            assert (checkpoint.path / "model" / name).read_bytes() == (tmp_path / "gpt2" / name).read_bytes()
     assert len(contents) == 1
 
 
-FAMILIES = {"gpt2": gpt2, "llama": llama}  # the first has tied embeddings, the second buffers that no file has
+# -- Trainer -----------------------------------------------------------------------------------------------------------
 
-
-def without_memory(started: dict[str, Any], folder: Path) -> list[tuple[str, int, State]]:
-    """Train models of the folders, which were built on the meta device, at each stage; return their states."""
-    results = []
-    for stage in STAGES:
-        for name in FAMILIES:
-            names = variables(started, stage, path=folder / name)
-            exec(code_of("A transformers model without memory"), names)
-            for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
-                language_loss(names["model"], batch).backward()
-                names["optimizer"].step()
-                names["optimizer"].zero_grad()
-            names["optimizer"].check_replicas()
-            names["optimizer"].close()
-            results.append((name, stage, state_of(names["model"])))
-    return results
-
-
-def test_a_transformers_model_without_memory_trains_as_one_with_memory(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    expected = {}
-    for name, build in FAMILIES.items():
-        built: Any = seeded(5, build)
-        built.save_pretrained(tmp_path / name)
-        plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
-        plain.train()
-        PlainLoop(language_loss, max_norm=float("inf")).run(plain, tokens(4))
-        expected[name] = state_of(plain)
-    results = launch(f"{__name__}:without_memory", tmp_path)
-    assert len(results) == len(STAGES) * len(FAMILIES)
-    for name, stage, state in results:
-        assert_same_state(state, expected[name], f"{name}, stage {stage}")
+COMPILED = {
+    "torch_compile": True,
+    "torch_compile_backend": "aot_eager",
+}  # as a whole, which at stage 3 is another graph
+TRAININGS: list[tuple[int, dict[str, Any]]] = [
+    (0, {"bf16": True}),
+    (1, {}),
+    (2, COMPILED),
+    (3, {}),
+    (3, {"bf16": True}),
+]
 
 
 def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
-    """Train at each stage, and train on from the checkpoint at half the steps.
+    """Train, and train on from the checkpoint at half the steps.
 
-    Return for each stage: the model's inputs in the order of the micro-batches, its state after either training, and
-    the evaluation loss.
+    Return for each training: the model's inputs in the order of the micro-batches (not of a compiled one), its state
+    after either training, and the evaluation loss.
     """
     results = []
-    for stage in STAGES:
-        arguments = training_arguments(folder / f"stage-{stage}", save_strategy="steps", save_steps=2)
+    for number, (stage, changes) in enumerate(TRAININGS):
+        output = folder / f"training-{number}"
+        arguments = training_arguments(output, save_strategy="steps", save_steps=2, **changes)
         names = trainer_names(started, stage, arguments)
         calls: list[dict[str, Tensor]] = []
-        handle = note_inputs(names["model"], calls)
+        if changes is not COMPILED:
+            handle = note_inputs(names["model"], calls)
         exec(code_of("Trainer"), names)
-        handle.remove()
+        if changes is not COMPILED:
+            handle.remove()
         loss = names["trainer"].evaluate(DATASET)["eval_loss"]
+        names["trainer"].zero.check_replicas()
         names["trainer"].zero.close()
 
         later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=DATASET)
-        later.train(resume_from_checkpoint=str(folder / f"stage-{stage}" / "checkpoint-2"))
+        later.train(resume_from_checkpoint=str(output / "checkpoint-2"))
         later.zero.close()
         results.append((by_micro_batch(calls), state_of(names["model"]), state_of(later.model), loss))
     return results
@@ -239,17 +249,37 @@ def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
 def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    compiled: dict[nn.Module, Any] = {}
 
     def loss_of(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-        loss: Tensor = model(**call).loss * WORLD_SIZE  # as Trainer scales it
-        return loss
+        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in changes):
+            loss: Tensor = compiled.get(model, model)(**call).loss
+        return loss.float() * WORLD_SIZE  # as Trainer scales it
+
+    def compiled_loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
+        if model not in compiled:
+            compiled[model] = torch.compile(model, backend="aot_eager")
+        return loss_of(model, call)
 
     losses = set()
-    results = launch(f"{__name__}:train_with_trainer", tmp_path, limit=250)
-    for stage, (calls, state, resumed, loss) in enumerate(results):
-        assert len(calls) == 16
-        plain = plain_trainer(loss_of, calls)
-        assert_same_state(state, state_of(plain), f"stage {stage}")
-        assert_same_state(resumed, state_of(plain), f"stage {stage}, from a checkpoint")
-        losses.add(loss)
+    results = launch(f"{__name__}:train_with_trainer", tmp_path, limit=280)
+    inputs = results[0][0]
+    assert len(inputs) == 16
+    for (_, changes), (calls, state, resumed, loss) in zip(TRAININGS, results, strict=True):
+        plain = plain_trainer(compiled_loss if changes is COMPILED else loss_of, calls or inputs)
+        for found in (state, resumed):
+            assert_same_dict(found, state_of(plain))
+        losses |= set() if changes else {loss}
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize("name", ["fp16", "fsdp", "deepspeed"])
+def test_an_argument_that_the_trainer_of_the_guide_cannot_do_is_an_error(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    arguments = training_arguments(tmp_path)
+    setattr(arguments, name, True)
+    names = trainer_names({"torch": torch}, 3, arguments)
+    exec(BLOCKS["Trainer"].partition("\ntrainer = ")[0], names)
+    with pytest.raises(ValueError, match=f"ZeroTrainer does not take {name}"):
+        names["ZeroTrainer"](model=seeded(5, gpt2), args=arguments, train_dataset=DATASET)

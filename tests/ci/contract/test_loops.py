@@ -6,11 +6,10 @@ import copy
 from pathlib import Path
 
 import pytest
-import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...contract import recipes
-from ...contract.recipes import EXAMPLES, STAGES, assert_same_dict
+from ...contract.recipes import EXAMPLES, assert_same_dict, assert_trains_as_plain
 from ...support.launched import launch
 from ...support.loops import PlainLoop
 from ...support.plain import assert_same_states
@@ -21,12 +20,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name not in ("Batch norm", "fp32", "Uneven data")])
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
-    expected = EXAMPLES[heading].expected()
-    before = EXAMPLES[heading].model()
-    assert all(not torch.equal(p.float(), q) for p, q in zip(expected.parameters(), before.parameters(), strict=True))
-    for by_stage in gloo.run(recipes.run_block, heading):
-        for state, _ in by_stage:
-            assert_same_dict(state, expected.state_dict())
+    assert_trains_as_plain(gloo, heading)
 
 
 def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
@@ -79,11 +73,3 @@ def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_pat
     PlainLoop(max_norm=float("inf")).run(expected, batches)
     for state in launch(f"{recipes.__name__}:from_and_to_fsdp2", tmp_path):
         assert_same_dict(state, expected.state_dict())
-
-
-def test_the_first_block_begins_a_world_of_processes(tmp_path: Path) -> None:
-    expected = EXAMPLES["fp32"].expected().state_dict()
-    states = launch(f"{recipes.__name__}:begin", tmp_path)
-    assert len(states) == len(STAGES)
-    for state in states:
-        assert_same_dict(state, expected)

@@ -1,1 +1,1 @@
-"""Optimizer classes of others, and the Trainer's arguments."""
+"""Optimizer classes of other libraries."""

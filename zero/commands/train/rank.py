@@ -217,10 +217,6 @@ def check_same_text(optimizer: ZeroOptimizer, sha256: str) -> None:
             )
 
 
-if __name__ == "__main__":
-    sys.exit(run_rank(lambda settings: work(from_flags(TrainConfig, settings))))
-
-
 def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False) -> ZeroOptimizer:
     """Build the optimizer of a configuration. ``alone``: for one rank without a group."""
     options = replace(config, sharding_factor=None, reshard_after_forward=True) if alone else config
@@ -271,3 +267,7 @@ def _arguments(config: TrainConfig) -> dict[str, Any]:
     if config.fused:
         arguments["fused"] = True
     return arguments
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(lambda settings: work(from_flags(TrainConfig, settings))))

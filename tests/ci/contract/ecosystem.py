@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from ..support.loops import LossOf, PlainLoop, code_of, even, network, seeded
-from ..support.plain import assert_same_bits
+from ...support.loops import LossOf, PlainLoop, seeded
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # forbid downloads, also in the processes that import this file
 
@@ -27,12 +26,6 @@ State = dict[str, Tensor]
 def state_of(model: nn.Module) -> State:
     """Return a copy of a model's state, by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_state(ours: State, theirs: State, what: str) -> None:
-    assert list(ours) == list(theirs)
-    for name, value in theirs.items():
-        assert_same_bits(ours[name], value, f"{what}: {name}")
 
 
 def gpt2() -> nn.Module:
@@ -65,24 +58,18 @@ def language_loss(model: nn.Module, batch: Tensor) -> Tensor:
     return loss
 
 
+def train_on_tokens(names: dict[str, Any]) -> None:
+    """Take two steps with the model and the optimizer of a block."""
+    for batch in tokens(4)[names["rank"] :: WORLD_SIZE]:
+        language_loss(names["model"], batch).backward()
+        names["optimizer"].step()
+        names["optimizer"].zero_grad()
+
+
 def variables(started: dict[str, Any], stage: int, **more: Any) -> dict[str, Any]:
     """Return the variables of a block: those of the block `Start`, and more."""
     names = {name: value for name, value in started.items() if not name.startswith("__")}
     return {**names, "stage": stage, "device": "cpu", "loss_fn": nn.functional.mse_loss, **more}
-
-
-def run_recipe(started: dict[str, Any], _: Path, heading: str) -> list[State]:
-    """Return the trained parameters after a block that creates an optimizer, at each stage."""
-    states = []
-    inputs, targets = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
-    for stage in STAGES:
-        dataset = torch.utils.data.TensorDataset(inputs, targets)
-        names = variables(started, stage, dataset=dataset, model=seeded(5, network))
-        exec(code_of(heading), names)
-        names["optimizer"].check_replicas()
-        names["optimizer"].close()
-        states.append(state_of(names["model"]))
-    return states
 
 
 def by_micro_batch(calls: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
@@ -109,14 +96,6 @@ def training_arguments(folder: Path, **others: Any) -> Any:
     return TrainingArguments(**{**given, **others})
 
 
-def trainer_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that Trainer builds with these arguments: no decay of biases and norms, fused."""
-    wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True)
-
-
 def trainer_names(started: dict[str, Any], stage: int, arguments: Any) -> dict[str, Any]:
     """Return the variables of the block."""
     return variables(started, stage, dataset=DATASET, args=arguments, model=seeded(5, gpt2))
@@ -132,7 +111,7 @@ def note_inputs(model: nn.Module, calls: list[dict[str, Tensor]]) -> Any:
 
 
 def plain_trainer(loss_of: LossOf, calls: list[Any]) -> nn.Module:
-    """Train as Trainer does: four micro-batches a step, and the schedule of four steps."""
+    """Train as Trainer does: four micro-batches a step, the schedule of four steps, no decay of biases and norms."""
     from transformers import get_linear_schedule_with_warmup
 
     def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -141,13 +120,16 @@ def plain_trainer(loss_of: LossOf, calls: list[Any]) -> nn.Module:
 
     model: Any = seeded(5, gpt2)
     model.config.use_cache = False  # as Trainer sets it; with a cache, attention differs in the last bits
+    wide = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    rest = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     loop = PlainLoop(
         loss_of,
         together=4,
         divisor=lambda _: WORLD_SIZE,
         scheduler=schedule,
         max_norm=0.5,
-        optimizer=trainer_optimizer(model),
+        optimizer=torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True),
     )
     loop.run(model, calls)
     return model  # type: ignore[no-any-return]
