@@ -7,7 +7,6 @@ the bits of every parameter after every step with those of `plain_loop`. Between
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,13 +24,13 @@ from zero.parameters.gathered.buffers import State
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_manager import UnitManager
 
+from .models import seeded
 from .plain import assert_same_bits, share
 
 INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
 TURNS = 2  # micro-batches of each rank in a step
 LEARNING_RATE = 0.05
 CAP_MB = 6e-4  # 600 bytes: two buckets a block
-_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -144,11 +143,13 @@ class Case:
 
     def make(self) -> nn.Module:
         """Build the model, the same every time."""
-        with _BUILDING, torch.random.fork_rng():
-            torch.manual_seed(0)
+
+        def prepared() -> nn.Module:
             model = self.build()
             self.prepared(model)
             return model
+
+        return seeded(0, prepared)
 
 
 def batches_of(step: int, world_size: int) -> list[Batch]:

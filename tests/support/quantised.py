@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .loops import seeded
+from .models import seeded
 
 WIDTH = 8
 

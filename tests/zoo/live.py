@@ -56,14 +56,14 @@ def function_at(place: str) -> FunctionType:
     return found
 
 
-def replace(place: str, wrong: Callable[[Any], Callable[..., Any]]) -> None:
-    """Let the function of a dotted name be ``wrong(real)``, where ``real`` is what it was."""
+def replace(place: str, wrong: Callable[..., Any]) -> None:
+    """Let the function of a dotted name be ``wrong``, whose first argument is the function that it was."""
     function = function_at(place)
     code = function.__code__
     real = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     real.__kwdefaults__ = function.__kwdefaults__
     name = f"__mutant_{code.co_name}_{code.co_firstlineno}__"
-    function.__globals__.update({name: wrong(functools.wraps(function)(real)), _NOTE: note()})
+    function.__globals__.update({name: functools.partial(wrong, functools.wraps(function)(real)), _NOTE: note()})
     free = ", ".join(code.co_freevars)
     lines = (
         f"def outer({free}):",

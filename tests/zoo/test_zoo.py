@@ -71,8 +71,8 @@ def test_each_change_is_made_and_noted(change: str, library: ModuleType, tmp_pat
 
 
 def test_a_function_is_replaced_wherever_it_is_known(library: ModuleType) -> None:
-    live.replace("made_up.C.p", lambda real: lambda self: [*real(self), 3])
-    live.replace("made_up.C.q", lambda real: lambda self, n: -real(self, n))
+    live.replace("made_up.C.p", lambda real, self: [*real(self), 3])
+    live.replace("made_up.C.q", lambda real, self, n: -real(self, n))
     assert library.C().p == [-1, -2, 3]
     for place in ("made_up.g", "made_up.C.r", "no_module.f", "made_up.calls"):
         with pytest.raises(live.StaleError):

@@ -77,20 +77,20 @@ class Processes:
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         self._members = range(setting.world_size)
-        self._run(_start, self.rank, config, setting, saved)
+        self._run("__init__", self.rank, config, setting, saved)
 
     def do(self, command: Command) -> list[Any]:
-        return self._run(_do, command)
+        return self._run("do", command)
 
     def save(self) -> Saved:
-        return self._run(_save)[0]
+        return self._run("save")[0]
 
     def close(self) -> list[Any]:
-        return self._run(_close)
+        return self._run("close")
 
-    def _run(self, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def _run(self, method: str, *arguments: Any) -> list[Any]:
         try:
-            found: list[Any] = self._pool.run(action, *arguments, ranks=self._members)
+            found: list[Any] = self._pool.run(_call, method, *arguments, ranks=self._members)
         except Exception:
             self._pool.stop()  # after a failure the other ranks may still be in the middle of the program
             raise
@@ -101,17 +101,9 @@ def copy_of(saved: Saved | None) -> Saved | None:
     return None if saved is None else (saved[0], dict(saved[1]))
 
 
-def _start(group: Any, rank: int, cls: type[Rank], config: Config, setting: Setting, saved: Saved | None) -> None:
-    _PROCESS["rank"] = cls(config, setting, group, rank, saved)
-
-
-def _do(group: Any, rank: int, command: Command) -> Any:
-    return _PROCESS["rank"].do(command)
-
-
-def _save(group: Any, rank: int) -> Saved:
-    return _PROCESS["rank"].save()
-
-
-def _close(group: Any, rank: int) -> Any:
-    return _PROCESS.pop("rank").close()
+def _call(group: Any, rank: int, method: str, *arguments: Any) -> Any:
+    if method == "__init__":
+        cls, config, setting, saved = arguments
+        _PROCESS["rank"] = cls(config, setting, group, rank, saved)
+        return None
+    return getattr(_PROCESS["rank"], method)(*arguments)

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..plain import assert_same_bits
+from ..plain import assert_same_value
 from . import program as p
 from .backends import Backend, Threads
 from .classes import merged, name_of
@@ -46,7 +42,7 @@ class Run:
                 if isinstance(command, p.Consolidate):
                     seen = self._as_one(seen)
                     self._leave_out_masters_that_are_not_kept(expected, seen)
-                assert_same(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
+                assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
     def _as_one(self, seen: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict of a rank as one, which is one of each class where there are several."""
@@ -60,7 +56,7 @@ class Run:
         for index in set(expected.get("masters", {})) - set(seen.get("masters", {})):
             master = expected["masters"].pop(index)
             narrow = self.oracle.listed[index].detach()
-            assert_same(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
+            assert_same_value(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
         if not expected.get("masters"):
             expected.pop("masters", None)
 
@@ -69,7 +65,7 @@ class Run:
         self.do(p.Consolidate(0))
         expected = p.values(self.oracle.parameters)
         for rank, seen in enumerate(self.backend.close()):
-            assert_same(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
+            assert_same_value(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
 
     def __str__(self) -> str:
         """Return source text that runs this program again."""
@@ -83,29 +79,3 @@ def run(config: Config, *commands: Command, backend: Backend | None = None) -> N
     for command in commands:
         both.do(command)
     both.close()
-
-
-def assert_same(ours: Any, theirs: Any, what: str, *, any_nan: bool = False) -> None:
-    """Assert that two nested values are equal as bits. A state that is None counts as absent.
-
-    ``any_nan``: all NaNs are equal, for weights that are cast. The bits of a NaN that is cast to 16 bits depend on its
-    place in a tensor, in torch itself.
-    """
-    if isinstance(theirs, Tensor):
-        assert isinstance(ours, Tensor), f"{what}: {ours!r} where a tensor is expected"
-        if any_nan and theirs.is_floating_point():
-            ours, theirs = (torch.where(side.isnan(), float("nan"), side.detach()) for side in (ours, theirs))
-        assert_same_bits(ours, theirs, what)
-    elif isinstance(theirs, dict):
-        ours, theirs = ({k: v for k, v in side.items() if v is not None} for side in (ours, theirs))
-        assert list(map(str, sorted(ours, key=str))) == list(map(str, sorted(theirs, key=str))), what
-        for key, value in theirs.items():
-            assert_same(ours[key], value, f"{what}, {key!r}", any_nan=any_nan)
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), what
-        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(a, b, f"{what}, {number}", any_nan=any_nan)
-    elif isinstance(theirs, float):
-        assert struct.pack("d", ours) == struct.pack("d", theirs), f"{what}: {ours!r} instead of {theirs!r}"
-    else:
-        assert ours == theirs, f"{what}: {ours!r} instead of {theirs!r}"
