@@ -22,8 +22,8 @@ from ..support.machine.program import (
     Uneven,
     ZeroGrad,
 )
+from ..support.machine.random_programs import Collectives, RandomPrograms
 from ..support.machine.run import Run, run
-from ..support.machine.state_machine import Collectives, RandomPrograms
 from ..support.machine.trees import Part
 
 THOROUGH = settings.default.max_examples > 100
