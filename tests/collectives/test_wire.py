@@ -36,9 +36,6 @@ def check(program: Any, group: Loopback[Any] | None = None) -> None:
     compare(program, group.run(lambda transport: run_rank(program, transport)))
 
 
-# -- order and number -------------------------------------------------------------------------------------------------
-
-
 class Recorded(Pairwise):
     """Records each rank's launches, and the number of reductions under way."""
 
@@ -88,9 +85,6 @@ def test_every_rank_launches_every_bucket_in_layout_order(case: tuple[int, int])
     assert {recorded.most for recorded in made.values()} == {1 if stage > 1 else 2}
 
 
-# -- delays -----------------------------------------------------------------------------------------------------------
-
-
 @ALL_STAGES
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
@@ -111,9 +105,6 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# -- the messages themselves ------------------------------------------------------------------------------------------
 
 
 Message = tuple[int, int, int, str]  # to whom, port, size, digest
