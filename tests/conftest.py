@@ -39,11 +39,7 @@ LONGEST = (
     "mixed_precision",
     "traces",
     "all_to_all",
-    "mixed_cases",
-    "units_cases",
-    "units_models",
     "released",
-    "units_graphs",
 )
 
 

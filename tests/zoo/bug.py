@@ -65,9 +65,8 @@ def apply(name: str) -> None:
         return
     from . import wrong_checkpoints, wrong_training  # here: they import what they are wrong about
 
-    function = name.replace("-", "_")
-    found = getattr(wrong_training, function, None) or getattr(wrong_checkpoints, function)
-    live.replace(made.seam, found)
+    known = vars(wrong_training) | vars(wrong_checkpoints) | wrong_training.WRONG | wrong_checkpoints.WRONG
+    live.replace(made.seam, known.get(name) or known[name.replace("-", "_")])
 
 
 def write(seconds: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,21 +41,9 @@ def scalars_are_zeros(real: Any, self: Any) -> None:
         self.staged[source].zero_()
 
 
-def an_incomplete_folder_is_a_checkpoint(real: Any, directory: Any) -> Any:
-    return list(steps_in(directory))
-
-
 def older_checkpoints_are_removed_before_the_commit(real: Any, self: Any, folder: Any, manifest: Any) -> None:
     self._retention.apply(self._directory, manifest.step)
     real(self, folder, manifest)
-
-
-def a_step_is_gone_while_it_is_replaced(real: Any, directory: Any) -> Any:
-    return {step: path for step, path in real(directory).items() if not path.name.startswith(".trash")}
-
-
-def room_is_found_while_it_is_written(real: Any, path: Any, nbytes: Any) -> Any:
-    return (real(path, 0), os.truncate(path, nbytes)) is not None
 
 
 def ranks_meet_when_the_save_is_over(real: Any, self: Any, *arguments: Any) -> Any:
@@ -63,10 +52,6 @@ def ranks_meet_when_the_save_is_over(real: Any, self: Any, *arguments: Any) -> A
         saving.wait()
         self._transport.exchange(b"", Tag(Kind.EXCHANGE, "written"))
     return saving
-
-
-def a_save_meets_twice(real: Any, self: Any, problem: Any, message: Any) -> Any:
-    return (real(self, problem, b""), real(self, problem, message))[1]
 
 
 def a_save_that_is_over_keeps_its_copies(real: Any, self: Any) -> None:
@@ -80,28 +65,12 @@ def paths_are_not_compared(real: Any, self: Any, *given: Any) -> Any:
     return own
 
 
-def files_are_looked_for_under_another_name(real: Any, directory: Any) -> Any:
-    return {step: path for step, path in real(directory).items() if path.name == f"step-{step}"}
-
-
-def without_locks_two_runs_write(real: Any, self: Any) -> Any:
-    return real(self) or True
-
-
 def parts_are_put_together_unseen(real: Any, folder: Path, paths: Any, fragments: Any) -> None:
     def as_found(fragment: Any) -> Any:
         data = (folder / "parts" / f"rank-{fragment.rank:05d}").read_bytes()[fragment.place :]
         return replace(fragment, crc32=zlib.crc32(data[: fragment.length].ljust(fragment.length, b"\0")))
 
     real(folder, paths, {path: list(map(as_found, found)) for path, found in fragments.items()})
-
-
-def one_rank_alone_hears_of_a_signal(real: Any, self: Any, reports: Any) -> Any:
-    return real(self, [reports[0], *({} for _ in reports[1:])])
-
-
-def resumes_as_from_scratch(real: Any, self: Any, *arguments: Any, optimizer_too: Any, **others: Any) -> Any:
-    return real(self, *arguments, optimizer_too=False, **others)
 
 
 def a_pickle_is_unpickled(real: Any, self: Any, path: str) -> Any:
@@ -119,14 +88,6 @@ def a_stream_that_is_refused_is_a_fresh_one(real: Any, states: Any) -> list[str]
     return found
 
 
-def rank_0s_streams_on_all_ranks(real: Any, self: Any, rank: Any) -> Any:
-    return {**real(self, rank), "rng": real(self, 0)["rng"]}
-
-
-def rank_0s_position_on_all_ranks(real: Any, self: Any, rank: Any) -> Any:
-    return {**real(self, rank), "rank_state": real(self, 0)["rank_state"]}
-
-
 def positions_of_further_ranks_are_lost(real: Any, self: Any, *arguments: Any, reshard: Any, **others: Any) -> None:
     fewer = reshard and (lambda states, rank, world: reshard(states[:world], rank, world))
     real(self, *arguments, reshard=fewer, **others)
@@ -142,3 +103,32 @@ def a_load_counts_a_step(real: Any, self: Any, *arguments: Any) -> Any:
 def every_rank_reads_everything(real: Any, self: Any, bucket: Any) -> Any:
     whole = self._contents.parts.stage.states is Placement.WHOLE
     return (0, bucket.spec.numel) if whole else real(self, bucket)
+
+
+WRONG: dict[str, Callable[..., Any]] = {
+    "an-incomplete-folder-is-a-checkpoint": lambda real, directory: list(steps_in(directory)),
+    "a-step-is-gone-while-it-is-replaced": lambda real, directory: (
+        {step: path for step, path in real(directory).items() if not path.name.startswith(".trash")}
+    ),
+    "room-is-found-while-it-is-written": lambda real, path, nbytes: (
+        (real(path, 0), os.truncate(path, nbytes)) is not None
+    ),
+    "a-save-meets-twice": lambda real, self, problem, message: (real(self, problem, b""), real(self, problem, message))[
+        1
+    ],
+    "files-are-looked-for-under-another-name": lambda real, directory: (
+        {step: path for step, path in real(directory).items() if path.name == f"step-{step}"}
+    ),
+    "without-locks-two-runs-write": lambda real, self: real(self) or True,
+    "one-rank-alone-hears-of-a-signal": lambda real, self, reports: real(
+        self, [reports[0], *({} for _ in reports[1:])]
+    ),
+    "resumes-as-from-scratch": lambda real, self, *arguments, optimizer_too, **others: real(
+        self, *arguments, optimizer_too=False, **others
+    ),
+    "rank-0s-streams-on-all-ranks": lambda real, self, rank: ({**real(self, rank), "rng": real(self, 0)["rng"]}),
+    "rank-0s-position-on-all-ranks": lambda real, self, rank: (
+        {**real(self, rank), "rank_state": real(self, 0)["rank_state"]}
+    ),
+}
+"""The bugs that an expression makes, by name."""

@@ -22,10 +22,6 @@ def then(work: Any, call: Callable[[], object]) -> Any:
     return SimpleNamespace(wait=lambda: (work.wait(), call()))
 
 
-def what_no_sync_left_is_not_reduced(real: Any, self: Any) -> Any:
-    return () if any(bucket.grad.has_sum for bucket in self.buckets) else real(self)
-
-
 def the_sum_is_divided_at_each_reduction(real: Any, self: Any) -> None:
     real(self)
     self._sum().data.div_(self.bucket.world_size)
@@ -36,14 +32,6 @@ def reductions_stay_local(real: Any, self: Any, source: Any, bounds: Any, out: A
     own = source[bounds[rank] : bounds[rank + 1]].to(out.dtype, copy=True)
     own = own if start is None else own + start
     return then(real(self, source, bounds, out, start=start, tag=tag), lambda: out.copy_(own))
-
-
-def each_rank_has_its_own_idea_of_what_was_used(real: Any, self: Any, used: Any) -> Any:
-    return real(self, [self.used()])
-
-
-def from_the_second_step_on_views_are_elsewhere(real: Any, self: Any, flat: Any) -> Any:
-    return real(self, flat.roll(self.begin + 1) if self.views else flat)
 
 
 def a_bucket_is_launched_one_gradient_early(real: Any, self: Any, bucket: Any, slot: int, gradient: Any) -> None:
@@ -57,10 +45,6 @@ def own_contribution_first(real: Any, self: Any, transport: Any, pieces: Any, se
         first = len(parts) - transport.world_size
         parts.insert(first, parts.pop(first + transport.rank))
     real(self, transport, pieces, sends)
-
-
-def means_are_read_while_they_travel(real: Any, *arguments: Any) -> Any:
-    return (real(*arguments), Chain(()))[1]
 
 
 def one_request_fewer_is_waited_for(real: Any, self: Any) -> None:
@@ -82,10 +66,6 @@ def a_fresh_gradient_beside_wide_ones_is_nothing(real: Any, self: Any, *, final:
     real(self, final=final)
 
 
-def a_sum_does_not_come_home(real: Any, self: Any, out: Any, tag: Any) -> Any:
-    return real(self, out.clone(), tag)
-
-
 def the_mean_is_that_of_one_copy(real: Any, self: Any, *arguments: Any, **options: Any) -> None:
     real(self, *arguments, **options)
     if options.get("divisor") is None and options.get("sharding_factor"):
@@ -97,10 +77,6 @@ def a_reduce_scatter_is_an_all_reduce(
 ) -> Any:
     work = real(self, source, bounds, out, start=start, tag=tag)
     return Chain([work, self.all_gather(torch.empty_like(source), bounds, tag=replace(tag, kind=Kind.ALL_GATHER))])
-
-
-def owners_by_another_number(real: Any, self: Any, index: Any) -> Any:
-    return [rank - self._transport.rank + self._shard_group.rank for rank in real(self, index)]
 
 
 def the_owner_is_looked_up_by_another_number(
@@ -118,26 +94,6 @@ def equal_splits_of_uneven_slices(real: Any, self: Any, buffer: Any, bounds: Any
     return real(self, buffer, [bounds[-1] * rank // world for rank in range(world + 1)], tag=tag)
 
 
-def weights_are_averaged(real: Any, self: Any, bucket: Any, slot: Any, gradient: Any) -> Any:
-    return real(self, bucket, slot, bucket.parameters[slot].detach())
-
-
-def small_gradients_are_scaled_up(real: Any, norm: Any, max_norm: Any) -> Any:
-    return max_norm / (norm + 1e-6)
-
-
-def the_norm_of_the_first_bucket(real: Any, self: Any, pieces_of: Any) -> Any:
-    return real(self, pieces_of)[:1]
-
-
-def the_infinity_norm_is_one(real: Any, self: Any) -> Any:
-    return 1.0 if self.norm_type == math.inf else real(self)
-
-
-def the_norm_of_this_rank(real: Any, self: Any, max_norm: Any, p: Any, error: Any, _: Any) -> Any:
-    return real(self, max_norm, p, error, [self.norm_part(p)])
-
-
 def tied_parameters_count_twice_in_the_norm(real: Any, self: Any, pieces_of: Any) -> Any:
     found = real(self, pieces_of)
     for bucket in self._buckets:
@@ -145,10 +101,6 @@ def tied_parameters_count_twice_in_the_norm(real: Any, self: Any, pieces_of: Any
             if bucket.used[piece.slot]:
                 found += [bucket.grad.final_grad().piece(piece)] * (len(bucket.specs[piece.slot].names) - 1)
     return found
-
-
-def an_unused_parameter_decides_the_norms_dtype(real: Any, self: Any) -> Any:
-    return any(bucket.spec.dtypes.accumulate_dtype is torch.float64 for bucket in self._buckets)
 
 
 def an_overflow_enters_the_moments(real: Any, self: Any, *arguments: Any, **options: Any) -> None:
@@ -166,10 +118,6 @@ def the_norm_of_the_world(real: Any, self: Any, max_norm: float, p: float, error
     return real(self, max_norm, p, error, world.exchange(self.norm_part(p), Tag(Kind.EXCHANGE, "gradient norm")))
 
 
-def a_rank_without_gradients_returns_at_once(real: Any, self: Any, *arguments: Any) -> Any:
-    return real(self, *arguments) if self._means.shards() else torch.zeros(())
-
-
 def padding_counts_in_the_norm(real: Any, self: Any, pieces_of: Any) -> Any:
     found = [bucket.grad.final_grad() for bucket in self._buckets]
     return [gradient.data for gradient in found if gradient is not None]
@@ -185,27 +133,11 @@ def a_fake_step_makes_the_state(real: Any, self: Any, states: Any, groups: Any, 
     states.adopt_states(self.elementwise)
 
 
-def the_last_slice_is_never_updated(real: Any, self: Any, present: Any, cut: Any) -> Any:
-    return real(self, present[:-1] + b"\0" if present and self.end == self.bucket.numel else present, cut)
-
-
 def the_first_step_updates_nothing(real: Any, self: Any, groups: Any) -> Any:
     if vars(self).setdefault("steps", 0) == 0:
         self.steps = 1
         return {}
     return real(self, groups)
-
-
-def matrices_are_stepped_for_each_micro_batch(real: Any, optimizer: Any) -> Any:
-    return lambda: (real(optimizer)(), real(optimizer)())
-
-
-def another_optimizer_than_was_asked_for(real: Any, states: Any, groups: Any) -> Any:
-    return [{**group, "fused": False} if "fused" in group else group for group in real(states, groups)]
-
-
-def a_model_made_in_16_bits_has_no_wide_masters(real: Any, self: Any, dtype: Any) -> Any:
-    return replace(real(self, dtype), master_dtype=dtype)
 
 
 def an_evaluation_rounds_the_buffers(real: Any, self: Any, module: Any, *arguments: Any) -> Any:
@@ -226,38 +158,10 @@ def offsets_in_32_bits(real: Any, *arguments: Any) -> Any:
     return replace(made, slots=tuple(slots))
 
 
-def an_exact_fit_is_refused(real: Any, parameters: Any, world: Any, size: Any, **others: Any) -> Any:
-    return real(parameters, world, size - 1, **others)
-
-
-def names_are_not_in_the_digest(real: Any, self: Any) -> Any:
-    return real(self).partition(" ")[2]
-
-
 def the_divisor_is_the_classs(real: Any, self: Any, value: float) -> None:
     real(self, value)
     vars(self.schedule).pop("divisor")
     type(self.schedule).divisor = value
-
-
-def a_whole_model_gets_memory_first(real: Any, self: Any, entries: Any) -> Any:
-    return (list(self._materializer.steps() if self._materializer else ()), real(self, entries))[1]
-
-
-def weights_are_shown_before_they_arrive(real: Any, *arguments: Any) -> Any:
-    return (real(*arguments), Chain(()))[1]
-
-
-def the_loaders_loop_is_empty(real: Any, state: Any, *others: Any) -> Any:
-    return real({}, *others)
-
-
-def step_counts_are_not_loaded(real: Any, name: Any, value: Any, *others: Any) -> Any:
-    return real(name, torch.zeros_like(value) if isinstance(value, torch.Tensor) else value, *others)
-
-
-def frozen_weights_are_lost(real: Any, self: Any, buffers: Any) -> Any:
-    return real(self, [buffer for buffer in buffers if any(each.requires_grad for each in buffer.parameters)])
 
 
 def a_parameter_is_known_by_its_address(real: Any, module: Any) -> Any:
@@ -271,9 +175,63 @@ def states_are_keyed_by_id(real: Any, *arguments: Any) -> Any:
     return found and ({id(state): state for state in found[0].values()}, found[1])
 
 
-def old_names_of_a_compiled_model_fit_no_model(real: Any, values: Any, known: Any) -> Any:
-    return dict(values)
-
-
-def a_compiled_model_has_names_of_its_own(real: Any, module: Any, *, remove_duplicate: Any = True) -> Any:
-    return module.named_modules(remove_duplicate=remove_duplicate)
+WRONG: dict[str, Callable[..., Any]] = {
+    "what-no-sync-left-is-not-reduced": lambda real, self: (
+        () if any(bucket.grad.has_sum for bucket in self.buckets) else real(self)
+    ),
+    "each-rank-has-its-own-idea-of-what-was-used": lambda real, self, used: real(self, [self.used()]),
+    "from-the-second-step-on-views-are-elsewhere": lambda real, self, flat: real(
+        self, flat.roll(self.begin + 1) if self.views else flat
+    ),
+    "means-are-read-while-they-travel": lambda real, *arguments: (real(*arguments), Chain(()))[1],
+    "a-sum-does-not-come-home": lambda real, self, out, tag: real(self, out.clone(), tag),
+    "owners-by-another-number": lambda real, self, index: (
+        [rank - self._transport.rank + self._shard_group.rank for rank in real(self, index)]
+    ),
+    "weights-are-averaged": lambda real, self, bucket, slot, gradient: real(
+        self, bucket, slot, bucket.parameters[slot].detach()
+    ),
+    "small-gradients-are-scaled-up": lambda real, norm, max_norm: max_norm / (norm + 1e-6),
+    "the-norm-of-the-first-bucket": lambda real, self, pieces_of: real(self, pieces_of)[:1],
+    "the-infinity-norm-is-one": lambda real, self: 1.0 if self.norm_type == math.inf else real(self),
+    "the-norm-of-this-rank": lambda real, self, max_norm, p, error, _: real(
+        self, max_norm, p, error, [self.norm_part(p)]
+    ),
+    "an-unused-parameter-decides-the-norms-dtype": lambda real, self: any(
+        bucket.spec.dtypes.accumulate_dtype is torch.float64 for bucket in self._buckets
+    ),
+    "a-rank-without-gradients-returns-at-once": lambda real, self, *arguments: (
+        real(self, *arguments) if self._means.shards() else torch.zeros(())
+    ),
+    "the-last-slice-is-never-updated": lambda real, self, present, cut: real(
+        self, present[:-1] + b"\0" if present and self.end == self.bucket.numel else present, cut
+    ),
+    "matrices-are-stepped-for-each-micro-batch": lambda real, optimizer: lambda: (real(optimizer)(), real(optimizer)()),
+    "another-optimizer-than-was-asked-for": lambda real, states, groups: (
+        [{**group, "fused": False} if "fused" in group else group for group in real(states, groups)]
+    ),
+    "a-model-made-in-16-bits-has-no-wide-masters": lambda real, self, dtype: replace(
+        real(self, dtype), master_dtype=dtype
+    ),
+    "an-exact-fit-is-refused": lambda real, parameters, world, size, **others: real(
+        parameters, world, size - 1, **others
+    ),
+    "names-are-not-in-the-digest": lambda real, self: real(self).partition(" ")[2],
+    "a-whole-model-gets-memory-first": lambda real, self, entries: (
+        list(self._materializer.steps() if self._materializer else ()),
+        real(self, entries),
+    )[1],
+    "weights-are-shown-before-they-arrive": lambda real, *arguments: (real(*arguments), Chain(()))[1],
+    "the-loaders-loop-is-empty": lambda real, state, *others: real({}, *others),
+    "step-counts-are-not-loaded": lambda real, name, value, *others: real(
+        name, torch.zeros_like(value) if isinstance(value, torch.Tensor) else value, *others
+    ),
+    "frozen-weights-are-lost": lambda real, self, buffers: real(
+        self, [buffer for buffer in buffers if any(each.requires_grad for each in buffer.parameters)]
+    ),
+    "old-names-of-a-compiled-model-fit-no-model": lambda real, values, known: dict(values),
+    "a-compiled-model-has-names-of-its-own": lambda real, module, *, remove_duplicate=True: module.named_modules(
+        remove_duplicate=remove_duplicate
+    ),
+}
+"""The bugs that an expression makes, by name."""
