@@ -7,7 +7,6 @@ from typing import Any
 from ..plain import assert_same_value
 from . import program as p
 from .backends import Backend, Threads
-from .classes import merged, name_of
 from .oracle import Oracle
 from .program import Command, Config
 
@@ -38,27 +37,29 @@ class Run:
             self.backend.start(self.config, command.setting, self.backend.save())
             return
         for rank, seen in enumerate(self.backend.do(command)):
-            if not isinstance(command, p.Consolidate) or command.to == rank:
-                if isinstance(command, p.Consolidate):
-                    seen = self._as_one(seen)
-                    self._leave_out_masters_that_are_not_kept(expected, seen)
-                assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
+            if isinstance(command, p.Consolidate):
+                if command.to != rank:
+                    continue
+                seen = self._by_class(seen, expected)
+            assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
-    def _as_one(self, seen: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dict of a rank as one, which is one of each class where there are several."""
-        classes = self.oracle.classes.classes
-        if len(set(classes)) == 1:
-            seen = {name_of(classes[0]): seen}
-        return merged(seen, classes)
+    def _by_class(self, seen: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict of a rank by class.
 
-    def _leave_out_masters_that_are_not_kept(self, expected: dict[str, Any], seen: dict[str, Any]) -> None:
-        """Remove the master weights that a rank need not keep: those never updated equal the model's own values."""
-        for index in set(expected.get("masters", {})) - set(seen.get("masters", {})):
-            master = expected["masters"].pop(index)
-            narrow = self.oracle.listed[index].detach()
-            assert_same_value(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
-        if not expected.get("masters"):
-            expected.pop("masters", None)
+        Remove from ``expected`` the master weights that a rank need not keep: those never updated equal the model's.
+        """
+        seen = seen if len(expected) > 1 else dict.fromkeys(expected, seen)
+        assert seen.keys() == expected.keys()
+        found = {}
+        for name, of_class in seen.items():
+            assert all(group.get("optimizer_class", name) == name for group in of_class["param_groups"])
+            groups = [{k: v for k, v in group.items() if k != "optimizer_class"} for group in of_class["param_groups"]]
+            found[name] = {**of_class, "param_groups": groups, "masters": of_class.get("masters", {})}
+            masters = expected[name]["masters"]
+            for index in set(masters) - set(found[name]["masters"]):
+                master, narrow = masters.pop(index), self.oracle.narrow[name][index].detach()
+                assert_same_value(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
+        return found
 
     def close(self) -> None:
         """End the program: compare all states, and the parameters of the plain models."""
