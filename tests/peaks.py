@@ -8,8 +8,7 @@ All memory beyond that and beyond the rank's shards must be gathered units and g
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,13 +72,6 @@ def _watch(model: nn.Module, event: Callable[[], None]) -> None:
         part.register_forward_hook(after)
 
 
-@contextmanager
-def _visible() -> Iterator[None]:
-    """Save tensors for the backward as Python objects, which the garbage collector can list."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-        yield
-
-
 def _loss(model: nn.Module) -> Tensor:
     tokens = torch.arange(4 * 16).view(4, 16) % 64
     return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
@@ -97,7 +89,7 @@ def _plain(width: int) -> list[int]:
     gc.collect()
     gc.freeze()
     _watch(model, event)
-    with _visible():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):  # listed objects
         _loss(model).backward()
     return held
 

@@ -24,6 +24,7 @@ from zero.parameters.gathered.buffers import State
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_manager import UnitManager
 
+from .errors import is_plain
 from .models import seeded
 from .plain import assert_same_bits, share
 
@@ -272,9 +273,7 @@ def assert_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 def assert_plain(model: nn.Module) -> None:
     """Assert that the library left no hook and no class of its own on a model."""
-    for name, part in model.named_modules():
-        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        assert not any(type(hook).__module__.startswith("zero") for hook in hooks), name
+    assert is_plain(model)
     addresses = [p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()]
     assert len(set(addresses)) == len(addresses)
     assert not any(is_released(p) for p in model.parameters())
