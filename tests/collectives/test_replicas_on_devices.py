@@ -141,19 +141,20 @@ def test_training_gives_the_bits_of_the_plain_loop(program: Program) -> None:
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
-@pytest.mark.parametrize("case", list(itertools.product((0, 2), (0, 2), (False, True))), ids=str)
+@pytest.mark.parametrize("case", list(itertools.product((0, 2), (0, 2), (False, True), (False, True))), ids=str)
 def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
-    case: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+    case: tuple[int, int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that waits for a lost rank would never end, and so neither would the process."""
-    launched, awaited, ended = case
-    event, device, of_device = mock.Mock(), torch.device("cuda", 0), mock.Mock()
+    """Also those of its parts. A kernel that waits for a lost rank would never end, nor would the process."""
+    launched, awaited, ended, of_a_part = case
+    event, device, of_device, part = mock.Mock(), torch.device("cuda", 0), mock.Mock(), mock.Mock()
+    part.abort_collectives.return_value = of_a_part
     event.query.return_value = ended
     monkeypatch.setattr(torch, "Event", lambda of: event if of == device else None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
     backend = object.__new__(GlooBackend)
     backend.group = mock.Mock()
-    backend._on_streams, backend._parts = gloo_backend._UnderWay(), []
+    backend._on_streams, backend._parts = gloo_backend._UnderWay(), [part]
     monkeypatch.setattr(gloo_backend, "_backends", lambda group: {"cpu": "gloo", "cuda": "nccl"})
     monkeypatch.setattr(gloo_backend, "_of_device", lambda group, kind: {"cuda": of_device}[kind])
     for _ in range(launched):
@@ -162,5 +163,5 @@ def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
         backend._on_streams.awaited(device)
         event.record.assert_called_with("of cuda:0")
     expected = launched > 0 and (awaited < launched or not ended)
-    assert backend.abort_collectives() == expected
+    assert backend.abort_collectives() == (expected or of_a_part)
     assert of_device.abort.call_count == expected
