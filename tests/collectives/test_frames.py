@@ -203,14 +203,3 @@ def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[T
             give(first)
         with pytest.raises(CollectiveError, match="this communicator is closed since an earlier failure"):
             give(first)
-
-
-def test_a_buffer_cannot_be_released_to_a_rank_that_is_gone() -> None:
-    backends = mesh(2)
-    first, second = map(Transport, backends)
-    expose(first)
-    mapped = second.map_buffers([(0, 5)], torch.float32, TAG)
-    mapped.wait()
-    leave(backends[0])
-    with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):
-        mapped.release()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from collectives import Loopback
 
+from ..carried import jitter
 from ..pool import GlooPool
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
@@ -32,25 +32,13 @@ class Backend(Protocol):
         """Make the models plain again; return their parameters."""
 
 
-def delays(seed: int) -> Callable[[int, str, int], None]:
-    """Return a hook that delays sends, receives and waits, differently on each rank."""
-    count = seed
-
-    def interfere(rank: int, event: str, peer: int) -> None:
-        nonlocal count
-        count += 1
-        time.sleep((count * 2654435761 + rank * 40503 + peer * 977) % 5 * 1e-4)
-
-    return interfere
-
-
 class Threads:
     """Ranks as threads, whose messages may be delayed."""
 
     rank: ClassVar[type[Rank]] = Rank
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        interfere = delays(config.seed) if config.delays else None
+        interfere = jitter(config.seed) if config.delays else None
         self._group: Loopback[Any] = Loopback(setting.world_size, timeout=LIMIT, interfere=interfere)
         self._ranks = self._group.run(lambda group: self.rank(config, setting, group, group.rank, copy_of(saved)))
 
