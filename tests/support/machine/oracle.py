@@ -68,7 +68,7 @@ class Oracle(AsPlain, Player):
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
-        scaler = p.scaler_of(command)
+        scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
         for rank in self.ranks:
             loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank))
             self.backward(rank, loss.backward)

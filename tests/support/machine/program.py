@@ -278,10 +278,6 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
     return [loss.backward]
 
 
-def scaler_of(command: Scaled) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=command.scale)
-
-
 def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int) -> Tensor:
     loss = loss_of(model, micro_batch(setting, command.seed, -1, rank)).float()
     return loss / 0 if command.overflow is not None and command.overflow % setting.world_size == rank else loss
