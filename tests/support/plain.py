@@ -144,18 +144,12 @@ class PlainRanks:
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
     """Clear the gradients in one of the ways that a loop has."""
-    match how:
-        case "zero_grad":
-            optimizer.zero_grad()
-        case "zeros":
-            optimizer.zero_grad(set_to_none=False)
-        case "module":
-            model.zero_grad()
-        case "module zeros":
-            model.zero_grad(set_to_none=False)
-        case "none":
-            for parameter in model.parameters():
-                parameter.grad = None
+    if how == "none":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        cleared = model if how.startswith("module") else optimizer
+        cleared.zero_grad(set_to_none="zeros" not in how)
 
 
 def bits(tensor: Tensor) -> Tensor:
