@@ -19,6 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -62,10 +63,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
 class End(Enum):
     """How a rank ends."""
 
-    KILLED = "killed"
-    STOPPED = "stopped"
-    RAISED = "raised"
-    LEFT = "left"
+    KILLED, STOPPED, RAISED, LEFT = "killed", "stopped", "raised", "left"
 
 
 @dataclass(frozen=True)
@@ -140,10 +138,8 @@ def launch(collective: Collective, what: str, number: int, numel: int) -> Callab
 
 
 def end_self(end: End) -> None:
-    if end is End.KILLED:
-        os.kill(os.getpid(), signal.SIGKILL)
-    if end is End.STOPPED:
-        os.kill(os.getpid(), signal.SIGSTOP)
+    if end in (End.KILLED, End.STOPPED):
+        os.kill(os.getpid(), signal.SIGKILL if end is End.KILLED else signal.SIGSTOP)
     if end is End.RAISED:
         raise ZeroDivisionError("in the user's model")
     if end is End.LEFT:
@@ -155,27 +151,20 @@ def named_files() -> list[str]:
     places = [*Path("/proc/self/fd").iterdir(), *Path("/proc/self/map_files").iterdir()]
     found = []
     for place in places:
-        try:
+        with suppress(OSError):
             found.append(os.readlink(place))
-        except OSError:
-            continue
     return [file for file in found if re.match("/(dev/shm|tmp|run)/", file) and not file.endswith(".so")]
-
-
-def enter(rank: int, world_size: int, port: int, limit: float) -> dist.Store:
-    """Initialize the default group on this rank, and return a store that all ranks share."""
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=False)
-    store.set(f"rank {rank} has imported all", "")
-    store.wait([f"rank {other} has imported all" for other in range(world_size)])
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=limit))
-    return store
 
 
 def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
     """The program of one rank's process."""
     before = named_files()
-    store = enter(rank, case.world_size, port, case.limit)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, case.world_size, is_master=False)
+    store.set(f"rank {rank} has imported all", "")
+    store.wait([f"rank {other} has imported all" for other in range(case.world_size)])
+    limit = timedelta(seconds=case.limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world_size, timeout=limit)
     collective = ALGORITHMS[case.algorithm](connect())
     if case.world_size > MESH_RANKS:
         by_tree(collective.transport)
@@ -186,7 +175,11 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
         number += 1
         try:
             if number == case.moment and case.stops_when_waited_for:
-                stop_when_all_are_here(rank, case, store, pipe)
+                store.set(f"rank {rank} is here", "")
+                if rank == case.victim:
+                    store.wait([f"rank {other} is here" for other in range(case.world_size)])
+                    pipe.send(time.monotonic())
+                    end_self(case.end)
             wait = launch(collective, case.collective, number, case.numel)
             if (rank, number) == (case.victim, case.moment) and not case.stops_when_waited_for:
                 pipe.send(time.monotonic())
@@ -203,22 +196,11 @@ def rank_of(rank: int, port: int, pipe: Connection, case: Case) -> None:
         pipe.poll(PATIENCE)  # the other ranks must learn of the failure without the end of this process
 
 
-def stop_when_all_are_here(rank: int, case: Case, store: dist.Store, pipe: Connection) -> None:
-    """Stop the victim when all other ranks have come this far; see `Case.stops_when_waited_for`."""
-    names = [f"rank {other} is here" for other in range(case.world_size)]
-    if rank != case.victim:
-        store.set(names[rank], "")
-        return
-    store.wait([name for name in names if name != names[rank]])
-    pipe.send(time.monotonic())
-    end_self(case.end)
-
-
 class Group:
-    """The processes of a group, each of which runs ``program(rank, port, pipe, *arguments)``."""
+    """The processes of a case's ranks."""
 
-    def __init__(self, program: Callable[..., None], world_size: int, *arguments: Any) -> None:
-        self.about = f"{program.__name__}{arguments}"
+    def __init__(self, case: Case) -> None:
+        self.about, world_size = str(case), case.world_size
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, "zero"])
         self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
@@ -226,7 +208,7 @@ class Group:
         self.processes: list[Any] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=program, args=(rank, self._store.port, theirs, *arguments), daemon=True)
+            process = context.Process(target=rank_of, args=(rank, self._store.port, theirs, case), daemon=True)
             process.start()
             theirs.close()
             self.pipes.append(ours)
@@ -253,7 +235,7 @@ class Group:
 
 def run(case: Case) -> None:
     """Run a case; raise `AssertionError` if anything differs from the promise."""
-    group = Group(rank_of, case.world_size, case)
+    group = Group(case)
     try:
         named = [group.hear(rank) for rank in range(case.world_size)]
         assert named == [[]] * case.world_size, f"{case}: files that may be left behind: {named}"

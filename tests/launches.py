@@ -68,16 +68,17 @@ ON_THE_HOST = ("zero.step.update", "clip")  # reads the norm, which is in the ho
 @dataclass
 class Counted:
     """A step: launches by phase and those outside all phases, looks at values of a device by phase, and how often units
-    or buckets were gathered, released and reduced. ``rounds``: headers of collectives that were awaited. ``control``:
-    meetings and exchanges."""
+    or buckets were gathered, released and reduced, headers awaited ("rounds"), and meetings and exchanges held
+    ("control")."""
 
     launches: Counter[str] = field(default_factory=Counter)
     others: Counter[str] = field(default_factory=Counter)
     looks: Counter[str] = field(default_factory=Counter)
     times: Counter[str] = field(default_factory=Counter)
-    rounds: int = 0
-    control: int = 0
     buckets: int = 0
+
+    def note(self, what: str) -> None:
+        self.times[what] += 1
 
     @property
     def total(self) -> int:
@@ -159,12 +160,12 @@ def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW
     counted = Counted(buckets=len(optimizer._storage.buckets))
     with pytest.MonkeyPatch.context() as patch:
         for owner, name, noted in (
-            (Transport, "announce", lambda: _add(counted, "rounds")),
-            (Transport, "meet", lambda: _add(counted, "control")),
-            (Transport, "exchange", lambda: _add(counted, "control")),
-            (EditDetector, "compare", lambda: counted.times.update(["release"])),
+            (Transport, "announce", "rounds"),
+            (Transport, "meet", "control"),
+            (Transport, "exchange", "control"),
+            (EditDetector, "compare", "release"),
         ):
-            patch.setattr(owner, name, _noting(getattr(owner, name), noted))
+            patch.setattr(owner, name, _noting(getattr(owner, name), partial(counted.note, noted)))
         operators = _Operators(counted)
         for name in METHODS:
             patch.setattr(Tensor, name, _noting(getattr(Tensor, name), partial(operators.note, name)))
@@ -178,10 +179,6 @@ def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW
                 optimizer.zero_grad()
     optimizer.close()
     return counted
-
-
-def _add(counted: Counted, name: str) -> None:
-    setattr(counted, name, getattr(counted, name) + 1)
 
 
 def _noting(method: Callable[..., Any], noted: Callable[[], object]) -> Callable[..., Any]:
@@ -203,7 +200,7 @@ def main() -> None:
             for cap in (DEFAULT_CAP_MB * NARROWER, cap_of(stage)):
                 found = count(stage, cap)
                 numbers = [found.total, *(found.launches[phase] for phase in phases)]
-                numbers += [sum(found.looks.values()), found.rounds, found.control]
+                numbers += [sum(found.looks.values()), found.times["rounds"], found.times["control"]]
                 print(f"{stage}, {found.buckets:3} of {cap / NARROWER:6.0f} MiB", *(f"{n:8,}" for n in numbers))
     dist.destroy_process_group()
 

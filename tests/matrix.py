@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -30,11 +31,11 @@ from zero import MixedPrecision
 from zero.commands.train.data import Corpus, load_corpus
 from zero.commands.train.model import build_model, loss_fn
 
-from .support.loops import Several
-from .support.plain import PlainRanks
+from .support.loops import PlainLoop, Several
 from .support.processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 20, 12, 2, 128
+WORKER = ["-m", "zero.train"]
 COMMON = ["--preset=tiny", f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}"]
 
 
@@ -79,22 +80,16 @@ def trained_sha256(
 ) -> str:
     """Train a model with a plain loop and return the hash of its parameters; ``more``: arguments of AdamW."""
     arguments = {"lr": 1e-3, **({"fused": True} if variant.fused else {}), **more}
-    loop = PlainRanks(
-        model, lambda updated: _optimizer(model, updated, arguments, muon=variant.muon), precision=variant.precision
+    loop = PlainLoop(
+        lambda model, batch: loss_fn(model(batch.inputs), batch.targets),
+        micro_batches,
+        precision=variant.precision,
+        scale=2.0**16 if variant.scaled else None,
+        optimizer_of=lambda updated: _optimizer(model, updated, arguments, muon=variant.muon),
+        max_norm=math.inf if variant.clip is None else variant.clip,
     )
-    loop.divisor = micro_batches
-    scaler = torch.amp.GradScaler("cpu", enabled=variant.scaled)
-    for step in range(steps):
-        for index in range(micro_batches):
-            batch = corpus.micro_batch(0, step, index, *sizes)
-            loop.backward(0, lambda batch=batch: scaler.scale(loss_fn(model(batch.inputs), batch.targets)).backward())
-        loop.settle()
-        scaler.unscale_(loop.optimizer)
-        if variant.clip is not None:
-            loop.clip(variant.clip)
-        loop.step(scaler)
-        scaler.update()
-        loop.clear()
+    turns = itertools.product(range(steps), range(micro_batches))
+    loop.run(model, [corpus.micro_batch(0, step, index, *sizes) for step, index in turns])
     parts = (p.detach().float().numpy().astype("<f4").tobytes() for p in model.parameters())
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
@@ -112,17 +107,6 @@ def _optimizer(
     return Several(first, torch.optim.AdamW(rest, **arguments))
 
 
-def train(start: list[str], flags: list[str]) -> dict[str, Any]:
-    """Run the command once, and return its record."""
-    with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, *start, *COMMON, *flags, f"--out={out}"]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        if ended.returncode:
-            raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
-        record: dict[str, Any] = json.loads((Path(out) / "run.json").read_text())
-        return record
-
-
 @dataclass(frozen=True)
 class Run:
     variant: Variant
@@ -133,11 +117,18 @@ class Run:
     sharing: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
+        """Run the command once, and return its record."""
         flags = [f"--stage={self.stage}", f"--bucket-cap-mb={self.cap}", *self.variant.flags, *self.sharing]
+        start = ["-m", "zero.commands.cli", "train", f"--ranks={self.ranks}"]
         if self.torchrun:
-            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}"]
-            return train([*launcher, "-m", "zero.train"], flags)
-        return train(["-m", "zero.commands.cli", "train"], [f"--ranks={self.ranks}", *flags])
+            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *WORKER]
+        with tempfile.TemporaryDirectory() as out:
+            command = [sys.executable, *start, *COMMON, *flags, f"--out={out}"]
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
+            if ended.returncode:
+                raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+            record: dict[str, Any] = json.loads((Path(out) / "run.json").read_text())
+            return record
 
     def __str__(self) -> str:
         how = " ".join(("torchrun" if self.torchrun else "zero", *self.sharing))

@@ -3,59 +3,40 @@
 At each event (a layer's forward begins or ends, a gradient reaches a layer's output) the distinct live storages of the
 process are added up. The same events of the plain model give the memory that forward and backward need by themselves.
 All memory beyond that and beyond the rank's shards must be gathered units and gradient buckets.
-
-`python -m tests.peaks` prints a table of stage 3 for a model of 12 blocks of 2.1 million parameters, with the memory of
-the process beside it, and the transient memory of stages 1 and 2 in buckets; `test_gloo` asserts the same on smaller
-blocks.
 """
 
 from __future__ import annotations
 
 import gc
-import itertools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.rank import live_storages, proportional_set_size
+from benchmarks.rank import live_storages
 from zero import ZeroOptimizer
 from zero.state.describe import Description
-
-from .support.pool import GlooPool
 
 BLOCKS, STEPS = 12, 2
 
 
-class Block(nn.Module):
-    """A residual block of two layers: 8 * width squared parameters and a few more."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
 class Tower(nn.Module):
-    """An embedding, equal blocks and a head."""
+    """An embedding, equal residual blocks of 8 * width squared parameters and a few more, and a head."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.ReLU(), nn.Linear(4 * width, width)) for _ in range(BLOCKS)
+        )
         self.head = nn.Linear(width, 64)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = x + block(x)
         return self.head(x)
 
 
@@ -65,8 +46,7 @@ class Peaks:
 
     ``between``: by kind, between two steps. ``gathered``, ``scratch``: the most at any event. ``above``: the most at
     any event, without shards, sums and states, and without the plain model's memory at the same event. ``unit``,
-    ``root``, ``whole``: the sizes of a block's unit, of the root unit and of the model. ``bucket``: the size of the
-    largest bucket. ``process``: the most by which the process grew, if measured.
+    ``root``, ``whole``: the sizes of a block's unit, of the root unit and of the model. ``bucket``: of the largest one.
     """
 
     between: dict[str, int]
@@ -77,7 +57,6 @@ class Peaks:
     root: int
     whole: int
     bucket: int
-    process: int | None
 
 
 def _watch(model: nn.Module, event: Callable[[], None]) -> None:
@@ -93,19 +72,9 @@ def _watch(model: nn.Module, event: Callable[[], None]) -> None:
         part.register_forward_hook(after)
 
 
-@contextmanager
-def _visible() -> Iterator[None]:
-    """Save tensors for the backward as Python objects, which the garbage collector can list."""
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):
-        yield
-
-
-def _tokens() -> Tensor:
-    return torch.arange(4 * 16).view(4, 16) % 64
-
-
 def _loss(model: nn.Module) -> Tensor:
-    return nn.functional.cross_entropy(model(_tokens()).flatten(0, 1), _tokens().flatten())
+    tokens = torch.arange(4 * 16).view(4, 16) % 64
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
 def _plain(width: int) -> list[int]:
@@ -120,7 +89,7 @@ def _plain(width: int) -> list[int]:
     gc.collect()
     gc.freeze()
     _watch(model, event)
-    with _visible():
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach(), lambda t: t):  # listed objects
         _loss(model).backward()
     return held
 
@@ -134,34 +103,18 @@ def _kinds(description: Description) -> dict[str, int]:
 
 
 def measure(
-    group: dist.ProcessGroup,
-    rank: int,
-    width: int,
-    stage: int = 3,
-    cap_mb: float = 100,
-    collective: str = "auto",
-    size_of_process: Callable[[], int | None] = lambda: None,
+    group: dist.ProcessGroup, rank: int, width: int, stage: int = 3, cap_mb: float = 100, collective: str = "auto"
 ) -> Peaks:
-    """Return one rank's peaks over a step of a model of `BLOCKS` blocks.
-
-    ``size_of_process`` is called at every event, and slow.
-    """
+    """Return one rank's peaks over a step of a model of `BLOCKS` blocks."""
     torch.optim.AdamW([nn.Parameter(torch.zeros(1))])  # this loads much of torch
     gc.collect()
     gc.freeze()  # existing objects need no scan at every event
-    start = size_of_process()
     model = Tower(width)
     optimizer = ZeroOptimizer(model, stage=stage, process_group=group, bucket_cap_mb=cap_mb, collective=collective)
     seen: list[dict[str, int]] = []
-    process: list[int] = []
-
-    def event() -> None:
-        seen.append(_kinds(optimizer.describe()))
-        process.append((size_of_process() or 0) - (start or 0))
-
     for step in range(STEPS):
         if step == STEPS - 1:
-            _watch(model, event)
+            _watch(model, lambda: seen.append(_kinds(optimizer.describe())))
         _loss(model).backward()
         optimizer.step()
         if step < STEPS - 1:
@@ -190,37 +143,4 @@ def measure(
         sizes[0],
         sum(sizes),
         max(4 * bucket.numel for bucket in layout.buckets),
-        max(process) if start is not None else None,
     )
-
-
-def below_stage_3(width: int) -> None:
-    """Print a line for stages 1 and 2 with each of two algorithms: transient memory in buckets."""
-    print("stage  algorithm  ranks  scratch in buckets  above in buckets, at most 2 with shared and 3 with pairwise")
-    for stage, algorithm, ranks in itertools.product((1, 2), ("shared", "pairwise"), ((0, 1), (0, 1, 2, 3))):
-        pool = GlooPool("spawn")
-        found: list[Peaks] = pool.run(measure, width, stage, 8.5, algorithm, ranks=ranks, limit=600)
-        pool.stop()
-        scratch, above = (max(getattr(each, kind) / each.bucket for each in found) for kind in ("scratch", "above"))
-        print(f"{stage:5}  {algorithm:9}  {len(ranks):5}  {scratch:18.2f}  {above:16.2f}")
-
-
-def main() -> int:
-    """Print a line for each number of ranks."""
-    width = 512
-    print(f"{BLOCKS} blocks; MB (10**6 bytes) of rank 0; torch {torch.__version__}")
-    print("ranks   model  shard  gathered (bound)  scratch (bound)  above (bound)  process above its start")
-    for ranks in ((0,), (0, 1), (0, 1, 2, 3)):
-        pool = GlooPool("spawn")  # fresh processes, which have touched no memory yet
-        found: Peaks = pool.run(measure, width, 3, 100, "auto", proportional_set_size, ranks=ranks, limit=600)[0]
-        pool.stop()
-        gathered = found.root + 2 * found.unit if len(ranks) > 1 else 0
-        cells = [len(ranks), found.whole, found.between["parameters"], found.gathered, gathered, found.scratch]
-        cells += [3 * found.unit, found.above, gathered + 3 * found.unit, found.process or 0]
-        print("  ".join(f"{c / 1e6:8.2f}" if i else f"{c}" for i, c in enumerate(cells)))
-    below_stage_3(width)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -70,5 +70,5 @@ def test_a_step_is_within_its_budget(clip: bool, stage: int) -> None:
         assert counted.launches[phase] <= getattr(budget, phase), phase
     assert (counted.launches["clip"] > 0) is clip, "else nothing would be counted at all"
     assert sum(counted.looks.values()) <= budget.looks[not clip]
-    assert counted.rounds <= budget.rounds
-    assert counted.control <= budget.control[not clip]
+    assert counted.times["rounds"] <= budget.rounds
+    assert counted.times["control"] <= budget.control[not clip]

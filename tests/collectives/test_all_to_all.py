@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from collectives import ALGORITHMS, AllToAll, CollectiveError, Kind, MismatchError, PeerError, Tag
+from collectives import ALGORITHMS, Kind, MismatchError, Tag
 from collectives.backends.gloo import DEFAULT_TIMEOUT, _timeout, connect
 
 from ..support.carried import reduction
@@ -53,31 +52,6 @@ def test_ranks_in_different_collectives_learn_of_both_before_a_byte_moves(gloo: 
             assert name == algorithm
             assert "bucket 0 [reduce_scatter, round 3, index 4]" in message
             assert f"rank 1 is in {said}" in message
-
-
-def failing(group: dist.ProcessGroup, rank: int, fault: dict[str, Any]) -> tuple[str, str]:
-    """Return the error of a reduce-scatter over a group whose all-to-all fails, and that of a later call."""
-    transport = connect(group).fork()
-    tag, group_call = reduction("bucket 0"), mock.patch("torch.distributed.all_to_all_single", **fault)
-    with group_call, pytest.raises(PeerError) as caught:
-        AllToAll(transport).reduce_scatter(torch.ones(4), [0, 2, 4], torch.empty(2), start=None, tag=tag).wait()
-    with pytest.raises(CollectiveError, match="closed since an earlier failure") as later:
-        transport.exchange(b"", Tag(Kind.EXCHANGE, "later"))
-    return str(caught.value), str(later.value)
-
-
-class Broken:
-    def wait(self, *_: Any) -> None:
-        raise RuntimeError("connection\nclosed")
-
-
-@pytest.mark.parametrize("fault", [{"side_effect": RuntimeError("connection closed")}, {"return_value": Broken()}])
-def test_a_collective_of_the_group_that_fails_is_named(gloo: GlooPool, fault: dict[str, Any]) -> None:
-    """All could be told, so the error names no rank that did not answer."""
-    for rank, errors in enumerate(gloo.run(failing, fault)):
-        for error in errors:
-            assert f"rank {rank}, in bucket 0: the process group's own collective failed (connection closed)" in error
-            assert "no answer from" not in error
 
 
 def test_where_torch_hides_a_time_limit_it_is_torchs_default() -> None:

@@ -34,9 +34,6 @@ def no_memory(*_: Any, **__: Any) -> None:
     raise OSError(errno.ENOMEM, "no memory")
 
 
-# -- which pages are free ----------------------------------------------------------------------------------------------
-
-
 @given(st.integers(0, 40), st.lists(st.integers(0, 12) | st.integers(-40, -1), max_size=60))
 def test_spans_hand_out_every_page_once_and_first_fit(pages: int, events: list[int]) -> None:
     """A positive number takes that many pages; -n gives back the span taken n events ago."""
@@ -74,9 +71,6 @@ def test_pages_may_be_given_back_while_others_are_taken() -> None:
     spans._free = Interrupted(spans._free)
     assert spans.take(2) == 6
     assert [spans.take(1) for _ in range(3)] == [0, 4, None]
-
-
-# -- regions -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_region_is_freed_with_its_last_holder() -> None:
@@ -123,9 +117,6 @@ def test_an_address_space_that_is_too_small_is_an_error(monkeypatch: pytest.Monk
     with pytest.raises(OSError, match="no memory"):
         Arena(PAGE)
     assert listed() <= before
-
-
-# -- memory in common --------------------------------------------------------------------------------------------------
 
 
 def made(transport: Transport, size: int) -> Region:

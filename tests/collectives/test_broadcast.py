@@ -68,9 +68,6 @@ def test_every_rank_has_rank_0s_bytes_and_sends_each_at_most_once(
     check(group.run(lambda transport: copied(transport, sizes)), sizes)
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def test_few_chunks_are_under_way_however_large_the_tensor_is() -> None:
     """A backend may copy what is under way; the tensor itself is copied nowhere."""
 
@@ -100,6 +97,3 @@ def test_few_chunks_are_under_way_however_large_the_tensor_is() -> None:
     assert first == [AHEAD + 1, 0]
     assert between == [[AHEAD + 1, AHEAD]] * 2
     assert last == [0, AHEAD]
-
-
-# -- tensors of any kind, and ranks that differ ------------------------------------------------------------------------

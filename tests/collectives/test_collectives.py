@@ -24,11 +24,7 @@ from collectives import (
     solo,
 )
 
-from ..support.carried import (
-    reduction,
-)
-
-# -- results -----------------------------------------------------------------------------------------------------------
+from ..support.carried import reduction
 
 
 @given(
@@ -80,9 +76,6 @@ def test_half_a_sum_is_no_sum_on_any_rank(error: type[BaseException], monkeypatc
     monkeypatch.setattr("collectives.algorithms.pairwise.ordered_sum", fail)
     for rank, message in enumerate(on_threads(2, program)):
         assert f"rank {rank}, while adding up: {error.__name__}: in the middle" in message
-
-
-# -- traffic -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

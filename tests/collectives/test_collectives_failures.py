@@ -54,8 +54,6 @@ WAITS |= {
 }
 waits = pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS.keys())
 
-# -- mismatches --------------------------------------------------------------------------------------------------------
-
 FIRST = Tag(Kind.REDUCE_SCATTER, "the first", 3, 4, 5)
 OTHERS = {
     "kind": Tag(Kind.ALL_GATHER, "the first", 3, 4, 5),
@@ -97,9 +95,6 @@ def test_a_mismatch_is_found_where_slices_are_empty(algorithm: Algorithm) -> Non
             assert isinstance(error, MismatchError), error
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
 @waits
 def test_an_abort_reaches_every_peer_with_its_reason(wait: Callable[[Transport], Any]) -> None:
     """Of any length and script. Every later call names it, too."""
@@ -133,21 +128,3 @@ def test_a_wait_that_failed_fails_again() -> None:
         work.wait()
     with pytest.raises(CollectiveError, match="closed since an earlier failure"):
         work.wait()
-
-
-@waits
-def test_a_rank_that_raises_ends_the_waits_of_the_others(wait: Callable[[Transport], Any]) -> None:
-    others: list[BaseException] = []
-
-    def program(transport: Transport) -> None:
-        if transport.rank == 2:
-            raise ZeroDivisionError("in the user's model")
-        try:
-            wait(transport)
-        except PeerError as error:
-            others.append(error)
-
-    with at_once(), pytest.raises(ZeroDivisionError, match="in the user's model"):
-        Loopback[None](3, timeout=PATIENT).run(program)
-    assert len(others) == 2
-    assert all("rank 2 left: ZeroDivisionError: in the user's model" in str(error) for error in others)

@@ -13,8 +13,6 @@ from collectives.messages import HEADER_BYTES, LABEL_BYTES, header_offset, with_
 
 from ..support.carried import FP32, assert_same_bits, awkward, plain_sum, reduction
 
-# -- exchanges ---------------------------------------------------------------------------------------------------------
-
 
 def test_exchange_and_meet_are_possible_while_a_collective_is_under_way() -> None:
     bounds = [0, 2, 4, 6]
@@ -30,9 +28,6 @@ def test_exchange_and_meet_are_possible_while_a_collective_is_under_way() -> Non
 
     told = [bytes([rank]) for rank in range(3)]
     assert on_threads(3, program) == [(told, told, [3.0] * 2)] * 3
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 def gathered_ranks(transport: Transport, label: str) -> list[float]:
@@ -101,8 +96,6 @@ def test_a_part_of_a_group_has_ranks_of_its_own(ranks: list[int]) -> None:
         assert_same_bits(found[1], plain_sum(None, [contributions[r][low : low + 8] for r in ranks], FP32))
         assert found[2] == [float(i) for i in range(len(ranks))]
 
-
-# -- tags --------------------------------------------------------------------------------------------------------------
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 int32 = st.integers(-(2**31), 2**31 - 1)

@@ -18,8 +18,6 @@ from collectives.pool import Pool
 
 from ..support.carried import BF16, CPU, FP32, reduction
 
-# -- buckets in order --------------------------------------------------------------------------------------------------
-
 
 class Log:
     """Launches that record what is done with them. ``most``: the most that were under way."""
@@ -103,9 +101,6 @@ def test_a_bucket_is_passed_on_before_the_next_launch() -> None:
             expected = "launch 0, pass_on 0, launch 1, pass_on 1, launch 2, wait 0, pass_on 2, launch 3, wait 1, "
             expected += "pass_on 3, wait 2, wait 3"
         assert ", ".join(f"{name} {bucket}" for name, bucket in log.events) == expected
-
-
-# -- scratch memory ----------------------------------------------------------------------------------------------------
 
 
 @given(

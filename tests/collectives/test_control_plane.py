@@ -47,13 +47,8 @@ def test_many_ranks_find_their_hosts_when_a_collective_is_built() -> None:
     assert Loopback[bool](MESH_RANKS + 1).run(program) == [True] * (MESH_RANKS + 1)
 
 
-# -- ranks that are late, elsewhere, or silent -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("late", [{4: 60, 5: 120, 6: 180}, {0: 60, 1: 130}, {3: 60, 4: 120}], ids=str)
-def test_ranks_that_come_one_after_another_are_all_waited_for(
-    late: dict[int, float],
-) -> None:
+def test_ranks_that_come_one_after_another_are_all_waited_for(late: dict[int, float]) -> None:
     """Each within the time limit after the one before, and together far beyond it: a rank that waits says so. The first
     of a host comes within the limit after the others."""
     group = Clocked[list[bytes]](7, timeout=LIMIT)

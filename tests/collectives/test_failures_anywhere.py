@@ -71,9 +71,6 @@ def _small_parts() -> Iterator[None]:
         yield
 
 
-# -- a rank that fails -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("row", ROWS)
 @given(
     world_size=st.integers(2, 4),
@@ -121,9 +118,6 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
     for rank, error in errors.items():
         assert error.startswith(f"rank {rank}, in {LABEL}: rank {victim} failed: "), error
         assert "the disk is full" in error or "ZeroDivisionError" in error
-
-
-# -- sends that may be lost --------------------------------------------------------------------------------------------
 
 
 class HearingWorld(_World):

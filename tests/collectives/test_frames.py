@@ -91,9 +91,6 @@ def test_a_message_of_another_size_is_an_error() -> None:
                 recv().wait(BOUND)
 
 
-# -- full sockets ------------------------------------------------------------------------------------------------------
-
-
 def test_full_sockets_in_both_directions_do_not_deadlock() -> None:
     """Each rank sends far more messages than a socket buffers, before it reads one."""
 
@@ -147,9 +144,6 @@ def test_a_third_rank_that_has_left_does_not_disturb_a_full_socket(monkeypatch: 
         first.recv_bytes(8, 2, 0).wait(BOUND)
 
 
-# -- peers that end ----------------------------------------------------------------------------------------------------
-
-
 HOLDER = "import os, sys; os.fork(); print('here', flush=True); sys.stdin.read()"
 """A process whose child keeps its socket open; both end at the end of the standard input."""
 
@@ -169,9 +163,6 @@ def test_a_death_is_noticed_though_a_child_keeps_the_socket_open(full: bool) -> 
         threading.Timer(0.01, process.kill).start()
         with at_once(), pytest.raises(PeerError, match="its process ended"):
             send_much(backend) if full else backend.recv_bytes(1, 1, 0).wait(PATIENT)
-
-
-# -- peers that give up ------------------------------------------------------------------------------------------------
 
 
 def expose(transport: Transport) -> Any:
@@ -212,14 +203,3 @@ def test_an_error_of_sending_names_the_rank_and_the_collective(give: Callable[[T
             give(first)
         with pytest.raises(CollectiveError, match="this communicator is closed since an earlier failure"):
             give(first)
-
-
-def test_a_buffer_cannot_be_released_to_a_rank_that_is_gone() -> None:
-    backends = mesh(2)
-    first, second = map(Transport, backends)
-    expose(first)
-    mapped = second.map_buffers([(0, 5)], torch.float32, TAG)
-    mapped.wait()
-    leave(backends[0])
-    with pytest.raises(PeerError, match=r"rank 1, in bucket 3: .*rank 0 .*its process ended"):
-        mapped.release()

@@ -27,8 +27,6 @@ from ..support.limits import BOUND
 from ..support.pool import GlooPool
 from ..support.sockets import on_hosts, on_wires, outcome, works
 
-# -- what is chosen ----------------------------------------------------------------------------------------------------
-
 
 def automatic(transport: Transport) -> Collective:
     return choose(transport).collective
@@ -81,9 +79,6 @@ def test_nccl_is_used_where_all_tensors_are_on_its_gpus(gloo: GlooPool, case: An
         assert name == NCCL[case][0]
         assert why.startswith(NCCL[case][1])
         assert exact == (name != "native")
-
-
-# -- ranks that cannot share memory ------------------------------------------------------------------------------------
 
 
 def once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:
@@ -160,9 +155,6 @@ def test_ranks_that_cannot_share_memory_talk_and_rank_0_says_why(problem: Callab
         assert len(set(found)) == 1
         with pytest.raises(AssertionError, match=PROBLEMS[problem]):
             raise AssertionError(found[0])
-
-
-# -- foreign processes -------------------------------------------------------------------------------------------------
 
 
 def knock(info: RankInfo, data: bytes | None, files: list[int]) -> socket.socket:

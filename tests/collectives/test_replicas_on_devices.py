@@ -7,23 +7,20 @@ NCCL is not available here. On threads, transfers finish at their wait and detec
 from __future__ import annotations
 
 import itertools
-from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from collectives import BucketQueue, Choice, CollectiveError, Transport, Work
 from collectives.backends import gloo as gloo_backend
-from collectives.backends.gloo import GlooBackend, connect
+from collectives.backends.gloo import GlooBackend
 from collectives.topology import _replicas_by_nccl
 
 from ..support.carried import BF16, FP32, assert_same_bits, awkward, plain_sum, reduction
 from ..support.late import LateLoopback, on_late_threads
 from ..support.plain import assert_same_states
-from ..support.pool import SIZE, GlooPool
 from ..support.programs import Program, Round, Step, compare, run_rank
 
 BUCKETS = 5
@@ -42,8 +39,6 @@ def by_nccl(transport: Transport, factor: int) -> Choice:
 def contribution(rank: int, bucket: int, numel: int, dtype: torch.dtype) -> Tensor:
     return awkward(numel, dtype, 100 * rank + bucket)
 
-
-# -- the sum -----------------------------------------------------------------------------------------------------------
 
 SUMS = [  # ranks, bounds, dtype of contributions, whether a sum so far comes first
     (2, [0, 100], FP32, True),
@@ -121,9 +116,6 @@ def test_a_replica_in_another_bucket_is_named_before_its_bytes_are_mixed() -> No
         assert "bucket 3" in message
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 class NoEvents(gloo_backend._UnderWay):
     """Gloo's collectives on the CPU, taken for work on a stream, which has no event here."""
 
@@ -149,22 +141,20 @@ def test_training_gives_the_bits_of_the_plain_loop(program: Program) -> None:
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
-# -- a rank that is lost -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", list(itertools.product((0, 2), (0, 2), (False, True))), ids=str)
+@pytest.mark.parametrize("case", list(itertools.product((0, 2), (0, 2), (False, True), (False, True))), ids=str)
 def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
-    case: tuple[int, int, bool], monkeypatch: pytest.MonkeyPatch
+    case: tuple[int, int, bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that waits for a lost rank would never end, and so neither would the process."""
-    launched, awaited, ended = case
-    event, device, of_device = mock.Mock(), torch.device("cuda", 0), mock.Mock()
+    """Also those of its parts. A kernel that waits for a lost rank would never end, nor would the process."""
+    launched, awaited, ended, of_a_part = case
+    event, device, of_device, part = mock.Mock(), torch.device("cuda", 0), mock.Mock(), mock.Mock()
+    part.abort_collectives.return_value = of_a_part
     event.query.return_value = ended
     monkeypatch.setattr(torch, "Event", lambda of: event if of == device else None)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
     backend = object.__new__(GlooBackend)
     backend.group = mock.Mock()
-    backend._on_streams, backend._parts = gloo_backend._UnderWay(), []
+    backend._on_streams, backend._parts = gloo_backend._UnderWay(), [part]
     monkeypatch.setattr(gloo_backend, "_backends", lambda group: {"cpu": "gloo", "cuda": "nccl"})
     monkeypatch.setattr(gloo_backend, "_of_device", lambda group, kind: {"cuda": of_device}[kind])
     for _ in range(launched):
@@ -173,39 +163,5 @@ def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
         backend._on_streams.awaited(device)
         event.record.assert_called_with("of cuda:0")
     expected = launched > 0 and (awaited < launched or not ended)
-    assert backend.abort_collectives() == expected
+    assert backend.abort_collectives() == (expected or of_a_part)
     assert of_device.abort.call_count == expected
-
-
-def lost(group: dist.ProcessGroup, rank: int) -> tuple[str, int, int]:
-    """Fail on rank 1 while collectives are under way; return the later error, and what was aborted."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(gloo_backend, "_UnderWay", NoEvents))
-        stack.enter_context(mock.patch.object(GlooBackend, "stays_on", return_value=True))
-        transport = connect(dist.group.WORLD).fork()
-        backend = transport.backend
-        assert isinstance(backend, GlooBackend)
-        sub = backend.part([range(SIZE)[::2], range(SIZE)[1::2]])
-        whole, part = mock.Mock(), mock.Mock()
-        stack.enter_context(mock.patch.object(gloo_backend, "_backends", return_value={"cuda": "nccl"}))
-        stack.enter_context(
-            mock.patch.object(gloo_backend, "_of_device", lambda group, _: part if group is sub.group else whole)
-        )
-        under_way = sub.broadcast(torch.ones(2), 0)
-        if rank == 1:
-            transport.abort("rank 1 had enough")
-        else:
-            with pytest.raises(CollectiveError, match="rank 1"):
-                transport.exchange(b"", reduction("an exchange"))
-        with pytest.raises(CollectiveError, match="closed since an earlier failure") as later:
-            transport.check()
-        under_way.wait(5.0)
-    return str(later.value), whole.abort.call_count, part.abort.call_count
-
-
-def test_a_failure_aborts_what_parts_of_its_group_have_under_way(gloo: GlooPool) -> None:
-    for message, whole, part in gloo.run(lost, ranks=range(SIZE)):
-        assert (whole, part) == (0, 1)
-        assert message.endswith(
-            "build a new optimizer over a new process group, as this one's collectives on devices were aborted"
-        )

@@ -24,6 +24,7 @@ from collectives.peer_links import ACK, ACK_PORT, PORTS
 from collectives.pool import Pool
 
 from ..support.programs import Program, Round, Step, compare, run_rank
+from ..support.sockets import Wire
 
 HEADERS = 0
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -34,9 +35,6 @@ def check(program: Any, group: Loopback[Any] | None = None) -> None:
     """Run a program on threads, and compare it with the plain loop."""
     group = group or Loopback(program.world_size)
     compare(program, group.run(lambda transport: run_rank(program, transport)))
-
-
-# -- order and number -------------------------------------------------------------------------------------------------
 
 
 class Recorded(Pairwise):
@@ -88,9 +86,6 @@ def test_every_rank_launches_every_bucket_in_layout_order(case: tuple[int, int])
     assert {recorded.most for recorded in made.values()} == {1 if stage > 1 else 2}
 
 
-# -- delays -----------------------------------------------------------------------------------------------------------
-
-
 @ALL_STAGES
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
@@ -113,31 +108,21 @@ def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
             handle.remove()
 
 
-# -- the messages themselves ------------------------------------------------------------------------------------------
-
-
 Message = tuple[int, int, int, str]  # to whom, port, size, digest
 
 
-class Spy(Backend):
-    """A backend that records the messages of this rank on open channels.
-
-    Opening itself is left out: it draws a random number.
-    """
+class Spy(Wire):
+    """Records the messages of this rank on open channels. Opening itself is left out: it draws a random number."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend, self.messages = backend, list[Message]()
-        self.name, self.timeout = self._backend.name, self._backend.timeout
-        self.rank, self.world_size = self._backend.rank, self._backend.world_size
+        super().__init__(backend)
+        self.name, self.messages = backend.name, list[Message]()
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if slot >= PORTS:
             digest = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
             self.messages.append((to, slot % PORTS, tensor.numel(), digest))
-        return self._backend.send(tensor, to, slot)
-
-    def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
-        return self._backend.recv(tensor, source, slot)
+        return super().send(tensor, to, slot)
 
 
 def wire(stage: int) -> list[tuple[list[Message], Any]]:

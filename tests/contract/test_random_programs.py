@@ -20,8 +20,8 @@ from ..support.machine.program import (
     Uneven,
     ZeroGrad,
 )
+from ..support.machine.random_programs import Collectives, RandomPrograms
 from ..support.machine.run import run
-from ..support.machine.state_machine import Collectives, RandomPrograms
 from ..support.machine.trees import Part
 
 THOROUGH = settings.default.max_examples > 100

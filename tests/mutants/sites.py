@@ -18,7 +18,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..zoo.live import ROOT, StaleError, compile_into_live_functions, parsed
+from ..zoo.live import ROOT, Place, StaleError, compile_into_live_functions, parsed
 
 PACKAGES = ("zero", "collectives")
 LEFT_OUT = ("zero/commands/", "zero/planning/")
@@ -60,19 +60,8 @@ class Site:
 
 
 @dataclass
-class _Place:
-    node: ast.AST
-    parent: ast.AST
-    field: str
-    index: int | None
+class _Place(Place):
     functions: list[ast.FunctionDef]
-
-    def put(self, new: ast.AST) -> None:
-        ast.copy_location(new, self.node)
-        if self.index is None:
-            setattr(self.parent, self.field, new)
-        else:
-            getattr(self.parent, self.field)[self.index] = new
 
 
 def sites() -> Iterator[Site]:
@@ -154,7 +143,7 @@ def _places(node: ast.AST, functions: Sequence[ast.FunctionDef]) -> Iterator[_Pl
             if not isinstance(child, ast.AST) or isinstance(child, skipped) or _is_log(child):
                 continue
             if inside:
-                yield _Place(child, node, field, index, inside)
+                yield _Place(node, field, index, child, inside)
             yield from _places(child, inside)
 
 

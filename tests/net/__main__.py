@@ -27,7 +27,7 @@ from ..support.processor import spare_matrix_unit
 from .compare import differences
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-COMPARED = ("zero", "collectives", "pyproject.toml")
+COMPARED = ("zero", "collectives")
 LIMIT = 3600.0  # seconds for everything, which takes 350 seconds of CPU time
 
 
@@ -47,13 +47,11 @@ class Side:
     folder: Path
     process: subprocess.Popen[bytes]
 
-    def failure(self) -> str:
-        """Return the last output of a process that failed, or an empty string."""
+    def failure(self) -> list[str]:
+        """Return the last output of a process that failed."""
+        lines = (self.folder / "errors.txt").read_text(errors="replace").strip().splitlines() or ["no message"]
         code = self.process.poll()
-        if not code:
-            return ""
-        lines = (self.folder / "errors.txt").read_text(errors="replace").strip().splitlines()
-        return f"{self.name} fails with code {code}: {lines[-1] if lines else 'no message'}\n" + "\n".join(lines[-30:])
+        return [f"{self.name} fails with code {code}: {lines[-1]}", *lines[-30:]] if code else []
 
     def records(self) -> dict[str, Any]:
         return dict(json.loads(line) for line in (self.folder / "records.jsonl").read_text().splitlines())
@@ -66,12 +64,14 @@ def main(arguments: list[str]) -> int:
         return 2
     begin = time.monotonic()
     try:
-        commit = _commit(arguments[0])
+        commit = (
+            _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{arguments[0]}^{{commit}}").decode().strip()
+        )
         with tempfile.TemporaryDirectory(prefix="zero-net-") as name:
             old, new = _both(Path(name), commit, begin + LIMIT)
-    except CannotTryError as error:
+    except (CannotTryError, OSError, subprocess.TimeoutExpired) as error:
         print(f"error: {error}", file=sys.stderr)
-        return error.code
+        return getattr(error, "code", 2)
     lines = differences(old, new)
     for line in lines:
         print(line)
@@ -80,59 +80,29 @@ def main(arguments: list[str]) -> int:
     return 1 if lines else 0
 
 
-def _commit(name: str) -> str:
-    found = _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
-    if found.returncode:
-        reason = found.stderr.decode(errors="replace").strip() or f"there is no commit {name!r} in {ROOT}"
+def _git(*arguments: str) -> bytes:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=60)
+    if done.returncode:
+        reason = done.stderr.decode(errors="replace").strip() or f"there is no {arguments[-1]!r} in {ROOT}"
         raise CannotTryError(reason, 2)
-    return found.stdout.decode().strip()
-
-
-def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    try:
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, timeout=60)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotTryError(f"git: {error}", 2) from None
+    return done.stdout
 
 
 def _both(folder: Path, commit: str, end: float) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the records of the commit and of the working tree, made at the same time."""
-    tests = folder / "tests"
-    _copy("tests", folder)
-    folders = _old(folder / "old", commit), _new(folder / "new")
+    """Return the records of the commit and of the working tree, made at the same time.
+
+    The commit's packages come from `git archive`, as a worktree would have to be removed again. Those of the working
+    tree are copied: edits during the run do not count.
+    """
+    old, new, tests = folder / "old", folder / "new", folder / "tests"
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", "--format=tar", commit, *COMPARED))) as archive:
+        archive.extractall(old, filter="data")
+    for source, target in (("tests", tests), ("zero", new / "zero"), ("collectives", new / "collectives")):
+        shutil.copytree(ROOT / source, target, ignore=shutil.ignore_patterns("__pycache__"))
     spare_matrix_unit()
-    with _side("the commit", folders[0], tests) as old, _side("the working tree", folders[1], tests) as new:
-        _wait((old, new), end)
-        return old.records(), new.records()
-
-
-def _old(folder: Path, commit: str) -> Path:
-    """Extract the commit's packages. They come from `git archive`, as a worktree would have to be removed again."""
-    found = _git("archive", "--format=tar", commit, *COMPARED)
-    if found.returncode:
-        raise CannotTryError(f"commit {commit[:12]}: {found.stderr.decode(errors='replace').strip()}", 2)
-    with tarfile.open(fileobj=io.BytesIO(found.stdout)) as archive:
-        archive.extractall(folder, filter="data")
-    return folder
-
-
-def _new(folder: Path) -> Path:
-    """Copy the packages as they are now: edits during the run do not count."""
-    folder.mkdir()
-    for name in COMPARED:
-        _copy(name, folder)
-    return folder
-
-
-def _copy(name: str, folder: Path) -> None:
-    source = ROOT / name
-    try:
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder)
-    except OSError as error:
-        raise CannotTryError(f"the working tree: {error}", 2) from None
+    with _side("the commit", old, tests) as first, _side("the working tree", new, tests) as second:
+        _wait((first, second), end)
+        return first.records(), second.records()
 
 
 @contextmanager
@@ -162,14 +132,13 @@ def _side(name: str, folder: Path, tests: Path) -> Iterator[Side]:
 
 
 def _wait(sides: tuple[Side, Side], end: float) -> None:
-    while any(side.process.poll() is None for side in sides):
-        failures = [side.failure() for side in sides if side.failure()]
-        if failures or time.monotonic() > end:
+    running = True
+    while running:
+        running = any(side.process.poll() is None for side in sides)
+        failures = [line for side in sides for line in side.failure()]
+        if failures or (running and time.monotonic() > end):
             raise CannotTryError("\n".join(failures) or f"not done within {LIMIT:.0f} seconds", 1)
         time.sleep(0.2)
-    failures = [side.failure() for side in sides if side.failure()]
-    if failures:
-        raise CannotTryError("\n".join(failures), 1)
 
 
 def _interrupted(number: int, frame: object) -> None:

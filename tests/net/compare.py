@@ -10,7 +10,6 @@ from typing import Any
 
 Record = Mapping[str, Any]  # of one check: nested dictionaries whose leaves are texts and numbers
 MISSING = "nothing"
-MOST_NAMED = 12  # values
 ERROR = "error"  # the key under which a side records its failure
 
 
@@ -34,8 +33,7 @@ def difference(old: Record, new: Record) -> str:
     if found:
         first = found[0]
         values = " -> ".join(_shortened(side.get(first, MISSING)) for side in (before, after))
-        names = list(dict.fromkeys(path[-1] for path in found))
-        named = ", ".join(names[:MOST_NAMED] + (["..."] if len(names) > MOST_NAMED else []))
+        named = ", ".join([*dict.fromkeys(path[-1] for path in found)][:12])
         return f"{', '.join(first)}: {values} ({len(found)} of {len(before)} values differ: {named})"
     if (ERROR,) in before:
         return f"both sides fail: {before[ERROR,]}"

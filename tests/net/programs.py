@@ -10,16 +10,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from unittest import mock
 
-from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.internal.conjecture import providers
-from hypothesis.stateful import initialize, run_state_machine_as_test
 
 from ..support.machine import program as p
-from ..support.machine.oracle import Oracle
 from ..support.machine.program import Command, Config, Setting
-from ..support.machine.run import Run
-from ..support.machine.state_machine import Collectives, RandomPrograms, configs
+from ..support.machine.random_programs import Collectives, programs
 from ..support.machine.trees import Part
 from ..support.narrowed import PRECISIONS
 
@@ -46,18 +42,6 @@ class Program:
         return f"on {where}: run({self.config}, {', '.join(map(repr, self.commands))})"
 
 
-class _Draft(Run):
-    """Collects the commands of a program without executing them."""
-
-    def __init__(self, config: Config) -> None:
-        self.config, self.commands, self.oracle = config, [], Oracle(config)
-
-    def do(self, command: Command) -> None:
-        self.commands.append(command)
-        if isinstance(command, p.Load):
-            self.oracle.setting = command.setting
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of random programs, and how many of them to draw."""
@@ -70,35 +54,27 @@ class Kind:
 
     def draw(self, number: int) -> list[Program]:
         """Draw programs; the same ones for the same ``number``."""
-        kind, found = self, list[Program]()
+        found = list[Program]()
+        collectives = ON_PROCESSES if self.processes else ON_THREADS
 
         @seed(number)
-        class Drawing(RandomPrograms):
-            most_ranks = kind.most_ranks
-            collectives = ON_PROCESSES if kind.processes else ON_THREADS
-
-            @initialize(data=st.data())
-            def start(self, data: st.DataObject) -> None:
-                config = data.draw(configs(kind.stages, self.most_ranks, self.collectives, kind.precisions))
-                self.run = _Draft(replace(config, delays=False))  # delays change no bit, and take time
-
-            def teardown(self) -> None:
-                if self.run is not None:
-                    self.finish()
-                    if COMMANDS <= len(self.run.commands) <= MOST_COMMANDS and self.run.setting.world_size > 1:
-                        found.append(Program(self.run.config, tuple(self.run.commands), kind.processes))
-
-        size = settings(
+        @settings(
             max_examples=8 * self.count,
-            stateful_step_count=12,
             database=None,
             deadline=None,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
+        @given(programs(self.stages, self.most_ranks, collectives, self.precisions, 12))
+        def keep(program: tuple[Config, list[Command]]) -> None:
+            config, commands = program
+            if COMMANDS <= len(commands) <= MOST_COMMANDS and config.setting.world_size > 1:
+                config = replace(config, delays=False)  # delays change no bit, and take time
+                found.append(Program(config, tuple(commands), self.processes))
+
         # Hypothesis also tries constants from source files nearby; these differ between the sides
         with mock.patch.object(providers, "_get_local_constants", providers.Constants):
-            run_state_machine_as_test(Drawing, settings=size)
+            keep()
         if len(found) < self.count:
             raise RuntimeError(f"only {len(found)} of {self.count} programs could be drawn")
         return found[: self.count]

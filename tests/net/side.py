@@ -1,6 +1,6 @@
 """`python -m tests.net.side FILE`: run everything on one side, and write a line of JSON for each check when it is done.
 
-The working directory holds the side's `zero`, `collectives` and pyproject.toml, and the `tests` of the working tree.
+The working directory holds the side's `zero` and `collectives`, and the `tests` of the working tree.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def _records() -> Iterator[tuple[str, dict[str, Any]]]:
     finally:
         pool.stop()
         stop_forkserver()
-    for run in trained.RUNS:
-        yield run, trained.record(run)
+    yield from ((run, trained.record(run)) for run in trained.RUNS)
 
 
 def _packages(group: Any, rank: int) -> tuple[str, str]:

@@ -26,36 +26,21 @@ TRAINED: dict[str, Any] = {"losses": [1.0, 0.5], "ranks": [{"payload_sent": 3}, 
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "line"),
+    ("path", "value", "said"),
     [
-        (
-            ("hashed", "after command 1, Step()", "rank 1", "state 0.b"),
-            HASH[::-1],
-            "hashed, after command 1, Step(), rank 1, state 0.b: 0123456789ab -> fedcba987654 "
-            "(1 of 7 values differ: state 0.b)",
-        ),
-        (
-            ("undisturbed", "at the start", "rank 0", "traffic payload_sent"),
-            "13",
-            "undisturbed, at the start, rank 0, traffic payload_sent: 12 -> 13 "
-            "(1 of 7 values differ: traffic payload_sent)",
-        ),
-        (
-            ("undisturbed", "at the start", "rank 0", "describe line 2"),
-            "more",
-            "undisturbed, at the start, rank 0, describe line 2: nothing -> more "
-            "(1 of 7 values differ: describe line 2)",
-        ),
-        (("error",), "ValueError: no", "error: nothing -> ValueError: no (1 of 7 values differ: error)"),
+        (("hashed", "after command 1, Step()", "rank 1", "state 0.b"), HASH[::-1], "0123456789ab -> fedcba987654"),
+        (("undisturbed", "at the start", "rank 0", "traffic payload_sent"), "13", "12 -> 13"),
+        (("undisturbed", "at the start", "rank 0", "describe line 2"), "more", "nothing -> more"),
+        (("error",), "ValueError: no", "nothing -> ValueError: no"),
     ],
 )
-def test_the_first_value_that_differs_is_named(path: tuple[str, ...], value: str, line: str) -> None:
+def test_the_first_value_that_differs_is_named(path: tuple[str, ...], value: str, said: str) -> None:
     changed = deepcopy(PROGRAM)
     inner = changed
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
-    assert difference(PROGRAM, changed) == line
+    assert difference(PROGRAM, changed) == f"{', '.join(path)}: {said} (1 of 7 values differ: {path[-1]})"
     assert difference(PROGRAM, deepcopy(PROGRAM)) == ""
 
 

@@ -6,11 +6,8 @@ Knows: the command line. Does not know: how the command works.
 from __future__ import annotations
 
 import json
-import re
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +30,7 @@ RUNS = (  # starting processes takes most of the time: one rank unless several m
     "torchrun --nproc-per-node=2 -m zero.train --stage=3 --bucket-cap-mb=0.01",
 )
 OF_THE_MOMENT = ("step_ms_median", "versions", "pss")
+TORCHRUN = "-m torch.distributed.run --standalone"
 DISK, OUT = Path("disk"), Path("out")
 
 
@@ -44,38 +42,15 @@ def record(run: str) -> dict[str, Any]:
     DISK.mkdir(exist_ok=True)
     (OUT / "run.json").unlink(missing_ok=True)
     try:
-        _end_of([*_arguments(run), *COMMON])
+        command = run.replace("zero train", "-m zero.commands.cli train").replace("torchrun", TORCHRUN).split()
+        done = subprocess.run([sys.executable, *command, *COMMON], capture_output=True, text=True, timeout=LIMIT)
+        if done.returncode != 0:
+            lines = " / ".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+            raise RuntimeError(f"it ended with code {done.returncode}: {lines}")
         found: dict[str, Any] = _lasting(json.loads((OUT / "run.json").read_text()))
         return found
     except Exception as error:
         return {ERROR: f"{type(error).__name__}: {error}"}
-
-
-def _arguments(run: str) -> list[str]:
-    name, *arguments = run.split()
-    if name == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", *arguments]
-    found = re.search(rf'^{name} = "([\w.]+):(\w+)"$', Path("pyproject.toml").read_text(), re.MULTILINE)
-    if found is None:
-        raise ValueError(f"pyproject.toml names no script {name!r}")
-    module, function = found.groups()
-    return [sys.executable, "-c", f"import sys; from {module} import {function}; sys.exit({function}())", *arguments]
-
-
-def _end_of(command: list[str]) -> None:
-    """Wait for a command. After the time limit, send SIGTERM, so that the command ends its ranks, and then kill it."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        text, _ = process.communicate(timeout=LIMIT)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            process.kill()
-            process.wait()
-    if process.returncode != 0:
-        raise RuntimeError(f"it ended with code {process.returncode}: {' / '.join(text.strip().splitlines()[-5:])}")
 
 
 def _lasting(value: Any) -> Any:

@@ -39,6 +39,7 @@ class Watched(Rank):
     """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {"two hosts": in_halves}
+    record = "hashed"
 
     def do(self, command: Command) -> Any:
         found = super().do(command)
@@ -46,15 +47,15 @@ class Watched(Rank):
 
     def seen(self) -> dict[str, str]:
         """Return the record after a command; its keys name the parameter or state for a reader."""
-        return {**self._parameters(), **self._gradients(), **self._states()}
-
-    def _parameters(self) -> dict[str, str]:
+        named = dict(self.model.named_parameters())
         with self.optimizer.gathered():
-            return {f"parameter {name}": sha256(parameter) for name, parameter in self.model.named_parameters()}
-
-    def _gradients(self) -> dict[str, str]:
-        named = self.model.named_parameters()
-        return {f"gradient {name}": self._gradient(q) for name, q in named if id(q) in self.listed}
+            found = {f"parameter {name}": sha256(parameter) for name, parameter in named.items()}
+        found |= {f"gradient {name}": self._gradient(q) for name, q in named.items() if id(q) in self.listed}
+        self.optimizer.consolidate_state_dict(None)
+        states = self.optimizer.state_dict()
+        for of_class, each in [("", states)] if "state" in states else states.items():
+            found |= {f"{of_class} {key}".strip(): digest for key, digest in _hashed_states(each).items()}
+        return found
 
     def _gradient(self, parameter: torch.nn.Parameter) -> str:
         try:
@@ -62,15 +63,8 @@ class Watched(Rank):
         except RuntimeError:  # on every rank: a part of the gradient is still in a `no_sync` block
             return "not reduced"
 
-    def _states(self) -> dict[str, str]:
-        self.optimizer.consolidate_state_dict(None)
-        found = self.optimizer.state_dict()
-        if "state" in found:
-            return _of_class(found)
-        return {f"{name} {key}": digest for name, each in found.items() for key, digest in _of_class(each).items()}
 
-
-def _of_class(found: dict[str, Any]) -> dict[str, str]:
+def _hashed_states(found: dict[str, Any]) -> dict[str, str]:
     """Return the record of a state dict of one class."""
     states = {f"state {index}.{n}": sha256(v) for index, state in found["state"].items() for n, v in state.items()}
     masters = {f"master {index}": sha256(value) for index, value in found.get("masters", {}).items()}
@@ -80,39 +74,24 @@ def _of_class(found: dict[str, Any]) -> dict[str, str]:
 class Undisturbed(Watched):
     """A rank that records only what needs no message: the results of calls, traffic, and `describe()`."""
 
+    record = "undisturbed"
+
     def seen(self) -> dict[str, str]:
         traffic = {f"traffic {name}": str(count) for name, count in asdict(self.optimizer.traffic).items()}
         lines = enumerate(str(self.optimizer.describe()).splitlines(), 1)
         return traffic | {f"describe line {number}": line for number, line in lines}
 
 
-class WatchedThreads(Threads):
-    rank: ClassVar[type[Rank]] = Watched
-
-
-class UndisturbedThreads(Threads):
-    rank: ClassVar[type[Rank]] = Undisturbed
-
-
-class WatchedProcesses(Processes):
-    rank: ClassVar[type[Rank]] = Watched
-
-
-class UndisturbedProcesses(Processes):
-    rank: ClassVar[type[Rank]] = Undisturbed
-
-
 def record(program: Program, pool: GlooPool) -> dict[str, Any]:
     """Execute a program and return the records of all ranks. A hashed program is executed twice, once undisturbed."""
-    backends: dict[str, Backend] = {}
-    if program.hashed:
-        backends["hashed"] = WatchedProcesses(pool) if program.processes else WatchedThreads()
-    backends["undisturbed"] = UndisturbedProcesses(pool) if program.processes else UndisturbedThreads()
-    found: dict[str, Any] = {name: {} for name in backends}
+    found: dict[str, Any] = {}
     try:
-        for name, backend in backends.items():
+        for rank_class in (Watched, Undisturbed) if program.hashed else (Undisturbed,):
+            backend: Any = Processes(pool) if program.processes else Threads()
+            backend.rank = rank_class
+            of_all = found.setdefault(rank_class.record, {})
             for label, seen in _follow(program, backend):
-                found[name][label] = {f"rank {rank}": of_rank for rank, of_rank in enumerate(seen)}
+                of_all[label] = {f"rank {rank}": of_rank for rank, of_rank in enumerate(seen)}
     except Exception as error:
         found[ERROR] = f"{type(error).__name__}: {error}"
     return found

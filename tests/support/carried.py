@@ -28,6 +28,8 @@ from collectives import (
     Transport,
 )
 
+from .plain import assert_same_bits as assert_same_bits
+
 T = TypeVar("T")
 CPU = torch.device("cpu")
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -42,13 +44,7 @@ def between_hosts(transport: Transport) -> Collective:
 
 
 EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
-BOTH = pytest.mark.parametrize("algorithm", [Pairwise, Ring])
-SOON = 10.0  # seconds in which an error must come: far below the time limit of 60, so a message brought it
-PATIENT = 60.0
 FEWER = settings(max_examples=settings().max_examples // 3)  # a third of the profile's: each example starts threads
-
-world_sizes = st.integers(1, 8)
-seeds = st.integers(0, 2**32 - 1)
 
 
 def reduction(label: str = "bucket 0", round_: int = 0, index: int = 0, digest: int = 0) -> Tag:
@@ -59,9 +55,6 @@ def splits(world_size: int) -> st.SearchStrategy[list[int]]:
     """Draw the bounds of a flat tensor: uneven, and with empty slices."""
     sizes = st.lists(st.sampled_from([0, 0, 1, 3, 16, 64, 257]), min_size=world_size, max_size=world_size)
     return sizes.map(lambda drawn: list(itertools.accumulate(drawn, initial=0)))
-
-
-split_groups = world_sizes.flatmap(splits)
 
 
 @st.composite
@@ -96,13 +89,6 @@ def whole_numbers(numel: int, dtype: torch.dtype, seed: int) -> Tensor:
     """Return integers so small that every sum of nine is exact in bfloat16."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-15, 16, (numel,), generator=generator).to(dtype)
-
-
-def assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.dtype == theirs.dtype
-    assert ours.shape == theirs.shape
-    different = ours.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8)
-    assert not different.any(), f"{ours} is not {theirs}"
 
 
 def plain_sum(start: Tensor | None, contributions: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

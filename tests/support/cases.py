@@ -7,7 +7,6 @@ the bits of every parameter after every step with those of `plain_loop`. Between
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,13 +24,14 @@ from zero.parameters.gathered.buffers import State
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_manager import UnitManager
 
+from .errors import is_plain
+from .models import seeded
 from .plain import assert_same_bits, share
 
 INPUTS, WIDTH, OUTPUTS, ROWS = 5, 6, 4, 3
 TURNS = 2  # micro-batches of each rank in a step
 LEARNING_RATE = 0.05
 CAP_MB = 6e-4  # 600 bytes: two buckets a block
-_BUILDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -144,11 +144,13 @@ class Case:
 
     def make(self) -> nn.Module:
         """Build the model, the same every time."""
-        with _BUILDING, torch.random.fork_rng():
-            torch.manual_seed(0)
+
+        def prepared() -> nn.Module:
             model = self.build()
             self.prepared(model)
             return model
+
+        return seeded(0, prepared)
 
 
 def batches_of(step: int, world_size: int) -> list[Batch]:
@@ -271,9 +273,7 @@ def assert_parameters(model: nn.Module, expected: dict[str, Tensor]) -> None:
 
 def assert_plain(model: nn.Module) -> None:
     """Assert that the library left no hook and no class of its own on a model."""
-    for name, part in model.named_modules():
-        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        assert not any(type(hook).__module__.startswith("zero") for hook in hooks), name
+    assert is_plain(model)
     addresses = [p.untyped_storage().data_ptr() for p in model.parameters() if p.numel()]
     assert len(set(addresses)) == len(addresses)
     assert not any(is_released(p) for p in model.parameters())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -158,7 +159,7 @@ class LateBackend(ThreadBackend):
 
     def reduce_scatter(self, out: Tensor, source: Tensor) -> Pending:
         sizes, parts = [out.numel()] * self.world_size, source.chunk(self.world_size)
-        return self._collective("reduce_scatter", out, source, parts, sizes, _sum_in_rank_order)
+        return self._collective("reduce_scatter", out, source, parts, sizes, partial(plain_sum, None, dtype=out.dtype))
 
     def _collective(
         self,
@@ -200,10 +201,6 @@ def on_late_threads(world_size: int, program: Callable[[Transport], T]) -> list[
     forgotten = [transfer.what for backend in group.backends for transfer in backend.launched]
     assert not forgotten, f"{forgotten[0]}: it was never waited for"
     return results
-
-
-def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    return plain_sum(None, parts, parts[0].dtype)
 
 
 def _apart(out: Tensor, source: Tensor) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from zero import MixedPrecision
 
+from .models import seeded as seeded
 from .plain import PlainRanks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,7 +30,6 @@ ECOSYSTEM = (
 )
 """The blocks of `test_ecosystem`, which need more than torch; all others are those of `test_loops`."""
 
-_BUILDING = threading.Lock()
 Batch = Any
 LossOf = Callable[[nn.Module, Batch], Tensor]
 SchedulerOf = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
@@ -58,13 +57,6 @@ BLOCKS = blocks_of("\n".join(page.read_text() for page in sorted((ROOT / "zero" 
 def code_of(heading: str) -> Any:
     """Compile a block. An error in it names the heading."""
     return compile(BLOCKS[heading], f"recipe {heading!r}", "exec")
-
-
-def seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model whose weights follow from a seed alone. A lock is needed, as threads share torch's generator."""
-    with _BUILDING, torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return build()
 
 
 # -- inputs of the blocks ----------------------------------------------------------------------------------------------

@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
 import torch
 from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
+_BUILDING = threading.Lock()  # all threads share torch's generator
+
+
+def seeded(seed: int, build: Callable[[], Model]) -> Model:
+    """Build a model whose weights follow from a seed alone, also where ranks are threads."""
+    with _BUILDING, torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build()
 
 
 class Odd(nn.Module):
@@ -61,6 +75,4 @@ def odd_batches(count: int, seed: int = 0, extra: bool = True) -> list[tuple[Ten
 
 
 def build(seed: int = 0, dtype: torch.dtype = torch.float32) -> Odd:
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Odd(dtype)
+    return seeded(seed, lambda: Odd(dtype))

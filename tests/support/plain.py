@@ -6,6 +6,7 @@ It uses `zero.clip_grad_norm_`, and nothing else of the library. `plain_step` le
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -143,18 +144,12 @@ class PlainRanks:
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:
     """Clear the gradients in one of the ways that a loop has."""
-    match how:
-        case "zero_grad":
-            optimizer.zero_grad()
-        case "zeros":
-            optimizer.zero_grad(set_to_none=False)
-        case "module":
-            model.zero_grad()
-        case "module zeros":
-            model.zero_grad(set_to_none=False)
-        case "none":
-            for parameter in model.parameters():
-                parameter.grad = None
+    if how == "none":
+        for parameter in model.parameters():
+            parameter.grad = None
+    else:
+        cleared = model if how.startswith("module") else optimizer
+        cleared.zero_grad(set_to_none="zeros" not in how)
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -176,16 +171,15 @@ def assert_same_model(ours: nn.Module, theirs: nn.Module) -> None:
 
 def assert_same_states(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     """Assert that two torch.optim dicts hold the same states, bit for bit."""
-    assert set(ours["state"]) == set(theirs["state"]), (sorted(ours["state"]), sorted(theirs["state"]))
-    for index, state in theirs["state"].items():
-        mine = {k: v for k, v in ours["state"][index].items() if v is not None}
-        other = {k: v for k, v in state.items() if v is not None}
-        assert set(mine) == set(other), (index, sorted(mine), sorted(other))
-        for name, value in other.items():
-            assert_same_value(mine[name], value, f"state {name} of parameter {index}")
+    assert_same_value(ours["state"], theirs["state"], "states")
 
 
-def assert_same_value(mine: Any, other: Any, what: str) -> None:
+def assert_same_value(mine: Any, other: Any, what: str, *, any_nan: bool = False) -> None:
+    """Assert that two nested values are equal as bits. A value of a dict that is None counts as absent.
+
+    ``any_nan``: all NaNs are equal, for weights that are cast. The bits of a NaN that is cast to 16 bits depend on its
+    place in a tensor, in torch itself.
+    """
     if is_traceable_wrapper_subclass(other):
         assert (type(mine), mine.shape, mine.dtype) == (type(other), other.shape, other.dtype), what
         (names, facts), (_, theirs) = mine.__tensor_flatten__(), other.__tensor_flatten__()
@@ -193,19 +187,23 @@ def assert_same_value(mine: Any, other: Any, what: str) -> None:
         for name in names:
             assert_same_value(getattr(mine, name), getattr(other, name), f"{what}, {name}")
     elif isinstance(other, Tensor):
-        assert isinstance(mine, Tensor), what
+        assert isinstance(mine, Tensor), f"{what}: {mine!r} where a tensor is expected"
+        if any_nan and other.is_floating_point():
+            mine, other = (torch.where(side.isnan(), float("nan"), side.detach()) for side in (mine, other))
         assert_same_bits(mine, other, what)
     elif isinstance(other, (list, tuple)):
-        assert type(mine) is type(other), what
+        assert (type(mine), len(mine)) == (type(other), len(other)), what
         for number, (one, value) in enumerate(zip(mine, other, strict=True)):
-            assert_same_value(one, value, f"{what}, {number}")
+            assert_same_value(one, value, f"{what}, {number}", any_nan=any_nan)
     elif isinstance(other, dict):
-        assert type(mine) is type(other), what
-        assert mine.keys() == other.keys(), what
+        mine, other = ({k: v for k, v in side.items() if v is not None} for side in (mine, other))
+        assert mine.keys() == other.keys(), f"{what}: {sorted(mine, key=str)} instead of {sorted(other, key=str)}"
         for key, value in other.items():
-            assert_same_value(mine[key], value, f"{what}, {key!r}")
+            assert_same_value(mine[key], value, f"{what}, {key!r}", any_nan=any_nan)
+    elif isinstance(other, float):
+        assert struct.pack("d", mine) == struct.pack("d", other), f"{what}: {mine!r} instead of {other!r}"
     else:
-        assert mine == other, what
+        assert mine == other, f"{what}: {mine!r} instead of {other!r}"
 
 
 def share(batches: Sequence[Any], rank: int, world_size: int) -> Sequence[Any]:

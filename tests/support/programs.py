@@ -6,9 +6,7 @@ micro-batches), then clips, then perhaps a step, then one of the ways to clear g
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -19,9 +17,10 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, ZeroOptimizer
 
-from .models import Odd, build, odd_batches, odd_loss
-from .plain import Clear, PlainRanks, assert_same_bits, assert_same_model, assert_same_states, clear
+from .models import build, odd_batches, odd_loss
+from .plain import Clear, assert_same_bits, assert_same_model, assert_same_states
 from .shampoo import Shampoo
+from .sides import AsPlain, OnRank, Side
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-2}),
@@ -100,16 +99,14 @@ def scaler_of(program: Program) -> torch.amp.GradScaler:
     return torch.amp.GradScaler(program.device, init_scale=64.0, growth_interval=2, enabled=program.scaled)
 
 
-def scaled_backward(
-    model: nn.Module, program: Program, scaler: torch.amp.GradScaler, step: int, round_: int, rank: int
-) -> None:
-    """Run the backward of a micro-batch."""
-    handle = None
+def scaled_loss(
+    program: Program, scaler: torch.amp.GradScaler, step: int, round_: int, model: nn.Module, rank: int
+) -> Tensor:
+    """Run the forward of a micro-batch."""
     if program.steps[step].overflow == (round_, rank):
-        handle = model.get_parameter("last.bias").register_hook(lambda g: torch.cat([g[:3], g[3:4] / 0, g[4:]]))
-    scaler.scale(odd_loss(model, batch_of(program, step, round_, rank))).backward()
-    if handle is not None:
-        handle.remove()
+        bias = model.get_parameter("last.bias")
+        handle = bias.register_hook(lambda g: (handle.remove(), torch.cat([g[:3], g[3:4] / 0, g[4:]]))[1])
+    return scaler.scale(odd_loss(model, batch_of(program, step, round_, rank)))
 
 
 def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tensor, bool]:
@@ -118,39 +115,57 @@ def batch_of(program: Program, step: int, round_: int, rank: int) -> tuple[Tenso
     return tokens.to(program.device), (step + round_ + (rank if program.stage < 3 else 0)) % 3 == 1
 
 
-class Plain(PlainRanks):
+def follow(
+    program: Program,
+    side: Side,
+    scaler: torch.amp.GradScaler,
+    ready: Callable[[Step], None],
+    take_step: Callable[[], object],
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Run a program on a side. Return the norms with the scales, and the parameters after each step.
+
+    ``ready``: ends the gradients of a step, and forgets its states. ``take_step``: steps, with the scaler.
+    """
+    norms, trace = list[Tensor](), list[list[Tensor]]()
+    for number, step in enumerate(program.steps):
+        for parameter in map(side.model.get_parameter, step.toggle):
+            parameter.requires_grad_(not parameter.requires_grad)
+        for group in side.optimizer.param_groups if step.lr is not None else ():
+            group["lr"] = step.lr
+        side.divisor = step.divisor if step.divisor is not None else program.world_size
+        for count, round_ in enumerate(step.rounds):
+            ranks = None if round_.ranks is None else range(round_.ranks)
+            side.train(partial(scaled_loss, program, scaler, number, count), sync=round_.sync, ranks=ranks)
+        ready(step)
+        if step.unscale:
+            scaler.unscale_(side.optimizer)
+        norms += [side.clip(max_norm, norm_type) for max_norm, norm_type in step.clips]
+        if step.step:
+            take_step()
+            scaler.update()
+        norms.append(torch.tensor(scaler.get_scale()))
+        side.clear(step.clear)
+        with side.gathered():
+            trace.append([p.detach().clone().cpu() for p in side.model.parameters()])
+    return norms, trace
+
+
+class Plain(AsPlain):
     """The plain loop of a program."""
 
     def __init__(self, program: Program) -> None:
         cls, arguments = program.optimizer_class()
         model = build(program.seed, program.dtype).to(program.device)
         super().__init__(model, lambda updated: cls(updated, **arguments), program.world_size, program.precision)
-        self.program, self.scaler = program, scaler_of(program)
-        self.norms: list[Tensor] = []
-        self.trace: list[list[Tensor]] = []
+        self.program = program
 
     def run(self) -> None:
-        for number, step in enumerate(self.program.steps):
-            prepare(self.model, self.optimizer, step)
-            self.divisor = step.divisor if step.divisor is not None else self.program.world_size
-            for count, round_ in enumerate(step.rounds):
-                for rank in range(self.world_size if round_.ranks is None else round_.ranks):
-                    micro_batch = partial(scaled_backward, self.model, self.program, self.scaler, number, count, rank)
-                    self.backward(rank, micro_batch, round_.sync)
-            self.settle()
-            self._reset(step)
-            if step.unscale:
-                self.scaler.unscale_(self.optimizer)
-            self.norms += [self.clip(max_norm, norm_type) for max_norm, norm_type in step.clips]
-            if step.step:
-                self.step(self.scaler)
-                self.scaler.update()
-            self.norms.append(torch.tensor(self.scaler.get_scale()))
-            self.clear(step.clear)
-            self.trace.append([p.detach().clone().cpu() for p in self.model.parameters()])
+        scaler = scaler_of(self.program)
+        self.norms, self.trace = follow(self.program, self, scaler, self._ready, lambda: self.step(scaler))
 
-    def _reset(self, step: Step) -> None:
+    def _ready(self, step: Step) -> None:
         """Put the states of the class's constructor in place of those of parameters; most classes make none there."""
+        self.settle()
         cls, arguments = self.program.optimizer_class()
         chosen = dict(self.model.named_parameters()) if step.reset is None else step.reset
         for p, updated in zip(self.parameters, self.numbers.updated, strict=True):
@@ -159,21 +174,7 @@ class Plain(PlainRanks):
                 self.optimizer.state.update(cls([updated], **arguments).state)
 
 
-def prepare(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step) -> None:
-    for name in step.toggle:
-        parameter = model.get_parameter(name)
-        parameter.requires_grad_(not parameter.requires_grad)
-    if step.lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = step.lr
-
-
-_BUILDING = threading.Lock()  # all threads share torch's generator
-
-
-def locked_build(seed: int, dtype: torch.dtype = torch.float32) -> Odd:
-    with _BUILDING:
-        return build(seed, dtype)
+locked_build = build
 
 
 def run_rank(
@@ -200,29 +201,13 @@ def run_rank(
         partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),
         **arguments,
     )
-    norms: list[Tensor] = []
-    trace = []
-    scaler = scaler_of(program)
-    for number, step in enumerate(program.steps):
-        prepare(model, optimizer, step)
-        optimizer.divisor = step.divisor if step.divisor is not None else program.world_size
-        for count, round_ in enumerate(step.rounds):
-            if round_.ranks is not None and rank >= round_.ranks:
-                continue
-            with nullcontext() if round_.sync else optimizer.no_sync():
-                scaled_backward(model, program, scaler, number, count, rank)
+
+    def ready(step: Step) -> None:
         if step.reset is None or step.reset:
             optimizer.reset_states(None if step.reset is None else map(model.get_parameter, step.reset))
-        if step.unscale:
-            scaler.unscale_(optimizer)
-        norms += [optimizer.clip_grad_norm_(max_norm, norm_type) for max_norm, norm_type in step.clips]
-        if step.step:
-            scaler.step(optimizer)
-            scaler.update()
-        norms.append(torch.tensor(scaler.get_scale()))
-        clear(model, optimizer, step.clear)
-        with optimizer.gathered():
-            trace.append([p.detach().clone().cpu() for p in model.parameters()])
+
+    scaler = scaler_of(program)
+    norms, trace = follow(program, OnRank(model, optimizer), scaler, ready, lambda: scaler.step(optimizer))
     optimizer.check_replicas()
     optimizer.consolidate_state_dict(0)
     states = optimizer.state_dict() if rank == 0 else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .loops import seeded
+from .models import seeded
+from .plain import assert_same_value
 
 WIDTH = 8
 
@@ -126,7 +126,4 @@ def inside(tensor: Tensor) -> list[Tensor]:
 def assert_same_qlora(ours: nn.Module, theirs: nn.Module) -> None:
     for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert type(a) is type(b), name
-        for mine, other in itertools.zip_longest(inside(a), inside(b)):
-            assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
-            flat, plain = (t.contiguous().view(-1).view(torch.uint8) for t in (mine, other))
-            assert torch.equal(flat, plain), name
+        assert_same_value(inside(a), inside(b), name)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -122,28 +121,21 @@ def same_as_plain(
 
     plain = AsPlain(model, optimizer_of, world_size, precision, divisor)
     expected = loop(plain)
-    program = partial(_on_rank, loop, [build() for _ in range(world_size)], optimizer_class, groups)
+    models = [build() for _ in range(world_size)]
     own = {"mixed_precision": precision, "divisor": divisor, **(settings or {}), **arguments}
-    for model_, found in run(world_size, lambda transport: program(transport, own), timeout=20):
-        assert_same_model(model_, model)
+
+    def program(transport: Transport) -> tuple[nn.Module, Any]:
+        ours = models[transport.rank]
+        given = ours if groups is None else groups(ours)
+        optimizer = ZeroOptimizer(given, optimizer_class, module=ours, process_group=transport, **own)
+        found = loop(OnRank(ours, optimizer))
+        optimizer.check_replicas()
+        optimizer.close()
+        return ours, found
+
+    for ours, found in run(world_size, program, timeout=20):
+        assert_same_model(ours, model)
         assert_same_value(found, expected, "what the loop returns")
-
-
-def _on_rank(
-    loop: Loop,
-    models: Sequence[nn.Module],
-    optimizer_class: type[torch.optim.Optimizer],
-    groups: Callable[[Any], Any] | None,
-    transport: Transport,
-    arguments: dict[str, Any],
-) -> tuple[nn.Module, Any]:
-    model = models[transport.rank]
-    given = model if groups is None else groups(model)
-    optimizer = ZeroOptimizer(given, optimizer_class, module=model, process_group=transport, **arguments)
-    found = loop(OnRank(model, optimizer))
-    optimizer.check_replicas()
-    optimizer.close()
-    return model, found
 
 
 def train(

@@ -42,19 +42,6 @@ def plain_two(
     return model
 
 
-def adam_steps(model: TwoVectors, optimizer: Any, scales: list[float], steps: range, divisor: float = 1) -> None:
-    """Run steps of Adam with a falling learning rate; the second step does not use ``a``."""
-    for step in steps:
-        optimizer.zero_grad()
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + step // 2)
-        for scale in scales:
-            model(scale + step, use_a=step != 1).backward()
-        for p in model.parameters():
-            if p.grad is not None and divisor != 1:
-                p.grad.div_(divisor)
-        optimizer.step()
-
-
 def blocks() -> nn.Sequential:
     """Build three units of one size, the same every time."""
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, solo
 from zero import ZeroOptimizer
 
 from .models import odd_batches, odd_loss
 from .programs import locked_build
+from .small import TwoVectors
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
+solo_transport = solo
 SHARDED = pytest.mark.parametrize("stage", [1, 2])
 
 
@@ -30,12 +32,6 @@ def trained(transport: Transport, stage: int, steps: int = 1, **arguments: Any) 
     return model, optimizer
 
 
-def solo_transport() -> Transport:
-    from collectives import solo
-
-    return solo()
-
-
 class Counting(torch.optim.SGD):
     """An optimizer that keeps a number in its group, as schedule-free optimizers do."""
 
@@ -48,16 +44,11 @@ class Counting(torch.optim.SGD):
                     p.sub_(p.grad, alpha=group["lr"] / group["k"])
 
 
-class Two(nn.Module):
-    """A model that uses ``a`` only if the caller asks for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.arange(32.0))
-        self.b = nn.Parameter(torch.arange(40.0) / 7)
+class Two(TwoVectors):
+    """`TwoVectors` whose gradient of ``a`` follows from its values, too."""
 
     def forward(self, scale: float, use_a: bool = True) -> Tensor:
-        loss = (self.b * scale).square().sum()
+        loss = super().forward(scale, use_a=False)
         return loss + (self.a * scale).square().sum() if use_a else loss
 
 

@@ -1,19 +1,19 @@
 """Results of trials of optimizer classes, remembered: a trial takes longer than all else that most tests do.
 
 A trial is remembered by all that decides it: the class, its arguments, the options of the param groups, dtypes, devices
-and shapes. A trial with an option that is no plain value or tensor is never remembered, and no refusal is but that the
-class is not element-wise: the text of others names the user's parameters.
+and shapes. A trial with an option that cannot be pickled is never remembered, and no refusal is but that the class is
+not element-wise: the text of others names the user's parameters.
 """
 
 from __future__ import annotations
 
 import functools
+import pickle
 import threading
 from collections.abc import Hashable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from zero.step.trial import Trial
 from zero.step.user_optimizer import NotElementwiseError
@@ -28,10 +28,10 @@ def remember(patch: pytest.MonkeyPatch) -> None:
     @functools.wraps(run)
     def remembered(trial: Trial) -> Any:
         try:
-            key = (type(trial), trial.inner.optimizer_class, _exact([trial.inner.arguments, trial.options]))
-        except TypeError:
+            options = pickle.dumps([trial.inner.arguments, trial.options])
+        except (pickle.PicklingError, AttributeError, TypeError):
             return run(trial)
-        key = (*key, tuple(trial.settings))
+        key = (type(trial), trial.inner.optimizer_class, options, tuple(trial.settings))
         with locks.setdefault(key, threading.Lock()):
             if key not in found:
                 try:
@@ -49,16 +49,3 @@ def remember(patch: pytest.MonkeyPatch) -> None:
 def forget(patch: pytest.MonkeyPatch) -> None:
     """Let every trial run, as if none was remembered."""
     patch.setattr(Trial, "run", Trial.run.__wrapped__)  # type: ignore[attr-defined]
-
-
-def _exact(value: Any) -> Hashable:
-    """Return what is equal for equal options alone. Raises `TypeError` for an object whose value is not known."""
-    if isinstance(value, Tensor):
-        return "tensor", value.dtype, value.device, repr(value.tolist())
-    if isinstance(value, dict):
-        return "dict", tuple((key, _exact(inside)) for key, inside in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), tuple(map(_exact, value))
-    if value is None or type(value) in (bool, int, float, complex, str):
-        return type(value), repr(value)
-    raise TypeError(f"{value!r} may be equal to another one")

@@ -6,8 +6,8 @@ the place of a live one (``wrong_*.py``), or a pattern (`patterns`) on that one'
 documented error or a time limit of a test catches it; a crash does not (`judge`). One that does not fit the code any
 more is stale: it is named, and five may be.
 
-To add one, write its row into ``zoo.csv``, with a test that takes a second or two, and its function unless a pattern
-makes it. Run it by ``--only NAME``; if it survives, write the missing test. ``--write`` fills in links and seconds.
+To add one, write its row into ``zoo.csv``, with the links of its entries and a test that takes a second or two, and its
+function unless a pattern makes it. Run it by ``--only NAME``; if it survives, write the missing test.
 """
 
 from __future__ import annotations
@@ -25,18 +25,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: processes with further threads cannot be forked
     from ..support.processor import spare_matrix_unit
     from . import forked
-    from .bug import bugs, write
+    from .bug import bugs
 
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Run the bugs; each must be caught.")
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="some bugs")
     parser.add_argument("--jobs", type=int, default=2, help="bugs at a time (default: 2)")
-    parser.add_argument("--write", action="store_true", help="write links and seconds into zoo.csv")
     options = parser.parse_args(arguments)
     known = bugs()
     if unknown := sorted({*options.only} - {*known}):
         parser.error(f"there is no bug {', '.join(unknown)}")
-    if options.write and options.only:
-        parser.error("--write needs a run of all bugs: leave out --only")
     spare_matrix_unit()
     chosen = [each for name, each in known.items() if not options.only or name in options.only]
     begin, verdicts = time.monotonic(), dict[str, forked.Verdict]()
@@ -44,31 +41,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def show(verdict: forked.Verdict) -> None:
         name = verdict.trial.name
         verdicts[name] = verdict
-        said = "stale" if verdict.outcome == "stale" else verdict.how if _caught(verdict) else "NOT CAUGHT"
+        said = "stale" if verdict.outcome == "stale" else verdict.how if verdict.caught else "NOT CAUGHT"
         print(f"{known[name].entry:<10} {name:<56} {said} ({verdict.seconds:.1f} s)", flush=True)
 
     trials = [forked.Trial(each.name, ("tests.zoo.bug:apply", each.name), (each.killer,)) for each in chosen]
     files = sorted({f"tests/{each.killer.partition('::')[0]}" for each in chosen})
     status = forked.run(trials, [file for file in files if os.path.exists(file)], show, jobs=options.jobs)
     stale = [verdict for verdict in verdicts.values() if verdict.outcome == "stale"]
-    failed = [verdict for verdict in verdicts.values() if verdict not in stale and not _caught(verdict)]
+    failed = [verdict for verdict in verdicts.values() if verdict not in stale and not verdict.caught]
     seconds = time.monotonic() - begin
     caught = len(verdicts) - len(stale) - len(failed)
     print(f"{caught} of {len(trials)} bugs caught in {seconds:.0f} s, {len(stale)} stale")
     for verdict in (*stale, *failed):
         entered = "" if verdict.entered or verdict in stale else "its code did not run; "
         print(f"\n{verdict.trial.name}: {entered}{verdict.test or 'no test failed'} {verdict.how} {verdict.error}")
-    if options.write:
-        write({name: verdict.seconds for name, verdict in verdicts.items()})
     return int(bool(failed) or len(stale) > STALE or len(verdicts) < len(trials) or status not in (0, 5))
-
-
-def _caught(verdict: object) -> bool:
-    from .forked import Verdict
-    from .judge import How
-
-    assert isinstance(verdict, Verdict)
-    return bool(verdict.test) and verdict.entered and verdict.how != How.OTHER.value
 
 
 if __name__ == "__main__":

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import ast
 import csv
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from . import live, patterns
@@ -32,7 +31,7 @@ class Bug:
         change: a pattern and its arguments, such as "drop wait 0".
         killer: the test that must fail, below ``tests/``.
         wrong: the consequence.
-        seconds: of its test, in the last run of all bugs.
+        seconds: about those of its test.
     """
 
     name: str
@@ -65,22 +64,8 @@ def apply(name: str) -> None:
         return
     from . import wrong_checkpoints, wrong_training  # here: they import what they are wrong about
 
-    function = name.replace("-", "_")
-    found = getattr(wrong_training, function, None) or getattr(wrong_checkpoints, function)
-    live.replace(made.seam, found)
-
-
-def write(seconds: Mapping[str, float]) -> None:
-    """Write the table anew, with the links of the entries and these seconds."""
-    known, rows = entries(), bugs()
-    with TABLE.open("w", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        names = [field.name for field in fields(Bug)]
-        table.writerow(names)
-        for name, each in rows.items():
-            links = " ".join(known[entry]["published"] for entry in each.entry.split()).split()
-            new = {"published": " ".join(links), "seconds": f"{seconds[name]:.1f}"}
-            table.writerow([{**vars(each), **new}[key] for key in names])
+    known = vars(wrong_training) | vars(wrong_checkpoints) | wrong_training.WRONG | wrong_checkpoints.WRONG
+    live.replace(made.seam, known.get(name) or known[name.replace("-", "_")])
 
 
 def pattern_of(change: str) -> patterns.Pattern:

@@ -64,6 +64,10 @@ class Verdict:
     seconds: float = 0.0
     entered: bool = False
 
+    @property
+    def caught(self) -> bool:
+        return bool(self.test) and self.entered and self.how != How.OTHER.value
+
 
 def run(
     trials: Sequence[Trial],

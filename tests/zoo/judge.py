@@ -72,13 +72,11 @@ def judge(error: BaseException, root: Path, ranks: Sequence[BaseException] = ())
 
 def verdict(failure: Failure, root: Path) -> How:
     """Return the verdict on one exception."""
-    kinds, inside = failure.kinds, _package(failure.place, root) is not None
-    if "pytest-timeout" in failure.message and Failed.__name__ in kinds:
-        return How.TIME_LIMIT
+    kinds, inside = failure.kinds, _is_ours(failure.place, root)
+    if Failed.__name__ in kinds:
+        return How.TIME_LIMIT if "pytest-timeout" in failure.message else How.ASSERTION
     if "TimeoutError" in kinds and "did not answer within" in failure.message:
         return How.TIME_LIMIT
-    if Failed.__name__ in kinds:
-        return How.ASSERTION
     if "AssertionError" in kinds:
         return How.OTHER if inside else How.ASSERTION
     if "NotElementwiseError" in kinds:  # also if `tests/trials.py` raises again what it remembers
@@ -103,11 +101,9 @@ def _common(verdicts: Iterator[How]) -> How:
     return next(how for how in (How.OTHER, How.ASSERTION, How.ERROR, How.TIME_LIMIT) if how in found or not found)
 
 
-def _package(place: tuple[str, int] | None, root: Path) -> str | None:
-    """Return the package of the library in which a place lies, or None."""
-    if place is None:
-        return None
-    return next((name for name in PACKAGES if Path(place[0]).is_relative_to(root / name)), None)
+def _is_ours(place: tuple[str, int] | None, root: Path) -> bool:
+    """Return True if a place lies in the library."""
+    return place is not None and any(Path(place[0]).is_relative_to(root / name) for name in PACKAGES)
 
 
 def _is_raise(place: tuple[str, int] | None) -> bool:

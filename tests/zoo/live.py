@@ -17,6 +17,7 @@ import json
 import mmap
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,6 +26,24 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 CARRIED = "TESTS_MUTANT"  # for spawned processes: a function, as "module:name", and its argument
 NOTED = "TESTS_MUTANT_ENTERED"  # a file of one byte, which is 1 once wrong code was entered
 _NOTE = "__mutant_entered__"
+
+
+@dataclass
+class Place:
+    """Where a node lies in a syntax tree."""
+
+    parent: ast.AST
+    field: str
+    index: int | None
+    node: ast.AST
+
+    def put(self, new: ast.AST) -> None:
+        """Let another node lie here."""
+        ast.copy_location(new, self.node)
+        if self.index is None:
+            setattr(self.parent, self.field, new)
+        else:
+            getattr(self.parent, self.field)[self.index] = new
 
 
 class StaleError(Exception):
@@ -56,14 +75,14 @@ def function_at(place: str) -> FunctionType:
     return found
 
 
-def replace(place: str, wrong: Callable[[Any], Callable[..., Any]]) -> None:
-    """Let the function of a dotted name be ``wrong(real)``, where ``real`` is what it was."""
+def replace(place: str, wrong: Callable[..., Any]) -> None:
+    """Let the function of a dotted name be ``wrong``, whose first argument is the function that it was."""
     function = function_at(place)
     code = function.__code__
     real = FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     real.__kwdefaults__ = function.__kwdefaults__
     name = f"__mutant_{code.co_name}_{code.co_firstlineno}__"
-    function.__globals__.update({name: wrong(functools.wraps(function)(real)), _NOTE: note()})
+    function.__globals__.update({name: functools.partial(wrong, functools.wraps(function)(real)), _NOTE: note()})
     free = ", ".join(code.co_freevars)
     lines = (
         f"def outer({free}):",

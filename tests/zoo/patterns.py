@@ -15,10 +15,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Iterator
 
-from .live import StaleError
+from .live import Place, StaleError
 
 Pattern = Callable[[ast.FunctionDef], None]
-_Place = tuple[ast.AST, str, int | None, ast.AST]  # a node, its field, the index there, and what lies there
 
 
 def drop(name: str, nth: int | None = None) -> Pattern:
@@ -30,11 +29,11 @@ def drop(name: str, nth: int | None = None) -> Pattern:
         value = getattr(node, "value", None) if isinstance(node, ast.Expr) else getattr(node, "context_expr", None)
         return isinstance(value, ast.Call) and _last(value.func) == name
 
-    def change(place: _Place) -> None:
-        if isinstance(place[3], ast.withitem):
-            place[3].context_expr = _expression("__import__('contextlib').nullcontext()")
+    def change(place: Place) -> None:
+        if isinstance(place.node, ast.withitem):
+            place.node.context_expr = _expression("__import__('contextlib').nullcontext()")
         else:
-            _put(place, ast.Pass())
+            place.put(ast.Pass())
 
     return _once(is_it, change, f"no call or assignment of {name}", nth)
 
@@ -42,10 +41,10 @@ def drop(name: str, nth: int | None = None) -> Pattern:
 def swap(name: str, other: str, nth: int | None = None) -> Pattern:
     """Let an identifier, or the name of an argument, be ``other``."""
 
-    def change(place: _Place) -> None:
+    def change(place: Place) -> None:
         for field in ("id", "attr", "arg"):
-            if hasattr(place[3], field):
-                setattr(place[3], field, other)
+            if hasattr(place.node, field):
+                setattr(place.node, field, other)
 
     return _once(
         lambda node: isinstance(node, (ast.Name, ast.Attribute, ast.keyword)) and _last(node) == name,
@@ -65,8 +64,8 @@ def constant(name: str, value: object, nth: int | None = None) -> Pattern:
             return any(_last(target) == name for target in node.targets)
         return isinstance(node, ast.keyword) and node.arg == name
 
-    def change(place: _Place) -> None:
-        place[3].value = _expression(repr(value))  # type: ignore[attr-defined]
+    def change(place: Place) -> None:
+        place.node.value = _expression(repr(value))  # type: ignore[attr-defined]
 
     return _once(is_it, change, f"nothing is assigned to {name}", nth)
 
@@ -74,13 +73,13 @@ def constant(name: str, value: object, nth: int | None = None) -> Pattern:
 def decide(name: str, outcome: bool | None, nth: int | None = None) -> Pattern:
     """Let the smallest condition that mentions ``name`` be ``outcome``, or, if that is None, its opposite."""
 
-    def change(place: _Place) -> None:
-        condition = place[3]
+    def change(place: Place) -> None:
+        condition = place.node
         assert isinstance(condition, ast.expr)
-        _put(place, ast.UnaryOp(ast.Not(), condition) if outcome is None else ast.Constant(outcome))
+        place.put(ast.UnaryOp(ast.Not(), condition) if outcome is None else ast.Constant(outcome))
 
     def run(function: ast.FunctionDef) -> None:
-        found = [place for place in _places(function) if _is_condition(place) and _mentions(place[3], name)]
+        found = [place for place in _places(function) if _is_condition(place) and _mentions(place.node, name)]
         inside = [place for place in found if not any(_contains(place, other) for other in found)]
         change(_chosen(inside, f"no condition mentions {name}", nth))
 
@@ -90,8 +89,8 @@ def decide(name: str, outcome: bool | None, nth: int | None = None) -> Pattern:
 def first_of(name: str, nth: int | None = None) -> Pattern:
     """Let a loop, also inside an expression, take the first of the items that an expression with ``name`` gives."""
 
-    def change(place: _Place) -> None:
-        loop = place[3]
+    def change(place: Place) -> None:
+        loop = place.node
         assert isinstance(loop, (ast.For, ast.comprehension))
         loop.iter = ast.Subscript(
             ast.Call(ast.Name("list", ast.Load()), [loop.iter], []),
@@ -110,48 +109,39 @@ def first_of(name: str, nth: int | None = None) -> Pattern:
 def unguarded(nth: int | None = None) -> Pattern:
     """Let what stands in a ``finally`` be skipped by an exception."""
 
-    def change(place: _Place) -> None:
-        guarded = place[3]
+    def change(place: Place) -> None:
+        guarded = place.node
         assert isinstance(guarded, ast.Try)
         guarded.orelse, guarded.finalbody = guarded.orelse + guarded.finalbody, []
         if not guarded.handlers:
-            _put(place, ast.If(ast.Constant(True), guarded.body + guarded.orelse, []))
+            place.put(ast.If(ast.Constant(True), guarded.body + guarded.orelse, []))
 
     return _once(lambda node: isinstance(node, ast.Try) and bool(node.finalbody), change, "no finally", nth)
 
 
-def _once(is_it: Callable[[ast.AST], bool], change: Callable[[_Place], None], problem: str, nth: int | None) -> Pattern:
+def _once(is_it: Callable[[ast.AST], bool], change: Callable[[Place], None], problem: str, nth: int | None) -> Pattern:
     def run(function: ast.FunctionDef) -> None:
-        change(_chosen([place for place in _places(function) if is_it(place[3])], problem, nth))
+        change(_chosen([place for place in _places(function) if is_it(place.node)], problem, nth))
 
     return run
 
 
-def _chosen(found: list[_Place], problem: str, nth: int | None) -> _Place:
-    found.sort(key=lambda place: (getattr(place[3], "lineno", 0), getattr(place[3], "col_offset", 0)))
+def _chosen(found: list[Place], problem: str, nth: int | None) -> Place:
+    found.sort(key=lambda place: (getattr(place.node, "lineno", 0), getattr(place.node, "col_offset", 0)))
     if not found or (nth or 0) >= len(found) or (nth is None and len(found) > 1):
         raise StaleError(f"{problem}, or not once: {len(found)} times")
     return found[nth or 0]
 
 
-def _places(node: ast.AST) -> Iterator[_Place]:
+def _places(node: ast.AST) -> Iterator[Place]:
     """Yield every node of the statements below a definition, with where it lies."""
     for field, value in ast.iter_fields(node):
         if field in ("annotation", "returns", "decorator_list"):
             continue
         for index, child in enumerate(value) if isinstance(value, list) else [(None, value)]:
             if isinstance(child, ast.AST):
-                yield node, field, index, child
+                yield Place(node, field, index, child)
                 yield from _places(child)
-
-
-def _put(place: _Place, new: ast.AST) -> None:
-    parent, field, index, old = place
-    ast.copy_location(new, old)
-    if index is None:
-        setattr(parent, field, new)
-    else:
-        getattr(parent, field)[index] = new
 
 
 def _last(node: ast.AST) -> str | None:
@@ -163,15 +153,15 @@ def _mentions(node: ast.AST, name: str) -> bool:
     return any(_last(each) == name for each in ast.walk(node))
 
 
-def _is_condition(place: _Place) -> bool:
-    parent, field, _, node = place
+def _is_condition(place: Place) -> bool:
+    parent, node = place.parent, place.node
     if isinstance(parent, (ast.BoolOp, ast.UnaryOp)):
         return isinstance(node, ast.expr) and (isinstance(parent, ast.BoolOp) or isinstance(parent.op, ast.Not))
-    return field == "test" or (isinstance(parent, ast.comprehension) and field == "ifs")
+    return place.field == "test" or (isinstance(parent, ast.comprehension) and place.field == "ifs")
 
 
-def _contains(place: _Place, other: _Place) -> bool:
-    return other[3] is not place[3] and any(node is other[3] for node in ast.walk(place[3]))
+def _contains(place: Place, other: Place) -> bool:
+    return other.node is not place.node and any(node is other.node for node in ast.walk(place.node))
 
 
 def _expression(text: str) -> ast.expr:

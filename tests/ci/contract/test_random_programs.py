@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from ...support.machine.backends import Processes
 from ...support.machine.hosts import ThreadsOnHosts
-from ...support.machine.state_machine import Collectives, RandomPrograms
+from ...support.machine.random_programs import Collectives, RandomPrograms
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
 

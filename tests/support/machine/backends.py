@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
 from collectives import Loopback
 
+from ..carried import jitter
 from ..pool import GlooPool
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
@@ -32,25 +32,13 @@ class Backend(Protocol):
         """Make the models plain again; return their parameters."""
 
 
-def delays(seed: int) -> Callable[[int, str, int], None]:
-    """Return a hook that delays sends, receives and waits, differently on each rank."""
-    count = seed
-
-    def interfere(rank: int, event: str, peer: int) -> None:
-        nonlocal count
-        count += 1
-        time.sleep((count * 2654435761 + rank * 40503 + peer * 977) % 5 * 1e-4)
-
-    return interfere
-
-
 class Threads:
     """Ranks as threads, whose messages may be delayed."""
 
     rank: ClassVar[type[Rank]] = Rank
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
-        interfere = delays(config.seed) if config.delays else None
+        interfere = jitter(config.seed) if config.delays else None
         self._group: Loopback[Any] = Loopback(setting.world_size, timeout=LIMIT, interfere=interfere)
         self._ranks = self._group.run(lambda group: self.rank(config, setting, group, group.rank, copy_of(saved)))
 
@@ -77,20 +65,20 @@ class Processes:
 
     def start(self, config: Config, setting: Setting, saved: Saved | None = None) -> None:
         self._members = range(setting.world_size)
-        self._run(_start, self.rank, config, setting, saved)
+        self._run("__init__", self.rank, config, setting, saved)
 
     def do(self, command: Command) -> list[Any]:
-        return self._run(_do, command)
+        return self._run("do", command)
 
     def save(self) -> Saved:
-        return self._run(_save)[0]
+        return self._run("save")[0]
 
     def close(self) -> list[Any]:
-        return self._run(_close)
+        return self._run("close")
 
-    def _run(self, action: Callable[..., Any], *arguments: Any) -> list[Any]:
+    def _run(self, method: str, *arguments: Any) -> list[Any]:
         try:
-            found: list[Any] = self._pool.run(action, *arguments, ranks=self._members)
+            found: list[Any] = self._pool.run(_call, method, *arguments, ranks=self._members)
         except Exception:
             self._pool.stop()  # after a failure the other ranks may still be in the middle of the program
             raise
@@ -101,17 +89,9 @@ def copy_of(saved: Saved | None) -> Saved | None:
     return None if saved is None else (saved[0], dict(saved[1]))
 
 
-def _start(group: Any, rank: int, cls: type[Rank], config: Config, setting: Setting, saved: Saved | None) -> None:
-    _PROCESS["rank"] = cls(config, setting, group, rank, saved)
-
-
-def _do(group: Any, rank: int, command: Command) -> Any:
-    return _PROCESS["rank"].do(command)
-
-
-def _save(group: Any, rank: int) -> Saved:
-    return _PROCESS["rank"].save()
-
-
-def _close(group: Any, rank: int) -> Any:
-    return _PROCESS.pop("rank").close()
+def _call(group: Any, rank: int, method: str, *arguments: Any) -> Any:
+    if method == "__init__":
+        cls, config, setting, saved = arguments
+        _PROCESS["rank"] = cls(config, setting, group, rank, saved)
+        return None
+    return getattr(_PROCESS["rank"], method)(*arguments)

@@ -68,7 +68,7 @@ class Oracle(AsPlain, Player):
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
-        scaler = p.scaler_of(command)
+        scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
         for rank in self.ranks:
             loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank))
             self.backward(rank, loss.backward)
@@ -88,15 +88,16 @@ class Oracle(AsPlain, Player):
         return norm, bool(found), self.read(None)
 
     def consolidated(self, to: int) -> dict[str, Any]:
-        """Return the states, and the master weights with which the next step would begin, by the optimizer's index."""
+        """Return the dict of each class, with the master weights with which the next step would begin."""
         self.meet()
-        masters = {}
-        if self.config.mixed is not None:
-            followed = dict(zip(map(id, self.numbers.updated), self.numbers.followed(), strict=True))
-            pairs = enumerate(zip(self.listed, self.updated, strict=True))
-            kept = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
-            masters = {"masters": kept}
-        return self.classes.state_dict() | masters
+        found = self.classes.state_dict()
+        followed = dict(zip(map(id, self.numbers.updated), self.numbers.followed(), strict=True))
+        narrow = dict(zip(map(id, self.updated), self.listed, strict=True))
+        self.narrow = {name: [narrow[id(wide)] for wide in self.classes.of(name)] for name in found}
+        for name, of_class in found.items():
+            pairs = enumerate(zip(self.narrow[name], self.classes.of(name), strict=True))
+            of_class["masters"] = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
+        return found
 
     def load(self, setting: Setting) -> None:
         saved = copy.deepcopy(self.classes.state_dict())
@@ -107,5 +108,3 @@ class Oracle(AsPlain, Player):
         self.forget()
         self.kept = []
         self.classes.load_state_dict(saved)
-        for number, state in saved["state"].items():
-            self.classes.state_of(self.updated[number]).update({k: v for k, v in state.items() if k != "step"})

@@ -1,6 +1,6 @@
 """Executes the commands of a program: on a rank, or in the plain loop, which plays all ranks.
 
-Knows: what is done alike. Does not know: how either trains, or how results are compared.
+Knows: what is done alike. Does not know: how either trains (`run`, `check`, `fail`, ...), or how results are compared.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import program as p
 from .program import Command, Setting
@@ -60,24 +60,32 @@ class Player:
             case p.ZeroGrad():
                 self.clear(command.how)
             case p.Freeze():
-                for parameter in p.chosen(self.model, command.numbers):
+                for parameter in self.chosen(command.numbers):
                     parameter.requires_grad_(not parameter.requires_grad)
             case p.Change():
-                p.change(self.optimizer, command)
+                group = self.optimizer.param_groups[command.group % len(self.optimizer.param_groups)]
+                if command.key in group:
+                    group[command.key] = command.value
             case p.Schedule():
                 self.scheduler.step()
                 return [group["lr"] for group in self.optimizer.param_groups]
             case p.Evaluate():
-                return p.evaluate(self.model, self.setting, command)
+                self.model.eval()
+                with torch.inference_mode() if command.inference else torch.no_grad():
+                    found = self.model(p.micro_batch(self.setting, command.seed, command.mask, 0)).clone()
+                self.model.train()
+                return found
             case p.Read():
                 return self.read(command.numbers)
             case p.Write():
-                parameters = p.chosen(self.model, command.numbers)
-                with self.gathered(None if command.numbers is None else parameters, write=True):
+                parameters = self.chosen(command.numbers)
+                with self.gathered(None if command.numbers is None else parameters, write=True), torch.no_grad():
                     for parameter in parameters:
-                        p.edit(parameter, command.seed, self.ranks[0])
+                        generator = torch.Generator().manual_seed(command.seed + 77 * self.ranks[0])
+                        added = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 8
+                        parameter.add_(added.to(parameter.dtype))
             case p.Edit():
-                self.edit(p.chosen(self.model, (command.number,))[0], command.factor)
+                self.edit(self.chosen((command.number,))[0], command.factor)
             case p.FullGrad():
                 return self.full_gradient(command.number % len(list(self.model.parameters())))
             case p.Describe():
@@ -103,9 +111,13 @@ class Player:
                 self.clear("zero_grad")
         return self.read(None)
 
+    def chosen(self, numbers: p.Numbers) -> list[nn.Parameter]:
+        parameters = list(self.model.parameters())
+        return parameters if numbers is None else [parameters[number % len(parameters)] for number in numbers]
+
     def read(self, numbers: p.Numbers) -> list[Tensor]:
         """Return the values of parameters."""
-        parameters = p.chosen(self.model, numbers)
+        parameters = self.chosen(numbers)
         with self.gathered(None if numbers is None else parameters):
             return p.values(parameters)
 
@@ -113,15 +125,3 @@ class Player:
         """Edit a parameter outside `gathered`."""
         with torch.no_grad():
             parameter.mul_(factor)
-
-    def load(self, setting: Setting) -> None:
-        """Save, and load with another setting."""
-        raise NotImplementedError("new ranks are built")
-
-    def run(self, rank: int, backwards: list[Any], sync: bool) -> None:
-        """Run the backwards of a micro-batch."""
-        raise NotImplementedError
-
-    def check(self) -> None:
-        """Let the ranks meet."""
-        raise NotImplementedError

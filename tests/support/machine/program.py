@@ -248,13 +248,9 @@ class Load(Command):
 # -- shared by both sides ----------------------------------------------------------------------------------------------
 
 
-def mask_on(setting: Setting, mask: int, rank: int) -> int:
-    """Return the parts that a rank uses, as a mask; at stage 3 all ranks use the same."""
-    return mask if setting.stage == 3 or mask == -1 else mask ^ (rank * 5)
-
-
 def micro_batch(setting: Setting, seed: int, mask: int, rank: int, fails: bool = False) -> Batch:
-    return batch_of(seed, rank, mask_on(setting, mask, rank), fails)
+    """Return a rank's micro-batch. ``mask``: the parts that it uses; at stage 3 all ranks use the same."""
+    return batch_of(seed, rank, mask if setting.stage == 3 or mask == -1 else mask ^ (rank * 5), fails)
 
 
 def loss_of(model: Tree, batch: Batch) -> Tensor:
@@ -282,39 +278,9 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
     return [loss.backward]
 
 
-def scaler_of(command: Scaled) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", init_scale=command.scale)
-
-
 def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int) -> Tensor:
     loss = loss_of(model, micro_batch(setting, command.seed, -1, rank)).float()
     return loss / 0 if command.overflow is not None and command.overflow % setting.world_size == rank else loss
-
-
-def evaluate(model: Tree, setting: Setting, command: Evaluate) -> Tensor:
-    model.eval()
-    with torch.inference_mode() if command.inference else torch.no_grad():
-        found: Tensor = model(micro_batch(setting, command.seed, command.mask, 0)).clone()
-    model.train()
-    return found
-
-
-def edit(parameter: Tensor, seed: int, rank: int) -> None:
-    """Change a parameter in a way that depends on the rank."""
-    generator = torch.Generator().manual_seed(seed + 77 * rank)
-    with torch.no_grad():
-        parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype) / 8)
-
-
-def change(optimizer: torch.optim.Optimizer, command: Change) -> None:
-    group = optimizer.param_groups[command.group % len(optimizer.param_groups)]
-    if command.key in group:
-        group[command.key] = command.value
-
-
-def chosen(model: nn.Module, numbers: Numbers) -> list[nn.Parameter]:
-    parameters = list(model.parameters())
-    return parameters if numbers is None else [parameters[number % len(parameters)] for number in numbers]
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

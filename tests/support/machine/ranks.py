@@ -92,7 +92,7 @@ class Rank(OnRank, Player):
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
-        scaler = p.scaler_of(command)
+        scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
         scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank)).backward()
         scaler.unscale_(self.optimizer)
         norm = self.clip(1.0)

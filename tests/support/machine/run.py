@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..plain import assert_same_bits
+from ..plain import assert_same_value
 from . import program as p
 from .backends import Backend, Threads
-from .classes import merged, name_of
 from .oracle import Oracle
 from .program import Command, Config
 
@@ -42,34 +37,36 @@ class Run:
             self.backend.start(self.config, command.setting, self.backend.save())
             return
         for rank, seen in enumerate(self.backend.do(command)):
-            if not isinstance(command, p.Consolidate) or command.to == rank:
-                if isinstance(command, p.Consolidate):
-                    seen = self._as_one(seen)
-                    self._leave_out_masters_that_are_not_kept(expected, seen)
-                assert_same(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
+            if isinstance(command, p.Consolidate):
+                if command.to != rank:
+                    continue
+                seen = self._by_class(seen, expected)
+            assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
-    def _as_one(self, seen: dict[str, Any]) -> dict[str, Any]:
-        """Return the state dict of a rank as one, which is one of each class where there are several."""
-        classes = self.oracle.classes.classes
-        if len(set(classes)) == 1:
-            seen = {name_of(classes[0]): seen}
-        return merged(seen, classes)
+    def _by_class(self, seen: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict of a rank by class.
 
-    def _leave_out_masters_that_are_not_kept(self, expected: dict[str, Any], seen: dict[str, Any]) -> None:
-        """Remove the master weights that a rank need not keep: those never updated equal the model's own values."""
-        for index in set(expected.get("masters", {})) - set(seen.get("masters", {})):
-            master = expected["masters"].pop(index)
-            narrow = self.oracle.listed[index].detach()
-            assert_same(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
-        if not expected.get("masters"):
-            expected.pop("masters", None)
+        Remove from ``expected`` the master weights that a rank need not keep: those never updated equal the model's.
+        """
+        seen = seen if len(expected) > 1 else dict.fromkeys(expected, seen)
+        assert seen.keys() == expected.keys()
+        found = {}
+        for name, of_class in seen.items():
+            assert all(group.get("optimizer_class", name) == name for group in of_class["param_groups"])
+            groups = [{k: v for k, v in group.items() if k != "optimizer_class"} for group in of_class["param_groups"]]
+            found[name] = {**of_class, "param_groups": groups, "masters": of_class.get("masters", {})}
+            masters = expected[name]["masters"]
+            for index in set(masters) - set(found[name]["masters"]):
+                master, narrow = masters.pop(index), self.oracle.narrow[name][index].detach()
+                assert_same_value(narrow.to(master.dtype), master, f"missing master {index}", any_nan=True)
+        return found
 
     def close(self) -> None:
         """End the program: compare all states, and the parameters of the plain models."""
         self.do(p.Consolidate(0))
         expected = p.values(self.oracle.parameters)
         for rank, seen in enumerate(self.backend.close()):
-            assert_same(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
+            assert_same_value(seen, expected, f"rank {rank} at the end", any_nan=bool(self.config.precision))
 
     def __str__(self) -> str:
         """Return source text that runs this program again."""
@@ -83,29 +80,3 @@ def run(config: Config, *commands: Command, backend: Backend | None = None) -> N
     for command in commands:
         both.do(command)
     both.close()
-
-
-def assert_same(ours: Any, theirs: Any, what: str, *, any_nan: bool = False) -> None:
-    """Assert that two nested values are equal as bits. A state that is None counts as absent.
-
-    ``any_nan``: all NaNs are equal, for weights that are cast. The bits of a NaN that is cast to 16 bits depend on its
-    place in a tensor, in torch itself.
-    """
-    if isinstance(theirs, Tensor):
-        assert isinstance(ours, Tensor), f"{what}: {ours!r} where a tensor is expected"
-        if any_nan and theirs.is_floating_point():
-            ours, theirs = (torch.where(side.isnan(), float("nan"), side.detach()) for side in (ours, theirs))
-        assert_same_bits(ours, theirs, what)
-    elif isinstance(theirs, dict):
-        ours, theirs = ({k: v for k, v in side.items() if v is not None} for side in (ours, theirs))
-        assert list(map(str, sorted(ours, key=str))) == list(map(str, sorted(theirs, key=str))), what
-        for key, value in theirs.items():
-            assert_same(ours[key], value, f"{what}, {key!r}", any_nan=any_nan)
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), what
-        for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same(a, b, f"{what}, {number}", any_nan=any_nan)
-    elif isinstance(theirs, float):
-        assert struct.pack("d", ours) == struct.pack("d", theirs), f"{what}: {ours!r} instead of {theirs!r}"
-    else:
-        assert ours == theirs, f"{what}: {ours!r} instead of {theirs!r}"

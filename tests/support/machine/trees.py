@@ -9,13 +9,15 @@ times a small integer of the batch: gradients are integers whatever the weights 
 from __future__ import annotations
 
 import math
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from ..models import seeded
 
 FEATURES, ROWS = 3, 2
 Kind = Literal[
@@ -24,7 +26,6 @@ Kind = Literal[
 ]  # fmt: skip
 LEAVES: tuple[Kind, ...] = ("linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused")
 WRAPPERS: tuple[Kind, ...] = ("sequence", "twice", "sometimes", "checkpoint")
-_BUILDING = threading.Lock()  # all threads share torch's generator
 
 
 class Source:
@@ -98,46 +99,38 @@ class Leaf(nn.Module):
         match part.kind:
             case "linear":
                 return {"inner": random(size, width), "bias": random(size), "outer": random(width, size)}
-            case "matrix" | "tied":
-                if part.kind == "matrix" or not builder.matrices:
-                    builder.matrices.append(random(width, width))
-                    return {"weight": builder.matrices[-1]}
+            case "tied" if builder.matrices:
                 return {"weight": builder.matrices[size % len(builder.matrices)]}
+            case "matrix" | "tied":
+                builder.matrices.append(random(width, width))
+                return {"weight": builder.matrices[-1]}
             case "turned":
-                return {"weight": nn.Parameter(random(width, width).detach().t())}
+                return {"turned": nn.Parameter(random(width, width).detach().t())}
             case "scalar":
                 return {"scale": nn.Parameter(torch.tensor(1.25, dtype=dtype))}
-            case "one":
-                return {"shift": random(1)}
-            case "empty":
-                return {"nothing": random(0, 3)}
             case "norm":
                 return {"gain": random(width), "shift": random(width)}
             case _:
-                return {"unused": random(size)}
+                return {part.kind: random(*{"one": (1,), "empty": (0, 3), "unused": (size,)}[part.kind])}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         if self.kind == "unused":
             return x
         if self.integer:
             return _with_integers(x, list(self.parameters()), batch)
-        y = x.to(next(self.parameters()).dtype)
-        match self.kind:
-            case "linear":
-                y = torch.tanh(y @ self.inner.t() + self.bias) @ self.outer.t()
-            case "matrix" | "tied":
-                y = torch.tanh(y @ self.weight)
-            case "turned":
-                y = torch.tanh(nn.functional.linear(y, self.weight))
-            case "scalar":
-                y = y * self.scale
-            case "one":
-                y = y + self.shift
-            case "empty":
-                y = y + self.nothing.sum()
-            case "norm":
-                y = nn.functional.layer_norm(y, y.shape[-1:], self.gain, self.shift)
-        return x + y.to(x.dtype)
+        return x + USES[self.kind](self, x.to(next(self.parameters()).dtype)).to(x.dtype)
+
+
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {  # of the parameters of a leaf
+    "linear": lambda leaf, y: torch.tanh(y @ leaf.inner.t() + leaf.bias) @ leaf.outer.t(),
+    "matrix": lambda leaf, y: torch.tanh(y @ leaf.weight),
+    "tied": lambda leaf, y: torch.tanh(y @ leaf.weight),
+    "turned": lambda leaf, y: torch.tanh(nn.functional.linear(y, leaf.turned)),
+    "scalar": lambda leaf, y: y * leaf.scale,
+    "one": lambda leaf, y: y + leaf.one,
+    "empty": lambda leaf, y: y + leaf.empty.sum(),
+    "norm": lambda leaf, y: nn.functional.layer_norm(y, y.shape[-1:], leaf.gain, leaf.shift),
+}
 
 
 class Wrapper(nn.Module):
@@ -150,16 +143,12 @@ class Wrapper(nn.Module):
         self.of = nn.Sequential(*(builder.build(child) for child in part.of))
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        match self.kind:
-            case "twice":
-                return self.inside(self.inside(x, batch), batch)
-            case "sometimes":
-                return self.inside(x, batch) if batch.mask >> self.number & 1 else x
-            case "checkpoint":
-                found: Tensor = checkpoint(self.inside, x, batch, use_reentrant=False)
-                return found
-            case _:
-                return self.inside(x, batch)
+        if self.kind == "checkpoint":
+            found: Tensor = checkpoint(self.inside, x, batch, use_reentrant=False)
+            return found
+        if self.kind == "sometimes" and not batch.mask >> self.number & 1:
+            return x
+        return self.inside(self.inside(x, batch) if self.kind == "twice" else x, batch)
 
     def inside(self, x: Tensor, batch: Batch) -> Tensor:
         for part in self.of:
@@ -180,9 +169,7 @@ class Tree(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         if self.integer:
-            x = _with_integers(
-                batch.x.detach().new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch
-            )
+            x = _with_integers(batch.x.new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch)
         else:
             x = torch.tanh(self.first(batch.x.to(self.first.weight.dtype)))
         for number, part in enumerate(self.parts):
@@ -205,9 +192,7 @@ def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> T
 
 def build(parts: tuple[Part, ...], width: int, integer: bool, seed: int) -> Tree:
     """Build the module; the same one for the same arguments."""
-    with _BUILDING, torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Tree(parts, width, integer)
+    return seeded(seed, lambda: Tree(parts, width, integer))
 
 
 def batch_of(seed: int, rank: int, mask: int, fails: bool = False) -> Batch:
