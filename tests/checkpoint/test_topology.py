@@ -11,8 +11,6 @@ import torch
 from .goes_on import goes_on, undisturbed, widest_first
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
 
-pytestmark = pytest.mark.contract
-
 DISK = Path("offload")
 
 

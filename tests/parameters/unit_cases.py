@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from ..support.cases import WIDTH, Batch, Block, Case, Fails, Net, loss_of, net_of, one_backward
@@ -76,6 +78,16 @@ def failing(where: str, error: type[BaseException]) -> Any:
     return run
 
 
+def penalty(model: nn.Module, batch: Batch) -> Iterator[None]:
+    """Keep a graph of gradients for two backwards, while the same units run again."""
+    x = batch.x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (gradient.square().sum() + loss_of(model, batch)).backward(retain_graph=True)
+    yield
+    gradient.abs().sum().backward()
+    yield
+
+
 def hook_forward(model: Any) -> None:
     for block in model.blocks:
         block.register_forward_pre_hook(lambda module, args: (args[0] * module.norm.weight.mean(),))
@@ -88,6 +100,11 @@ def hook_backward(model: Any) -> None:
         block.register_full_backward_pre_hook(lambda module, given: (given[0] * module.inner.bias.detach().sum(),))
         block.register_full_backward_hook(lambda module, given, _: (given[0] * module.outer.weight.detach().mean(),))
     model.blocks[1].inner.weight.register_hook(lambda gradient: gradient * 2)
+
+
+def every_unit_again(model: Any) -> None:
+    for block in model.blocks:
+        composable_checkpoint(block)
 
 
 def around_another(unit: Any, x: Tensor) -> Any:
@@ -106,6 +123,12 @@ def acquaint(model: Any, *, holds: bool = False) -> None:
         model.blocks[0].inside = model.blocks[1]
 
 
+def side_by_side(model: Any, x: Tensor) -> Any:
+    """Let nodes of units be reached in turns, and leave the output of one unused."""
+    outputs = [block(x) for block in model.blocks]
+    return outputs[0] + outputs[1] * outputs[0] + model.blocks[0](outputs[1])
+
+
 def tie(model: Any) -> None:
     """Share weights and modules of units with other units and with the root."""
     model.blocks[2].inner.weight = model.blocks[0].inner.weight
@@ -120,13 +143,48 @@ def freeze_parts(model: Any) -> None:
         part.requires_grad_(False)
 
 
+def freeze_later(model: Any, step: int) -> None:
+    model.blocks[2].requires_grad_(step != 1)
+
+
 def groups(model: Any) -> list[dict[str, Any]]:
     """Return groups that each have parameters of several units. Some are not listed."""
-    listed = list(model.parameters())[2:]
+    floats = [p for p in model.parameters() if p.is_floating_point()][2:]
     return [
-        {"params": [p for p in listed if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
-        {"params": [p for p in listed if p.dim() < 2], "lr": 0.3, "amsgrad": True},
+        {"params": [p for p in floats if p.dim() > 1], "weight_decay": 0.3, "betas": (0.7, 0.9)},
+        {"params": [p for p in floats if p.dim() < 2], "lr": 0.3, "amsgrad": True},
     ]
+
+
+class Awkward(Block):
+    """Parameters with no element, a scalar, a prime number of elements, transposed memory, and several dtypes.
+
+    One is seen as complex numbers, another dtype on the same memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.narrow = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.counter = nn.Parameter(torch.tensor([2, 3]), requires_grad=False)
+        self.empty, self.scalar = nn.Parameter(torch.zeros(0, 3)), nn.Parameter(torch.ones(()))
+        self.prime = nn.Parameter(torch.randn(31))
+        self.turned = nn.Parameter(torch.randn(WIDTH, WIDTH + 1).t())
+        self.pairs = nn.Parameter(torch.randn(3, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        wide = self.wide(x.double()) * self.counter.sum()
+        numbers = torch.view_as_complex(self.pairs) * torch.complex(x[0, :3], x[1, :3])
+        more = self.empty.exp().sum() + self.prime.tanh().sum() + numbers.abs().sum()
+        found = super().forward(x) + wide.float() + self.narrow(x.bfloat16()).float()
+        return found * self.scalar + more + (x @ self.turned.t())[:, :1]
+
+
+def forces(unit: Any, x: Tensor) -> Any:
+    """Give out a derivative."""
+    x = x.clone() if x.requires_grad else x.clone().requires_grad_()
+    (force,) = torch.autograd.grad(Block.forward(unit, x).exp().sum(), x, create_graph=True)
+    return force
 
 
 class Linear(torch.autograd.Function):
@@ -209,18 +267,27 @@ CASES: dict[str, Case] = {
     "inside gathered()": Case(run=inside_gathered),
     "retained graphs": Case(run=retained_graphs),
     "exception in a forward": Case(net_of(Fails), failing("forward", ZeroDivisionError)),
+    "exception in a backward": Case(net_of(Fails), failing("backward", ZeroDivisionError)),
+    "interrupt in a forward": Case(net_of(Fails), failing("forward", KeyboardInterrupt)),
     "interrupt in a backward": Case(net_of(Fails), failing("backward", KeyboardInterrupt)),
+    "gradient penalty": Case(run=penalty),
     "forward hooks from before": Case(prepared=hook_forward),
     "forward hooks from after": Case(built=hook_forward),
     "backward hooks from before": Case(prepared=hook_backward),
     "backward hooks from after": Case(built=hook_backward),
     "checkpoint around the model": Case(run=lambda m, b: checkpoint(m, b.x, use_reentrant=False).sum().backward()),
+    "composable checkpoints from before": Case(net_of(Fails), failing("forward", OSError), prepared=every_unit_again),
+    "composable checkpoints from after": Case(built=every_unit_again),
     "a unit around another": Case(units(around_another, others=()), prepared=acquaint),
     "a unit that holds another": Case(units(around_another, others=()), prepared=partial(acquaint, holds=True)),
+    "units side by side": Case(body(side_by_side)),
     "units by a predicate": Case(units=lambda module: isinstance(module, (nn.Linear, nn.LayerNorm))),
     "ties": Case(prepared=tie),
     "frozen parts of units": Case(prepared=freeze_parts),
-    "groups": Case(groups=groups),
+    "a unit frozen for a step": Case(begin=freeze_later, steps=3),
+    "awkward parameters in groups": Case(net_of(Awkward), groups=groups),
+    "weight norm inside": Case(prepared=lambda model: weight_norm(model.blocks[1].inner)),
+    "units that give out a derivative": Case(units(forces)),
     "a Function that holds a weight": Case(units(holds_weight)),
     "a view kept": Case(units(keeps_view, kept=None, with_graph=False), lends=True, steps=3),
     "a view kept with its graph": Case(units(keeps_view, kept=None, with_graph=True), lends=True, steps=3),

@@ -101,8 +101,10 @@ def test_traffic_is_the_closed_form(
             optimizer.step()
             optimizer.zero_grad()
         spent = optimizer.traffic - before
-        padded = sum(b.bounds[-1] for b in optimizer.describe().buckets if b.trainable)
-        return spent.payload_sent, optimizer.describe().formula_traffic_bytes(backwards, synchronised), padded
+        described = optimizer.describe()
+        optimizer.close()  # a description keeps the facts of its moment
+        padded = sum(b.bounds[-1] for b in described.buckets if b.trainable)
+        return spent.payload_sent, described.formula_traffic_bytes(backwards, synchronised), padded
 
     results = on_threads(world_size, program)
     size = 4 if precision is None else 2
