@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from ..support.loops import even, network, seeded
 from ..support.sides import Side, same_as_plain
 
-pytestmark = pytest.mark.contract
-
 MICRO_BATCHES = 12  # in a step
 
 

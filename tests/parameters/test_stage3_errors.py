@@ -16,8 +16,6 @@ from ..support.errors import error_of, is_plain
 from ..support.plain import assert_same_model
 from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
-pytestmark = pytest.mark.contract
-
 
 def nested() -> nn.Module:
     return nn.Sequential(nn.Sequential(nn.Linear(3, 3)))

@@ -19,8 +19,6 @@ from ..support.limits import BOUND, at_once
 from ..support.plain import assert_same_model
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
-pytestmark = pytest.mark.contract
-
 Call = Callable[[Net, ZeroOptimizer], Any]
 step, close = (lambda _, optimizer: optimizer.step()), (lambda _, optimizer: optimizer.close())
 

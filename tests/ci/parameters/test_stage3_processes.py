@@ -17,8 +17,6 @@ from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
 from ...support.warned import own
 
-pytestmark = pytest.mark.contract
-
 
 def generate(model: Net, optimizer: ZeroOptimizer) -> None:
     """Run forwards without gradients, of which each rank needs another number."""
