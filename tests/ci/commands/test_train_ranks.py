@@ -73,7 +73,7 @@ def test_ranks_have_the_hash_of_the_plain_loop_and_the_losses_of_one_rank(
     record = trained_by_command(text, tmp_path / "ranks", f"--ranks={ranks}", "--bucket-cap-mb=0.05", *more)
     assert record["params_sha256"] == plain_sha256(text, **plain)
     check_bytes(record)
-    alone = [flag for flag in more if flag.startswith(("--precision", "--clip", "--optimizer"))]
+    alone = [flag for flag in more if flag.startswith(("--precision", "--clip", "--optimizer", "--fused"))]
     assert record["losses"] == trained(*alone)["losses"]
 
 
