@@ -296,5 +296,5 @@ CASES: dict[str, Case] = {
     "outputs edited in place": Case(body(edited)),
 }
 WORLDS = ("one", "several", "common")
-BY_DEFAULT = list(zip(CASES, cycle(WORLDS)))
-"""Every case in a world. The other rows are in CI."""
+BY_DEFAULT = list(zip(CASES, cycle(WORLDS)))[::2]
+"""Every second case in a world. The other rows are in CI."""

@@ -22,8 +22,8 @@ from zero.planning.choose import SAME
 from zero.planning.hardware import presets
 from zero.planning.setting import OPTIMIZERS, PlanSetting
 
-from ..planning.configs import LLAMA_3_8B, SMALL
-from ..support.pictures import misfits
+from ...planning.configs import LLAMA_3_8B, SMALL
+from ...support.pictures import misfits
 
 CHANGES: tuple[dict[str, Any], ...] = (
     {},
