@@ -1,0 +1,1 @@
+"""What a step launches on a device is within a budget."""

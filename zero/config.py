@@ -1,7 +1,7 @@
 """The options of an optimizer: one record that declares, describes and checks each of them.
 
 Knows: what a user may pass, and what a process group is. Does not know: the parts of an optimizer. The arguments of
-`ZeroOptimizer`, the flags of `zero train` and the settings of `zero plan` are those of the record: a new option is a
+`ZeroOptimizer`, the flags of `zero train` and the fields of a `PlanSetting` are those of the record: a new option is a
 field here, and an argument there.
 """
 

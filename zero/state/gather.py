@@ -83,7 +83,7 @@ def gather(
     Args:
         buckets: all, with the states of this rank.
         transport: all ranks.
-        shards: the ranks that share one copy. Those in the replica of ``to`` send.
+        shard_group: the ranks that share one copy. Those in the replica of ``to`` send.
         to: the rank that gets the result; None for every rank.
         whole_here: whether every rank holds whole states, so that nothing needs to travel.
         tag: the tag of the messages.

@@ -2,9 +2,9 @@
 
 Knows: the order of these. Does not know: the user's calls, and what the ranks agree on before.
 
-    clip:    norm of all shard_group, one factor                          all ranks
-    update:  the inner optimizer on this rank's intervals            each rank alone
-    gather:  the shards of all owners, if the stage keeps them whole all ranks
+    clip:    norm of all shards, one factor                            all ranks
+    update:  the user's optimizer on this rank's intervals             each rank alone
+    gather:  the shards of all owners, if the stage keeps them whole  all ranks
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Jobs that lose and get ranks under torchrun."""
+"""Jobs that lose and get ranks under torchrun, commands on real ranks, and `zero plan`."""

@@ -1,1 +1,1 @@
-"""Memory of offload."""
+"""Memory of offload, and how ranks enter, leave and end with their process group."""
