@@ -61,7 +61,7 @@ class Reducer:
         replicas = transport.world_size // shard_group.world_size
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
         self.means = ReducedGrads(buckets)
-        self._slots = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
+        self._publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
         self.agreement = Agreement(transport, shard_group.world_size, unit_order)
         events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
@@ -73,7 +73,7 @@ class Reducer:
     @property
     def means_are_shown(self) -> bool:
         """p.grad is the mean after each round."""
-        return self._slots.means_are_shown
+        return self._publisher.means_are_shown
 
     def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
@@ -88,22 +88,22 @@ class Reducer:
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._assigned = self._slots.detect_changes()
+        self._assigned = self._publisher.detect_changes()
         if self.means_are_shown:
-            self._slots.withdraw()
+            self._publisher.withdraw()
 
     def backward_began(self) -> None:
         self._transport.check()
         try:
             self.schedule.check_open()
-            problem = self._assigned or self._slots.edited()
+            problem = self._assigned or self._publisher.edited()
             if problem is not None:
                 problem = f"rank {self._transport.rank}: {problem}"
                 if self._transport.world_size > 1:
                     self._transport.abort(problem)  # the others cannot be asked whether they found one
                 raise RuntimeError(problem)
         except RuntimeError:
-            self._slots.publish()
+            self._publisher.publish()
             raise
         self.schedule.begin(is_round=self._sync)
 
@@ -117,7 +117,7 @@ class Reducer:
                 "sparse gradients are not supported; build the Embedding with sparse=False"
             )
         try:
-            bucket.take_gradient(slot, self._slots.make_placeholder)
+            bucket.take_gradient(slot, self._publisher.make_placeholder)
         except RuntimeError as refused:
             bucket.publish(slot, None)
             problem = changed(bucket.parameters[slot], bucket.specs[slot])
@@ -132,10 +132,10 @@ class Reducer:
         self._streams.wait_for_previous()
         self._complete()
         self._shard_group.pool.drop_cheap()
-        self._slots.publish()
+        self._publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
-        self._slots.zeroed(bucket, slot)
+        self._publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -174,20 +174,20 @@ class Reducer:
         with self._catching_up():
             self.schedule.begin(is_round=True, also=also)
             self._complete()
-            self._slots.publish()
+            self._publisher.publish()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
-        cleared = self._slots.cleared()  # after the exception, and so after the round that is completed here
+        cleared = self._publisher.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
             self.schedule.abandon()
             return
         self._complete()
-        self._slots.forget(cleared)
-        self._slots.publish()
+        self._publisher.forget(cleared)
+        self._publisher.publish()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +215,7 @@ class Reducer:
         used = [record.used for record in records]
         if not self.schedule.is_open:
             self.schedule.agree_used(used)
-            self._slots.publish()  # a mean that the user has replaced: what follows changes ours, not his
+            self._publisher.publish()  # a mean that the user has replaced: what follows changes ours, not his
             return [record.attachment for record in records] if norm is not None and len(set(used)) == 1 else None
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
@@ -228,7 +228,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.grad.divide(self.schedule.divisor)
         self.schedule.finalized(purpose)
-        self._slots.publish()
+        self._publisher.publish()
         return None
 
     def check_consistency(
@@ -247,11 +247,11 @@ class Reducer:
             raise inside_backward(purpose)
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        assigned = self._slots.detect_changes()
+        assigned = self._publisher.detect_changes()
         if (
             self.schedule.is_open and self.schedule.means_divisor != self.schedule.divisor
         ):  # the means will be gathered anew
-            problem = problem or self._slots.edited()
+            problem = problem or self._publisher.edited()
         problem = problem or assigned
 
         def record() -> Record:
@@ -281,23 +281,23 @@ class Reducer:
         def meet(purpose: str, data: bytes) -> list[bytes]:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._slots.detect_changes()
+                self._publisher.detect_changes()
             return self.agreement.meet(purpose, self.schedule.number, self._empty_round, lambda: data)
 
         self.finish_interrupted()
-        self._slots.detect_changes()
+        self._publisher.detect_changes()
         protocol = JoinProtocol(self._transport, meet, groups)
         self._joining.begin(
             lambda name, arguments: protocol.broadcast(name, arguments, self.schedule.divisor),
             gathers_are_broadcast=gathers_are_broadcast,
         )
-        self._slots.withdraw()
+        self._publisher.withdraw()
         return protocol
 
     def end_join(self) -> None:
         """End `join`: calls are not broadcast any more."""
         self._joining.end()
-        self._slots.publish()
+        self._publisher.publish()
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
@@ -317,23 +317,23 @@ class Reducer:
     def has_new_gradients(self) -> bool:
         """True if this rank has gradients that no step has used, and that were not cleared."""
         if not self.hooks.interrupted:
-            self._slots.detect_changes()
+            self._publisher.detect_changes()
         return self.schedule.has_new_gradients
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
-            self._slots.detect_changes()
+            self._publisher.detect_changes()
         self.schedule.set_divisor(value)
         if self.means_are_shown and self.schedule.is_open:
-            self._slots.publish()
+            self._publisher.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
             raise inside_backward("zero_grad()")
         self.finish_interrupted()
-        self._slots.zero_grad(set_to_none)
+        self._publisher.zero_grad(set_to_none)
 
     @untraced_context
     def no_sync(self) -> Iterator[None]:
@@ -357,7 +357,7 @@ class Reducer:
         number = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + slot_number
         if not any(record.used[number] for record in records):
             return None
-        if self._slots.means_are_true:
+        if self._publisher.means_are_true:
             whole = bucket.grad.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
         else:
             total = bucket.grad.running_sum()
@@ -371,5 +371,5 @@ class Reducer:
     def close(self) -> None:
         """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._slots.hand_over()
+        self._publisher.hand_over()
         self.schedule.close()
