@@ -147,7 +147,8 @@ def main(
     if not found.reports:
         raise typer.BadParameter(f"{out} has no results")
     console = shown.console(stderr=False)
-    console.print(next(iter(found.reports.values())).line(), markup=False)
+    for line in dict.fromkeys(report.line() for report in found.reports.values()):
+        console.print(line, markup=False)
     console.print(*(table.rich() for table in tables(found)), sep="\n")
     if any(outcome_of(found.reports[name])["outcome"] != WHOLE for name in sections):
         raise typer.Exit(1)

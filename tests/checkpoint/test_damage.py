@@ -1,4 +1,4 @@
-"""Every changed, missing, added, swapped or shortened file of a checkpoint is an error that names it."""
+"""Every changed, missing, added or shortened file of a checkpoint is an error that names it."""
 
 from __future__ import annotations
 

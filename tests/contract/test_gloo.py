@@ -36,6 +36,7 @@ def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
         Program(2, 0, "adamw fused", steps=CLIPPED),
         Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
         Program(4, 3, "shampoo", sharding_factor=2, steps=CLIPPED),
+        Program(3, 2, collective="all_to_all", steps=CLIPPED),
     ],
     ids=lambda p: f"W{p.world_size}-stage{p.stage}",
 )

@@ -35,7 +35,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
         begins = (0, 1, 2) if THOROUGH else (2,)  # a load may change it
 
-    OnThreads.check(150 if THOROUGH else 4, 40 if THOROUGH else 12)
+    OnThreads.check(150 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
 @pytest.mark.hypothesis
@@ -50,7 +50,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         begins = (3,)
         precisions = ("", "", "bf16")
 
-    OnSockets.check(50 if THOROUGH else 4, 40 if THOROUGH else 12)
+    OnSockets.check(50 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
 LAYERS = (Part("linear"), Part("matrix"))

@@ -230,3 +230,25 @@ def test_a_gradient_of_which_a_part_waits_or_with_another_divisor_is_not_shown(s
             assert_same_bits(model.a.grad, before / 4)  # type: ignore[arg-type] # 2 ranks before, 8 now
 
     on_threads(2, program)
+
+
+@ALL_STAGES
+def test_full_grad_is_the_plain_mean_before_and_after_clipping(stage: int) -> None:
+    def program(transport: Transport) -> list[list[Tensor | None]]:
+        model, optimizer = trained(transport, stage, 0)
+        before = [optimizer.full_grad(p) for p in model.parameters()]
+        optimizer.clip_grad_norm_(0.1)
+        return [before, [optimizer.full_grad(p) for p in model.parameters()]]
+
+    plain = locked_build(0)
+    plain_step(plain, torch.optim.SGD(plain.parameters(), lr=0.0), odd_loss, odd_batches(3, 0), 3)
+    expected = [[None if p.grad is None else p.grad.clone() for p in plain.parameters()]]
+    clip_grad_norm_(plain.parameters(), 0.1)
+    expected.append([p.grad for p in plain.parameters()])
+    for results in on_threads(3, program):
+        for ours, theirs in zip(results, expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None and b is not None:
+                    assert_same_bits(a, b)
+                    assert a.stride() == b.stride() or a.numel() < 2

@@ -236,3 +236,23 @@ def test_what_changes_the_layout_is_refused_inside_join() -> None:
             with pytest.raises(RuntimeError, match="inside join"):
                 call()
     optimizer.close()
+
+
+def test_a_unit_that_a_forward_left_for_its_backward_is_gathered_again_for_a_block() -> None:
+    """The forward has no backward; a rank without batches has nothing of it."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = small()
+        optimizer = ZeroOptimizer(model, SGD, lr=0.1, stage=3, process_group=transport)
+        with optimizer.join():
+            if transport.rank == 0:
+                loss_of(model, 0, 0).backward()
+                for chosen in (model[0].weight, None):
+                    with optimizer.gathered(chosen):
+                        model(batch(0, 0))
+                optimizer.step()
+        optimizer.close()
+        return model
+
+    first, second = on_threads(2, program, timeout=BOUND)
+    assert_same_model(first, second)

@@ -150,3 +150,42 @@ def test_a_second_device_of_one_unscale_is_told_the_result_of_the_first() -> Non
     assert not flags.repeats(third, may_be_new=True), "that of another step, with parameters of this device alone"
     flags.note(third, False)
     assert not flags.repeats(torch.zeros(1, device="meta"), may_be_new=True)
+
+
+def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, most, together = [0], [0], threading.Barrier(2)
+
+    class Listening:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def event(*_: object) -> None:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(5e-3)  # another thread would come in
+                inside[0] -= 1
+
+            return event
+
+    listener = Listening()
+    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
+    optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
+    buckets = parts_of(optimizer).storage.buckets
+    for bucket in buckets:
+        for slot in range(len(bucket.parameters)):
+            watching.watch(bucket, slot)
+    parameters = [parameter for bucket in buckets for parameter in bucket.parameters]
+    backward = Backward(1)
+    for module in (hooks, backward_tracker):
+        monkeypatch.setattr(module, "current_graph_task_id", lambda: 1)
+    monkeypatch.setattr(backward_tracker, "queue_callback", backward.callbacks.append)
+
+    def side(first: int) -> None:
+        together.wait(BOUND)
+        for parameter in parameters[first::2]:
+            accumulate(parameter, torch.ones(NUMEL))
+
+    sides = [threading.Thread(target=side, args=(first,)) for first in range(2)]
+    for thread in sides:
+        thread.start()
+    for thread in sides:
+        thread.join()
+    assert most == [1]

@@ -223,3 +223,22 @@ def test_an_embedding_that_renormalises_is_told_on_every_rank_and_undone(
     for message, model in on_ranks(world, act, build):
         assert "'0.weight' was edited while its unit was gathered (as an Embedding with max_norm" in message
         assert_same_model(model, expected)
+
+
+@pytest.mark.usefixtures("whenever_seen")
+def test_parameters_that_are_not_listed_are_rank_0s_and_are_edited_alike() -> None:
+    def program(transport: Transport) -> nn.Module:
+        model = Net()
+        doubled(model.block(1).weight, 1 + transport.rank)
+        optimizer = zero(list(model.first.parameters()), transport, module=model)
+        with optimizer.gathered(model.block(1).weight, write=True):
+            doubled(model.block(1).weight, 2 + 5 * transport.rank)
+        train(model, optimizer)
+        optimizer.close()
+        return model
+
+    expected = plain(0, doubled=True)
+    train(expected, torch.optim.SGD(expected.first.parameters(), lr=0.5))
+    for world in ("travel", "common"):
+        for model in on(world, program):
+            assert_same_model(model, expected)

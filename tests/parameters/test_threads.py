@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport
+from zero.parameters.unit_manager import UnitManager
 
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
@@ -178,3 +180,51 @@ def test_a_later_thread_with_the_number_of_an_interrupted_one_is_not_taken_for_i
             later.join(PATIENT)
 
     trains("one", interrupted)
+
+
+def test_a_thread_whose_generators_come_and_go_is_inside_its_forward_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame that was read just before its generator yielded has no frame below it."""
+    frames = sys._current_frames
+    generator = (number for number in range(3))
+    next(generator)
+    reads = list[int]()
+
+    def between(run: Rank) -> None:
+        with run.inside_a_forward() as first:
+
+            def yielded() -> Any:
+                reads.append(len(reads))
+                return {**frames(), first.ident: generator.gi_frame} if len(reads) % 2 else frames()
+
+            monkeypatch.setattr(sys, "_current_frames", yielded)
+            for _ in range(4):
+                with pytest.raises(RuntimeError, match=REFUSAL):
+                    run.evaluate()
+            monkeypatch.setattr(sys, "_current_frames", frames)
+
+    trains("one", between)
+    assert len(reads) >= 8
+
+
+def test_a_forward_begins_when_all_of_another_threads_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    releasing, begun, release = threading.Event(), threading.Event(), UnitManager._uninstall
+
+    def slowly(manager: UnitManager, unit: Any) -> None:
+        if threading.current_thread().name == "first" and not releasing.is_set():
+            releasing.set()
+            begun.wait(0.3)  # another forward begins meanwhile, unless it is blocked
+        release(manager, unit)
+
+    def evaluate(run: Rank) -> None:
+        expected = run.evaluate()
+        monkeypatch.setattr(UnitManager, "_uninstall", slowly)
+        thread = Thread(run.enter_a_unit, "first")  # the unit itself is the outermost call
+        thread.start()
+        assert releasing.wait(PATIENT)
+        with run.model.layers[0].register_forward_hook(lambda *_: begun.set()):
+            found = run.evaluate()  # it waits
+        thread.join(PATIENT)
+        assert thread.error is None
+        assert torch.equal(found, expected)
+
+    trains("one", evaluate)

@@ -1,1 +1,1 @@
-"""A bucket on one rank: offload, staging, streams in order, and how a rank enters its group."""
+"""A bucket on one rank: offload, staging, and streams in order."""

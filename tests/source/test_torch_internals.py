@@ -1,20 +1,24 @@
-"""Private names of torch: one module has all of them. A use count that means something else is an error."""
+"""Private names of torch: one module has all, with their readers. A use count of another meaning is an error."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from collectives import pool as memory
 from collectives import torch_internals
 from collectives.pool import Pool
 
 from .trees import ROOT, TREES
+
+MODULE = "collectives.torch_internals"
 
 
 def test_this_torch_has_every_name_and_errors_name_the_torch_that_the_constraints_install() -> None:
@@ -57,6 +61,32 @@ def test_private_names_are_in_one_module() -> None:
         assert list(private_paths(ast.parse(source))) == names
     found = {module: list(private_paths(tree)) for module, tree in TREES.items()}
     assert not any(found.values()), {module: paths for module, paths in found.items() if paths}
+
+
+def attributes_of_torch() -> set[str]:
+    """Return the private attributes of torch's objects, and of their classes, that this library works with."""
+    weight = torch.ones(1)
+    objects = (weight, weight.untyped_storage(), nn.Linear(1, 1), torch.optim.SGD([weight]), dist.ProcessGroup)
+    return {name for each in objects for name in dir(each) if is_private(name)} | {"_timeout"}
+
+
+def test_private_attributes_are_listed_with_their_readers() -> None:
+    """The check does not see `getattr` with a string."""
+    described = ast.get_docstring(TREES[MODULE]) or ""
+    rows = re.findall(r"^    (_\w+)[\w, ]*?  .*?((?:(?:zero|collectives)[.\w]+(?:,\s+|))+)", described, re.MULTILINE)
+    listed = {name: set(re.findall(r"(?:zero|collectives)[.\w]+", modules)) for name, modules in rows}
+    known, found = attributes_of_torch(), dict[str, set[str]]()
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and node.attr in known
+                and ast.unparse(node.value) not in ("self", "cls")
+            ):
+                found.setdefault(node.attr, set()).add(module)
+    assert len(found) > 8, "if there are few, this reader is blind"
+    for name, modules in found.items():
+        assert modules <= listed.get(name, set()), f"{name} is read by {modules}, but listed for {listed.get(name)}"
 
 
 # -- the use count of a storage ----------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def choose_partitions(
         user_optimizers: the classes.
         groups: all param groups.
         parameters: those of the groups in ``requested``.
-        requested: of each new group, by its number, the partition that the user asked for; None: whichever the class needs.
+        requested: of each new group, by its number, the partition that the user asked for; None: what the class needs.
 
     Returns:
         The parameters with their class and partition; a line for each class that was given one unasked; the names of

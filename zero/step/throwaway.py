@@ -1,7 +1,7 @@
 """Throw-away parameters for the trial of a class: stepped whole by the class itself, and as ranks step them.
 
-Knows: the values of these parameters, their gradients, and how ranks lay them out. Does not know: the user's
-parameters, which shapes are tried, and the comparison of results.
+Knows: the shapes and values of these parameters, their gradients, and how ranks lay them out. Does not know: the
+options that are tried, and the comparison of results.
 
     whole     [ 1-D ] [ 2-D       ] [ 4-D    ] [ scalar ]      stepped by the class itself, as in a plain loop
     half 0    [ 1-D 2-D... 4-D.. ]                             stepped by `UserOptimizer`, as on a rank: neighbouring

@@ -1,6 +1,6 @@
 """The trial of a class: steps as ranks take them give the bits of its own steps over whole parameters.
 
-Knows: which options and shapes are tried, and which results must be equal. Does not know: how throw-away parameters are
+Knows: which options are tried, and which results must be equal. Does not know: how throw-away parameters look and are
 laid out, ranks.
 
 A class steps throw-away parameters with the options of the user's param groups; equal options are tried once. There are

@@ -29,7 +29,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
         begins, precisions = KINDS[kind]
 
-    OnThreads.check(30 if THOROUGH else 4, 40 if THOROUGH else 12)
+    OnThreads.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
 @pytest.mark.hypothesis
@@ -41,4 +41,4 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
         collectives = Collectives(("auto", "pairwise", "hierarchical"), ("ring", "native", "all_to_all"))
         precisions = ("", "", "bf16", "fp16")
 
-    OnProcesses.check(40 if THOROUGH else 6, 30 if THOROUGH else 10)
+    OnProcesses.check(40 if THOROUGH else 8, 30 if THOROUGH else 20)

@@ -1,7 +1,8 @@
 """One rank of `zero train`: the plain training loop of a byte-level GPT, with ZeroOptimizer for torch's optimizer.
 
 Knows: the order group - corpus - model - optimizer - steps - validation - report, and backward - clip - step -
-zero_grad - save. Does not know: how ranks are started, or how results are printed.
+zero_grad - save; the classes of torch.optim, and which parameters Muon gets. Does not know: how ranks are started, or
+how results are printed.
 
     micro-batch j of the M of a global step goes to rank j mod W and is the same data for every W;
     the summed gradient is divided by M. If W does not divide M, the last of the ceil(M / W) rounds of a step has
