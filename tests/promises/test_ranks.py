@@ -35,6 +35,14 @@ def in_another_order(transport: Transport) -> None:
     zero(nn.ModuleDict({name: nn.Linear(3, 3) for name in names}), transport, 1)
 
 
+def with_a_buffer(transport: Transport) -> None:
+    """The line of a buffer is the last one."""
+    model = nn.Linear(3, 3)
+    if transport.rank == 0:
+        model.register_buffer("mine", torch.zeros(2))
+    zero(model, transport, 1)
+
+
 def differing(**values: tuple[Any, Any]) -> Callable[[Transport], object]:
     def construct(transport: Transport) -> None:
         ZeroOptimizer(build(), process_group=transport, **{k: v[transport.rank > 0] for k, v in values.items()})
@@ -48,6 +56,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] 
         ("rank 0 has [weight [3, 3]", "rank 2 has [weight [4, 3]"),
     ),
     "order": (in_another_order, ("the ranks built different models", "rank 0 has [left.weight [3, 3]")),
+    "buffer": (with_a_buffer, ("rank 0 has [buffer mine [2]", "rank 1 has [nothing more]")),
     "memory": (overlapping, ("rank 1: ", "'wide' overlaps itself")),
     "stage": (differing(stage=(1, 2)), ("different models or optimizers",)),
     "bucket_cap_mb": (differing(bucket_cap_mb=(1, 2)), ("different models or optimizers",)),

@@ -95,6 +95,24 @@ def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
             assert ours["state"][index][key].stride() == value.stride(), (index, key)
 
 
+def test_an_option_that_the_class_adds_by_itself_may_be_missing_in_a_dict() -> None:
+    optimizer = ZeroOptimizer(Two(), torch.optim.AdamW, amsgrad=True)
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["amsgrad"]
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["amsgrad"] is False
+
+
+def test_a_closed_optimizer_has_no_states() -> None:
+    model = Two()
+    optimizer = ZeroOptimizer(model, SGD, lr=0.1, momentum=0.9)
+    model(1.0).backward()
+    optimizer.step()
+    before = list(optimizer.state)
+    optimizer.close()
+    assert (before != [], list(optimizer.state)) == (True, [])
+
+
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
     model = Two()
     optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.3), momentum=0.9)
