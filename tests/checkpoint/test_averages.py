@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from zero import CheckpointError, open_checkpoint
+from zero import CheckpointError, ShardedAverage, ZeroOptimizer, load, open_checkpoint
 from zero.checkpoint.format.names import averages_folder, averages_in
 from zero.commands.cli import main
 
 from ..support.plain import assert_same_bits
-from .saved import add_averages, edit_manifest, forge, save_trained
+from .saved import add_averages, edit_manifest, forge, save_small, save_trained
 
 AVERAGES: dict[str, dict[str, Tensor]] = {
     "swa": {"a": torch.ones(2, 3, dtype=torch.bfloat16)},
@@ -42,6 +42,23 @@ def test_averages_come_back_by_name_with_and_without_this_library(folder: Path) 
             assert read.keys() == expected.keys()
             for key, tensor in expected.items():
                 assert_same_bits(read[key], tensor, key)
+
+
+def test_averages_without_a_count_are_those_of_one_update(tmp_path: Path) -> None:
+    """As imported ones are: the next update has half the weight."""
+    model = nn.Linear(3, 1)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 5.0)
+    optimizer = ZeroOptimizer(model, torch.optim.SGD)
+    save_small(tmp_path / "a", optimizer)
+    add_averages(tmp_path / "a", {"swa": {"weight": torch.full((1, 3), 3.0), "bias": torch.full((1,), 3.0)}})
+    average = ShardedAverage(optimizer, name="swa")
+    load(tmp_path / "a", optimizer)
+    average.update_parameters()
+    found = average.gather()
+    assert found is not None
+    for name, parameter in model.named_parameters():
+        assert_same_bits(found[name], torch.full(parameter.shape, 4.0), name)
 
 
 def test_an_export_tells_that_it_has_no_averages(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -227,6 +228,26 @@ def test_a_reader_that_finds_only_the_trash_of_a_swap_uses_it(tmp_path: Path) ->
     assert entries(tmp_path) == [".lock", "step-00000004"], "the next run brings it back"
 
 
+@pytest.mark.assumes("fsync")
+def test_a_step_that_was_set_aside_is_back_on_the_disk_before_the_save_that_did_it_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aside, save = f"abandoned-step-00000003-{'0' * 16}", f".tmp-step-00000002-{'0' * 16}"
+    for name in (aside, save):
+        (tmp_path / name).mkdir()
+    disk = Disk(monkeypatch, tmp_path)
+
+    def check(call: Call) -> None:
+        for world in WORLDS:
+            assert disk.tree(world).keys() & {"step-00000003", save}, f"a crash that keeps {world}, after {call}"
+
+    disk.after = check
+    lock = LockedDirectory(tmp_path, "1" * 16)
+    assert lock.clean() == []
+    lock.close()
+    assert entries(tmp_path) == [".lock", "step-00000003"]
+
+
 # -- a commit whose calls fail although they are done, or are done although they fail ---------------------------------
 
 
@@ -247,6 +268,19 @@ def test_a_rename_that_is_done_although_the_call_has_failed_is_a_commit(
     monkeypatch.setattr(files, "rename", twice)
     on_threads(2, program, timeout=PATIENT)
     assert entries(tmp_path) == [".lock", "step-00000001"]
+
+
+def test_a_note_whose_folder_is_removed_meanwhile_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename: Callable[..., Any] = files.rename
+
+    def too_late(source: Path, target: Path) -> None:
+        shutil.rmtree(source.parent)
+        rename(source, target)
+
+    (tmp_path / "notes").mkdir()
+    monkeypatch.setattr(files, "rename", too_late)
+    with pytest.raises(FileNotFoundError):
+        files.put_note(tmp_path / "notes" / "ready", b"")
 
 
 def test_a_last_sync_that_fails_keeps_older_checkpoints_and_is_a_warning(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint.folder.directory import complete_steps
+from zero.checkpoint.write.snapshot import Snapshot
 
 from ..support.limits import PATIENT
 from ..support.warned import own
@@ -197,6 +201,22 @@ def test_a_failure_is_a_warning_at_the_line_of_the_step_and_an_error_of_close(
     assert entries(tmp_path / "run") == [".lock"]
 
 
+def test_the_error_of_a_save_holds_nothing_of_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def fails(*_: object) -> None:
+        copied = torch.zeros(4)
+        held.append(weakref.ref(copied))
+        raise OSError(errno.EIO, "of the test")
+
+    monkeypatch.setattr(Snapshot, "take", fails)
+    with manager(tmp_path) as checkpoints:
+        saving = checkpoints.save(1)
+        with pytest.raises(RuntimeError, match="of the test"):
+            saving.result(PATIENT)
+        assert [ref() for ref in held] == [None]
+
+
 @pytest.mark.parametrize("name", ["rename", "remove"])
 def test_an_older_checkpoint_that_cannot_be_removed_is_no_failure_of_the_save(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,3 +246,19 @@ def test_a_checkpoint_whose_replacement_fails_stays_at_its_place(
             checkpoints.save(1, {"n": 2}, overwrite=True, blocking=True)
     assert entries(tmp_path / "run") == [".lock", "step-00000001"]
     assert zero.open_checkpoint(saving.path).state == {"n": 1}
+
+
+def test_a_commit_that_fails_on_rank_0_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    disk.fail_when(lambda call: call.name == "rename" and call.path.name.startswith(".tmp-"), errno.EIO)
+
+    def program(transport: Transport) -> None:
+        disk.this_thread_is(transport.rank)
+        with (
+            CheckpointManager(tmp_path, Training(transport, 1).optimizer) as checkpoints,
+            pytest.raises(RuntimeError, match=r"rank 0 could not save .*Input/output error"),
+        ):
+            checkpoints.save(1, blocking=True)
+
+    on_threads(2, program, timeout=PATIENT)
+    assert entries(tmp_path) == [".lock"]

@@ -95,6 +95,13 @@ def test_parameters_buffers_groups_and_schedulers_come_back(row: str, tmp_path: 
         assert_same_value(mine, theirs, ("tensors", "scheduler", "groups")[number])
 
 
+def test_a_narrow_model_has_the_saved_weights_rounded(tmp_path: Path) -> None:
+    model, narrow = nn.Linear(5, 3), nn.Linear(5, 3).bfloat16()
+    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD))
+    load(tmp_path / "saved", ZeroOptimizer(narrow, torch.optim.SGD))
+    assert_same_model(narrow, model.bfloat16())
+
+
 def test_a_parameter_without_saved_states_begins_anew_over_the_states_it_had(tmp_path: Path) -> None:
     def train(model: nn.ParameterList, optimizer: torch.optim.Optimizer, *used: int) -> None:
         torch.stack([(model[number] ** 2).sum() for number in used]).sum().backward()  # type: ignore[no-untyped-call]
@@ -226,6 +233,23 @@ def test_the_inner_tensors_of_a_subclass_are_saved_and_what_torch_cannot_open_is
 
     for missing in on_threads(2, program):
         assert missing[0] == "blocks.5.weight (it could not be saved)"
+
+
+class Meshed(Quantised):
+    """Names a part that is no tensor, as torch's DTensor names its mesh."""
+
+    mesh = "of devices"
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["whole", "mesh", "scale"], None
+
+
+def test_a_part_of_a_subclass_that_is_no_tensor_is_named_as_not_saved(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    meshed = Meshed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1))
+    model.frozen = nn.Parameter(meshed, requires_grad=False)
+    save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.SGD))
+    assert open_checkpoint(tmp_path / "saved").not_saved == ("frozen.mesh",)
 
 
 class Extra(nn.Linear):

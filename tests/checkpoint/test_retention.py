@@ -86,6 +86,27 @@ def test_a_save_that_fails_sets_nothing_aside(
     assert entries(tmp_path) == names(2, 4, 6, 8)
 
 
+def test_a_step_that_a_failed_save_cannot_give_its_name_back_still_counts(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, optimizer, 2, 4)
+    rename = files.rename
+
+    def sets_aside_alone(source: Path, target: Path) -> None:
+        if source.parent == tmp_path and not target.name.startswith("abandoned-"):
+            raise OSError(errno.EIO, "it fails")
+        rename(source, target)
+
+    monkeypatch.setattr(files, "rename", sets_aside_alone)
+    with (
+        CheckpointManager(tmp_path, optimizer) as checkpoints,
+        pytest.raises(RuntimeError, match="it fails"),
+    ):
+        checkpoints.save(3, blocking=True)
+    assert names_aside(tmp_path) == ["abandoned-step-00000004"]
+    assert complete_steps(tmp_path) == [2, 4]
+
+
 # -- retention ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import errno
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero
 from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
+from zero.checkpoint.format.extents import Chunk, Part
 from zero.checkpoint.write.plan import WritePlan
 from zero.checkpoint.write.save_thread import Saving
 from zero.checkpoint.write.snapshot import Snapshot
@@ -243,6 +245,22 @@ def test_a_save_that_is_over_holds_nothing_of_what_it_wrote(tmp_path: Path) -> N
             sizes.append(sum(live_storages().values()))
     # the caller's tensor alone has 400,000 bytes; a step makes small states, and what ran before may still be freed
     assert max(sizes[1:]) - sizes[0] < 10_000
+
+
+def test_a_snapshot_frees_a_source_with_its_last_byte() -> None:
+    held: list[weakref.ref[Tensor]] = []
+
+    def made() -> Tensor:
+        found = torch.ones(4, dtype=torch.uint8)
+        held.append(weakref.ref(found))
+        return found
+
+    sources = [("weights", 0), ("state", 0)]
+    chunks = [Chunk("file", 0, tuple(Part(source, n, n, 2) for source in sources)) for n in (0, 2)]
+    snapshot = Snapshot({sources[0]: made()}, {sources[1]: (0, made)}, chunks)
+    for number, chunk in enumerate(chunks):
+        snapshot.take(chunk, torch.empty(4, dtype=torch.uint8))
+        assert [ref() is None for ref in held] == [number == 1] * 2
 
 
 @pytest.mark.filterwarnings("ignore:the save of step 1 has failed:RuntimeWarning")

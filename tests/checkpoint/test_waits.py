@@ -14,7 +14,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint.folder.directory import complete_steps
 from zero.checkpoint.write import save_folder
-from zero.checkpoint.write.save_folder import SaveError, SaveFolder
+from zero.checkpoint.write.save_folder import GivenUpError, SaveError, SaveFolder
 from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
@@ -106,6 +106,15 @@ def test_a_rank_that_knows_how_a_save_has_ended_waits_no_longer(
         with pytest.raises(SaveError, match="rank 0 has given up saving"):
             call()
     assert clock.now == 0
+
+
+def test_a_rank_that_has_given_up_raises_the_reason_that_another_one_reports(tmp_path: Path) -> None:
+    folder = SaveFolder(tmp_path / "step-00000001", "0" * 16, 1, 2, timeout=10.0)
+    saving = Saving(1, folder, 1, GivenUpError("rank 0 has given up"), None, lambda *_: None)
+    saving.start(asynchronous=False)
+    assert len(saving.hear([{saving.report: "rank 2 could not save: no room"}, {}])) == 1
+    with pytest.raises(SaveError, match="rank 2 could not save: no room"):
+        saving.result()
 
 
 # -- the end of a run --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import Offload, ZeroOptimizer
@@ -76,6 +76,43 @@ def test_states_that_a_class_makes_anew_are_those_that_are_kept(
         assert_same_states(zero.state_dict(), before)
     zero.close()
     assert_same_model(ours, plain)
+
+
+def test_what_is_written_for_one_bucket_leaves_memory_before_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When master weights are made, in a step, and when a dict is loaded."""
+    here: set[OffloadedStates] = set()
+    tensor, evict = OffloadedStates.tensor, OffloadedStates.evict
+
+    def made(this: OffloadedStates, *given: Any) -> Tensor:
+        assert here <= {this}
+        here.add(this)
+        return tensor(this, *given)
+
+    def evicted(this: OffloadedStates, flats: Any) -> None:
+        here.discard(this)
+        evict(this, flats)
+
+    monkeypatch.setattr(OffloadedStates, "tensor", made)
+    monkeypatch.setattr(OffloadedStates, "evict", evicted)
+    model, settings = locked_build(0), {"bucket_cap_mb": 0.0005, "offload": Offload(tmp_path)}
+    optimizer = ZeroOptimizer(model, mixed_precision=PRECISIONS["bf16"], process_group=solo(), **settings)  # type: ignore[arg-type]
+    odd_loss(model, odd_batches(1)[0]).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not here
+
+
+def test_states_of_an_option_that_comes_with_a_dict_are_kept_there_too(tmp_path: Path) -> None:
+    model, arguments = nn.Linear(8, 8), {"partition": "parameter", "offload": Offload(tmp_path)}
+    optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=solo(), **arguments)  # type: ignore[arg-type]
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["momentum"] = 0.9
+    optimizer.load_state_dict(saved)
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert optimizer.describe().offloaded_bytes >= 4 * 72
 
 
 def test_describe_says_what_is_elsewhere_and_the_hosts_memory_is_there_already(tmp_path: Path) -> None:
