@@ -239,8 +239,9 @@ def test_bad_input_is_an_error() -> None:
     again = ShardedAverage(optimizer, name="one")
     one.close()
     again.update_parameters()
-    for call in (one.update_parameters, one.gather, one.applied):
+    closed: list[Callable[[], Any]] = [one.update_parameters, one.gather, one.applied]
+    for use in closed:
         with pytest.raises(RuntimeError, match="'one' is closed"):
-            call()
+            use()
     with pytest.raises(TypeError, match=r"not of AdamW: .*AveragedModel"):
         ShardedAverage(torch.optim.AdamW(locked_build(0).parameters()))  # type: ignore[arg-type]
