@@ -229,9 +229,7 @@ def test_a_reader_that_finds_only_the_trash_of_a_swap_uses_it(tmp_path: Path) ->
 
 
 @pytest.mark.assumes("fsync")
-def test_a_step_that_was_set_aside_is_back_on_the_disk_before_the_save_that_did_it_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_set_aside_is_back_on_disk_before_its_save_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     aside, save = f"abandoned-step-00000003-{'0' * 16}", f".tmp-step-00000002-{'0' * 16}"
     for name in (aside, save):
         (tmp_path / name).mkdir()

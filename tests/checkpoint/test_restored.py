@@ -244,7 +244,7 @@ class Meshed(Quantised):
         return ["whole", "mesh", "scale"], None
 
 
-def test_a_part_of_a_subclass_that_is_no_tensor_is_named_as_not_saved(tmp_path: Path) -> None:
+def test_a_part_of_a_subclass_that_is_no_tensor_is_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     meshed = Meshed(torch.ones(2, 2, dtype=torch.int8), torch.ones(2, 1))
     model.frozen = nn.Parameter(meshed, requires_grad=False)

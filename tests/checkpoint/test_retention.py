@@ -86,7 +86,7 @@ def test_a_save_that_fails_sets_nothing_aside(
     assert entries(tmp_path) == names(2, 4, 6, 8)
 
 
-def test_a_step_that_a_failed_save_cannot_give_its_name_back_still_counts(
+def test_a_step_whose_name_a_failed_save_cannot_give_back_still_counts(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, optimizer, 2, 4)

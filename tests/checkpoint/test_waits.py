@@ -108,7 +108,7 @@ def test_a_rank_that_knows_how_a_save_has_ended_waits_no_longer(
     assert clock.now == 0
 
 
-def test_a_rank_that_has_given_up_raises_the_reason_that_another_one_reports(tmp_path: Path) -> None:
+def test_a_rank_that_has_given_up_raises_the_reason_that_another_reports(tmp_path: Path) -> None:
     folder = SaveFolder(tmp_path / "step-00000001", "0" * 16, 1, 2, timeout=10.0)
     saving = Saving(1, folder, 1, GivenUpError("rank 0 has given up"), None, lambda *_: None)
     saving.start(asynchronous=False)

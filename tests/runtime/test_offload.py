@@ -104,7 +104,7 @@ def test_what_is_written_for_one_bucket_leaves_memory_before_the_next(
     assert not here
 
 
-def test_states_of_an_option_that_comes_with_a_dict_are_kept_there_too(tmp_path: Path) -> None:
+def test_states_of_an_option_from_a_dict_are_on_disk_too(tmp_path: Path) -> None:
     model, arguments = nn.Linear(8, 8), {"partition": "parameter", "offload": Offload(tmp_path)}
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, process_group=solo(), **arguments)  # type: ignore[arg-type]
     saved = optimizer.state_dict()

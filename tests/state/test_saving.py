@@ -95,7 +95,7 @@ def test_a_saved_dict_has_torchs_own_form_and_names() -> None:
             assert ours["state"][index][key].stride() == value.stride(), (index, key)
 
 
-def test_an_option_that_the_class_adds_by_itself_may_be_missing_in_a_dict() -> None:
+def test_an_option_that_the_class_adds_may_be_missing_in_a_dict() -> None:
     optimizer = ZeroOptimizer(Two(), torch.optim.AdamW, amsgrad=True)
     saved = optimizer.state_dict()
     del saved["param_groups"][0]["amsgrad"]
