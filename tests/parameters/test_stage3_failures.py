@@ -14,6 +14,7 @@ from torch import nn
 from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
+from ..support.cases import manager_of
 from ..support.errors import error_of, warned
 from ..support.limits import BOUND, at_once
 from ..support.plain import assert_same_model
@@ -112,6 +113,26 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
     assert told[1].startswith("OSError: the cable is broken")
     assert told[0].startswith(("PeerError: rank 0, in ", "MismatchError: rank 0 is in "))
     assert "this communicator is closed since an earlier failure" in told[0]
+
+
+def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
+    armed: list[bool] = []
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if rank == 1 and armed:
+            armed.clear()
+            raise OSError("the cable is broken")
+
+    def program(transport: Transport) -> tuple[str, bool]:
+        model = Net()
+        optimizer = zero(model, transport)
+        if transport.rank == 1:
+            model.block(1).register_forward_pre_hook(lambda *_: armed.append(True))
+        return error_of(forward, model, optimizer), manager_of(optimizer).all_released()
+
+    for message, released in Loopback[tuple[str, bool]](2, timeout=BOUND, interfere=interfere).run(program):
+        assert "the cable is broken" in message
+        assert released
 
 
 def test_ranks_that_share_memory_and_evaluate_apart_are_told_once() -> None:
