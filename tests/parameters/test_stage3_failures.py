@@ -119,7 +119,7 @@ def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
     armed: list[bool] = []
 
     def interfere(rank: int, event: str, peer: int) -> None:
-        if rank == 1 and armed:
+        if rank == 1 and event == "send" and armed:
             armed.clear()
             raise OSError("the cable is broken")
 
@@ -127,7 +127,7 @@ def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
         model = Net()
         optimizer = zero(model, transport)
         if transport.rank == 1:
-            model.block(1).register_forward_pre_hook(lambda *_: armed.append(True))
+            model.block(0).register_forward_pre_hook(lambda *_: armed.append(True))
         return error_of(forward, model, optimizer), manager_of(optimizer).all_released()
 
     for message, released in Loopback[tuple[str, bool]](2, timeout=BOUND, interfere=interfere).run(program):
