@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from collectives.messenger import Messenger
@@ -16,7 +16,7 @@ from zero import ZeroOptimizer
 from zero.gradients.agreement import LONGEST_REPORT
 
 from ..support.parts import parts_of
-from ..support.plain import assert_same_model
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.small import TwoVectors, plain_two, with_sgd
 
 WORLD = 3
@@ -134,6 +134,22 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
     for model, rounds in on_threads(2, program):
         assert_same_model(model, expected)
         assert rounds == 1
+
+
+def test_a_gradient_that_one_rank_clears_after_a_clip_is_used_by_all() -> None:
+    def program(transport: Transport) -> Tensor:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, bucket_cap_mb=1e-6)
+        model(1.0 + transport.rank).backward()
+        optimizer.clip_grad_norm_(0.5)
+        if transport.rank:
+            model.a.grad = None
+        optimizer.step()
+        optimizer.check_replicas()
+        return model.b
+
+    for b in on_threads(2, program):
+        assert_same_bits(b, plain_two([(1.0, True), (2.0, True)], 2, clip=0.5).b)
 
 
 def test_reports_come_also_where_the_ranks_do_not_agree() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
+from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.loops import seeded
 from ..support.narrowed import BF16
 from ..support.plain import assert_same_model
 from ..support.sides import Loop, Side, same_as_plain
+from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.sockets import on_sockets
 
 STAGES = pytest.mark.parametrize(
@@ -227,6 +229,23 @@ def test_an_error_ends_the_block_on_every_rank_and_training_goes_on(act: Any) ->
 
     for text, expected in zip(on_threads(3, program, timeout=BOUND), ERRORS[act], strict=True):
         assert re.search(expected, text, re.DOTALL)
+
+
+def test_a_backward_that_an_exception_ended_is_completed_before_the_block() -> None:
+    """The other rank's backward is outside `join`, and waits for all means there."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=0)
+        if transport.rank:
+            model.b.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+        assert ("ZeroDivisionError" in error_of(model(1.0 + transport.rank).backward)) == bool(transport.rank)
+        with optimizer.join():
+            optimizer.step()
+        return model
+
+    for model in on_threads(2, program, timeout=BOUND):
+        assert_same_model(model, plain_two([(1.0, True), (2.0, True)], 2))
 
 
 def test_what_changes_the_layout_is_refused_inside_join() -> None:

@@ -18,7 +18,7 @@ from zero.core.parameter_specs import as_plain
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
-from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, on_blocks, on_ranks, plain, plain_blocks, train, zero
 from .worlds import on
 
 TOLD = "'blocks.1.weight' was edited while its unit was gathered"
@@ -135,6 +135,14 @@ def through_a_view(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
     return error_of(optimizer.step), error_of(optimizer.step)
 
 
+def into_an_array_before_a_block(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
+    with optimizer.gathered():
+        array = model.block(1).weight.detach().numpy()
+    array *= 2
+    block = in_a_block((), STEP, "blocks.1.weight")
+    return error_of(block, model, optimizer), error_of(optimizer.step)
+
+
 STEP, CLIP = ZeroOptimizer.step, lambda optimizer: optimizer.clip_grad_norm_(1.0)
 PAST = lambda weight: weight.data.mul_(2)  # noqa: E731
 EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, whether it stays
@@ -144,7 +152,9 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
     "beside what is written": ("travel", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
     "beside what is written, in common": ("common", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
     "through a view": ("travel", through_a_view, "'blocks.1.weight' was edited while it was released", False),
+    "through a view, in common": ("common", through_a_view, "'blocks.1.weight' was edited while it was released", False),
     "through a view, on one rank": ("one", through_a_view, "nothing", True),
+    "into an array before a block that writes": ("common", into_an_array_before_a_block, TOLD, False),
     "in a block that reads and raises": ("travel", written(False, (0, 1)), "nothing", False),
     "in a block that writes, around one that raises": ("travel", around_one_that_raises, "nothing", True),
     "in a block that writes, around one that raises, in common": ("common", around_one_that_raises, "nothing", True),
@@ -162,6 +172,17 @@ def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
         assert "was edited while its" not in text or "edit it inside gathered(write=True)" in message
         assert again == "nothing"
         assert_same_model(model, plain(1, doubled=stays))
+
+
+def test_an_edit_names_its_parameter_and_no_neighbour_in_the_shard() -> None:
+    def act(model: Any, optimizer: ZeroOptimizer) -> str:
+        with optimizer.gathered():
+            PAST(model.weight(1))
+        return error_of(optimizer.step)
+
+    for message, model in on_blocks("travel", 40, act):
+        assert "rank 0: '1.weight' was edited while its unit was gathered" in message
+        assert_same_model(model, plain_blocks(40, 1))
 
 
 # -- memory that moves ------------------------------------------------------------------------------------------------

@@ -68,14 +68,16 @@ def test_what_cannot_be_built_is_told_to_every_rank_and_stays_plain(name: str) -
 
 @pytest.mark.parametrize(("stage", "listed"), [(0, True), (1, False), (3, False), (3, True)])
 def test_what_the_first_optimizer_holds_is_taken_by_no_second_one(stage: int, listed: bool) -> None:
-    """Of the same model, inside `gathered`, or of another one that shares a parameter, listed or not."""
+    """Of the same model or one around it, inside `gathered`, or of another that shares a parameter, listed or not."""
 
     def act(model: Net, first: ZeroOptimizer) -> tuple[list[str], bool]:
         other = Net()
         other.first.weight = model.first.weight
         chosen = [(name, p) for name, p in other.named_parameters() if listed or name != "first.weight"]
+        around = nn.ModuleList([model, nn.Linear(3, 3)])
         with first.gathered():
             messages = [error_of(zero, list(model.named_parameters()), solo(), stage, module=model)]
+            messages.append(error_of(zero, list(around[1].parameters()), solo(), stage, module=around))
         return [*messages, error_of(zero, chosen, solo(), stage, module=other)], is_plain(other.blocks)
 
     for (messages, left), model in on_ranks("travel", act):

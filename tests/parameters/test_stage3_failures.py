@@ -14,10 +14,11 @@ from torch import nn
 from collectives import Loopback, Transport, on_threads
 from zero import ZeroOptimizer
 
-from ..support.errors import error_of
+from ..support.cases import manager_of
+from ..support.errors import error_of, warned
 from ..support.limits import BOUND, at_once
 from ..support.plain import assert_same_model
-from .stage3 import INPUTS, Net, loss_of, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
 Call = Callable[[Net, ZeroOptimizer], Any]
 step, close = (lambda _, optimizer: optimizer.step()), (lambda _, optimizer: optimizer.close())
@@ -112,6 +113,40 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
     assert told[1].startswith("OSError: the cable is broken")
     assert told[0].startswith(("PeerError: rank 0, in ", "MismatchError: rank 0 is in "))
     assert "this communicator is closed since an earlier failure" in told[0]
+
+
+def test_a_forward_whose_gather_fails_leaves_nothing_gathered() -> None:
+    armed: list[bool] = []
+
+    def interfere(rank: int, event: str, peer: int) -> None:
+        if rank == 1 and event == "send" and armed:
+            armed.clear()
+            raise OSError("the cable is broken")
+
+    def program(transport: Transport) -> tuple[str, bool]:
+        model = Net()
+        optimizer = zero(model, transport)
+        if transport.rank == 1:
+            model.block(0).register_forward_pre_hook(lambda *_: armed.append(True))
+        return error_of(forward, model, optimizer), manager_of(optimizer).all_released()
+
+    for message, released in Loopback[tuple[str, bool]](2, timeout=BOUND, interfere=interfere).run(program):
+        assert "the cable is broken" in message
+        assert released
+
+
+def test_ranks_that_share_memory_and_evaluate_apart_are_told_once() -> None:
+    def act(model: Net, optimizer: ZeroOptimizer) -> None:
+        for _ in range(2):
+            if optimizer.rank:
+                evaluate(model, optimizer)
+            train(model, optimizer)
+
+    with warned() as messages:
+        for _, model in on_ranks("common", act):
+            assert_same_model(model, plain(3))
+    (message,) = messages
+    assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
 
 
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:

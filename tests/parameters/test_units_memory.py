@@ -129,3 +129,17 @@ def test_a_view_that_is_kept_within_a_step_follows_its_own_parameter() -> None:
     for views, _ in on_blocks("travel", 4, act):
         for number, view in enumerate(views):
             assert_same_bits(view, Blocks(4).weight(number))
+
+
+def test_memory_that_a_view_held_serves_the_next_unit_once_the_view_is_gone() -> None:
+    def act(model: Blocks, optimizer: ZeroOptimizer) -> list[int]:
+        manager = manager_of(optimizer)
+        with optimizer.gathered(model.weight(0)):
+            view = model.weight(0).detach()
+        found = [in_use(manager)]
+        del view
+        with optimizer.gathered(model.weight(1)):
+            return [*found, in_use(manager), whole_bytes(manager, [1])]
+
+    for (held, used, one), _ in on_blocks("travel", 4, act):
+        assert held == used == one
