@@ -17,7 +17,7 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of
 from ..support.limits import BOUND, at_once
 from ..support.plain import assert_same_model
-from .stage3 import INPUTS, Net, loss_of, plain, train, zero
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
 Call = Callable[[Net, ZeroOptimizer], Any]
 step, close = (lambda _, optimizer: optimizer.step()), (lambda _, optimizer: optimizer.close())
@@ -112,6 +112,18 @@ def test_a_rank_that_fails_in_a_collective_stops_every_rank_and_no_parameter_is_
     assert told[1].startswith("OSError: the cable is broken")
     assert told[0].startswith(("PeerError: rank 0, in ", "MismatchError: rank 0 is in "))
     assert "this communicator is closed since an earlier failure" in told[0]
+
+
+def test_ranks_that_share_memory_are_told_of_units_used_in_another_order() -> None:
+    """Also where all end with the same unit."""
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> None:
+        with torch.no_grad():
+            for number in ((0, 1, 2), (1, 0, 2))[optimizer.rank]:
+                model.block(number)(INPUTS)
+
+    with pytest.warns(RuntimeWarning, match="before step.., ranks 0 and 1 have run different forwards"):
+        on_ranks("common", act)
 
 
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:
