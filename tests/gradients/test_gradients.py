@@ -98,7 +98,7 @@ def test_stage_0_shows_the_mean_gradient_after_each_backward() -> None:
     on_threads(2, program)
 
 
-def test_the_mean_in_p_grad_is_one_tensor_from_the_first_backward_to_the_step() -> None:
+def test_p_grad_is_one_tensor_from_the_first_backward_to_the_step() -> None:
     model = TwoVectors()
     optimizer = with_sgd(model, solo(), stage=0)
     model(1.0).backward()
