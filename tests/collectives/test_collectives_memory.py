@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,19 @@ def test_a_round_cannot_begin_inside_another() -> None:
         BucketQueue(log.launch, 0)
 
 
+def test_a_round_that_was_abandoned_is_not_waited_for_and_another_may_begin() -> None:
+    log = Log("wait", "pass_on")
+    queue = BucketQueue(log.launch, 1, 1)
+    queue.begin_round([0, 1, 2])
+    queue.ready(0)
+    queue.ready(1)
+    queue.abandon()
+    assert queue.done
+    queue.begin_round([5])
+    queue.finish()
+    assert (log.of("launch"), log.of("wait")) == ([0, 1, 5], [5])
+
+
 def test_a_bucket_is_passed_on_before_the_next_launch() -> None:
     """And completed when it is far behind. A work that cannot be passed on is completed in its turn."""
     for log, buckets in ((Log("wait", "pass_on"), 4), (Log(), 2)):
@@ -167,3 +181,13 @@ def test_a_message_under_way_holds_its_scratch_memory() -> None:
     assert first.scratch(50, FP32, CPU).fill_(4.0).data_ptr() != address
     work.wait()
     assert target.tolist() == [3.0] * 50
+
+
+def test_a_message_that_was_sent_is_let_go_of() -> None:
+    first, second = Loopback[None](2).transports
+    sent, received = first.isend(torch.ones(3), 1, reduction()), second.irecv(torch.empty(3), 0, reduction())
+    received.wait()
+    sent.wait()
+    alive = weakref.ref(sent)
+    del sent
+    assert alive() is None

@@ -41,12 +41,15 @@ from collectives import (
 )
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _World
+from collectives.messages import GoneError
 from zero.core.cuts import EvenCuts
 from zero.state.gather import gather_to
 
 from ..kills import LABEL, by_tree, halves, launch
-from ..support.carried import FEWER
+from ..support.carried import CPU, FEWER, FP32, reduction
+from ..support.limits import BOUND
 from ..support.programs import Program, compare, run_rank
+from ..support.sockets import meet, routed
 from .clock import Clocked
 
 PART = 1 << 13  # the least elements of a part here, so that large messages are sent in several
@@ -118,6 +121,32 @@ def test_a_rank_that_fails_at_any_step_is_named_at_once(
     for rank, error in errors.items():
         assert error.startswith(f"rank {rank}, in {LABEL}: rank {victim} failed: "), error
         assert "the disk is full" in error or "ZeroDivisionError" in error
+
+
+READERS: dict[str, Callable[[Transport], Transport]] = {
+    "threads": lambda t: t,
+    "a host": lambda t: Transport(meet(t)),
+    "a host of two": lambda t: routed(t, [[0, 1], [2]]),
+}
+
+
+@pytest.mark.parametrize("place", READERS)
+def test_a_rank_whose_memory_is_read_learns_that_the_reader_failed(place: str) -> None:
+    kept = list[Transport]()  # else the end of a connection would tell it
+
+    def program(transport: Transport) -> None:
+        t = READERS[place](transport)
+        kept.append(t)
+        if t.rank == 0:
+            exposed = t.expose(t.scratch(4, FP32, CPU), [(1, 0, 4)], reduction())
+            with pytest.raises(CollectiveError, match="rank 1 failed: the disk is full") as caught:
+                exposed.wait()
+            assert isinstance(caught.value.__cause__, GoneError), "a time limit ended it, not a message"
+        elif t.rank == 1:
+            t.map_buffers([(0, 4)], FP32, reduction()).wait()
+            t.abort("the disk is full")
+
+    Loopback[None](3, timeout=BOUND).run(program)
 
 
 class HearingWorld(_World):

@@ -25,7 +25,7 @@ from collectives.topology import choose, hierarchical, replicate, shared
 from ..support.descriptors import listed, opened
 from ..support.limits import BOUND
 from ..support.pool import GlooPool
-from ..support.sockets import on_hosts, on_wires, outcome, works
+from ..support.sockets import Wire, on_hosts, on_wires, outcome, works
 
 
 def automatic(transport: Transport) -> Collective:
@@ -79,6 +79,16 @@ def test_nccl_is_used_where_all_tensors_are_on_its_gpus(gloo: GlooPool, case: An
         assert name == NCCL[case][0]
         assert why.startswith(NCCL[case][1])
         assert exact == (name != "native")
+
+
+def test_rank_0_says_why_nccl_cannot_serve_replicas() -> None:
+    """In a warning that names the remedy."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Wire, "device_backend", lambda *_: "nccl")
+        made = on_wires(2, lambda transport: replicate(transport, 1, "auto", torch.device("cuda")))
+    assert all("2 replicas of 1; through the host's memory" in choice.reason for choice in made)
+    assert ["leave sharding_factor= away" in str(warning.message) for warning in caught] == [True]
 
 
 def once(call: Callable[..., Any], error: Exception) -> Callable[..., Any]:

@@ -98,6 +98,18 @@ def test_stage_0_shows_the_mean_gradient_after_each_backward() -> None:
     on_threads(2, program)
 
 
+def test_p_grad_is_one_tensor_from_the_first_backward_to_the_step() -> None:
+    model = TwoVectors()
+    optimizer = with_sgd(model, solo(), stage=0)
+    model(1.0).backward()
+    first = model.a.grad
+    model(1.0).backward()
+    assert model.a.grad is first
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert model.a.grad is first
+
+
 @pytest.mark.usefixtures("whenever_seen")
 @pytest.mark.parametrize(("world_size", "clips"), [(1, False), (2, True), (2, False)])
 def test_stage_0_honours_edits_of_the_mean_also_between_clips(world_size: int, clips: bool) -> None:

@@ -149,6 +149,18 @@ def test_ranks_that_share_memory_and_evaluate_apart_are_told_once() -> None:
     assert message.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
 
 
+def test_ranks_that_share_memory_are_told_of_units_used_in_another_order() -> None:
+    """Also where all end with the same unit."""
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> None:
+        with torch.no_grad():
+            for number in ((0, 1, 2), (1, 0, 2))[optimizer.rank]:
+                model.block(number)(INPUTS)
+
+    with pytest.warns(RuntimeWarning, match="before step.., ranks 0 and 1 have run different forwards"):
+        on_ranks("common", act)
+
+
 def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_say_so() -> None:
     def program(transport: Transport) -> tuple[list[str], nn.Module]:
         model = Net()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,16 @@ def test_describe_says_what_is_elsewhere_and_the_hosts_memory_is_there_already(t
     with pytest.warns(UserWarning, match="the parameters are on the CPU: nothing to do"):
         optimizer = ZeroOptimizer(nn.Linear(2, 2), offload=Offload("cpu"))
     assert optimizer.describe().offloaded_bytes == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_between_steps_no_page_of_the_file_is_mapped(tmp_path: Path) -> None:
+    """`ci/runtime/test_offload_memory` looks at every moment of a step."""
+    optimizer = ZeroOptimizer(model := nn.Linear(64, 64), process_group=solo(), offload=Offload(tmp_path))
+    model(torch.ones(64)).sum().backward()
+    optimizer.step()
+    mapped = rf"{re.escape(str(tmp_path))}.* \(deleted\)\n(?:.*\n)*?Rss: +(\d+) kB"
+    assert set(re.findall(mapped, Path("/proc/self/smaps").read_text())) == {"0"}
 
 
 # -- errors ------------------------------------------------------------------------------------------------------------

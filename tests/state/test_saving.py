@@ -113,6 +113,27 @@ def test_a_closed_optimizer_has_no_states() -> None:
     assert (before != [], list(optimizer.state)) == (True, [])
 
 
+class Narrow(torch.optim.SGD):
+    """Keeps the momentum in bf16 between steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for state in self.state.values():
+            state["momentum_buffer"] = state["momentum_buffer"].bfloat16()
+
+
+def test_a_state_may_be_narrower_than_its_parameter() -> None:
+    model, plain = locked_build(0), locked_build(0)
+    arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
+    zero, sgd = ZeroOptimizer(model, Narrow, **arguments), Narrow(plain.parameters(), **arguments)
+    for step in range(2):
+        for each, by in ((model, zero), (plain, sgd)):
+            by.zero_grad()
+            odd_loss(each, odd_batches(1, step)[0]).backward()  # type: ignore[no-untyped-call]
+            by.step()
+    assert_same_states(zero.state_dict(), sgd.state_dict())
+
+
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
     model = Two()
     optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.3), momentum=0.9)

@@ -102,6 +102,8 @@ ROWS: list[tuple[Any, Any, dict[str, Any]]] = [  # class, parameters (None: of t
     (Low, None, {"lr": 1e-6}),
     # a vector of one element is tried where there is one
     (SparesSingleElements, lambda: [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(1))], {}),
+    # kernels are tried also where nothing has three dimensions
+    (ALONE["DecayKernelsOnly"], lambda: net().kernels, OPTIONS),
     # the options of every group count, in whatever order
     (DecayMatricesOnly, lambda: two_groups(0.0, 0.1), {"lr": 0.05}),
     (DecayMatricesOnly, lambda: two_groups(0.1, 0.0), {"lr": 0.05}),

@@ -36,7 +36,7 @@ class Wide(nn.Sequential):
 class Codes(torch.optim.Optimizer):
     """Keeps the momentum of a large parameter in whole numbers of 8 bits, as 8-bit classes do, with a scale in bf16.
 
-    Also something without elements.
+    Also a copy in bf16, and something without elements.
     """
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
@@ -49,7 +49,7 @@ class Codes(torch.optim.Optimizer):
                 if p.grad is not None:
                     state = self.state[p]
                     wide = p.grad + (0.9 * state["momentum"].float() * state["scale"] if state else 0)
-                    state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)])
+                    state.update(momentum=wide, scale=1.0, none=[torch.empty(0, 3)], narrow=wide.bfloat16())
                     if p.numel() >= LARGE:
                         scale = (wide.abs().amax().clamp_min(1e-12) / 127).bfloat16()
                         state.update(momentum=(wide / scale).round().to(torch.int8), scale=scale)
