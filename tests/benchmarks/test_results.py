@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..support.rows import only
+
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result  # noqa: E402
@@ -44,7 +46,7 @@ def stored(name: str) -> list[Summary]:
 # -- stored results ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", only(STORED, "steps"))
 def test_the_page_shows_the_stored_results(name: str, tmp_path: Path) -> None:
     done = run(steps.main, *STORED[name], "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output

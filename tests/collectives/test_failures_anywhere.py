@@ -47,6 +47,7 @@ from zero.state.gather import gather_to
 from ..kills import LABEL, by_tree, halves, launch
 from ..support.carried import FEWER
 from ..support.programs import Program, compare, run_rank
+from ..support.rows import only, rows
 from .clock import Clocked
 
 PART = 1 << 13  # the least elements of a part here, so that large messages are sent in several
@@ -176,7 +177,17 @@ class HearingLoopback(Loopback[None]):
         self.transports = [Transport(HearingBackend(world, rank, world_size)) for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if not row.startswith("shared")])
+@pytest.mark.parametrize(
+    "row",
+    only(
+        [row for row in ROWS if not row.startswith("shared")],
+        "pairwise exchange",
+        "pairwise meet",
+        "ring reduce_scatter",
+        "hierarchical all_gather",
+        "tree meet",
+    ),
+)
 def test_a_send_is_waited_for_only_after_its_receiver_was_heard_from(row: str) -> None:
     algorithm, what = row.split()
 
@@ -207,7 +218,7 @@ def test_an_ack_is_waited_for_only_after_its_receiver_was_heard_from(
     HearingLoopback(4).run(program)
 
 
-@pytest.mark.parametrize("algorithm", ["pairwise", "ring", "hierarchical"])
+@pytest.mark.parametrize("algorithm", rows(["pairwise"], ["ring", "hierarchical"]))
 def test_a_reduction_does_not_wait_for_the_gather_before_it(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a backward at stage 3 the next unit's gather is launched before the reductions of this unit, and waited for
     after them: also where all messages are large, and so acknowledged. Units have several buckets."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..support.loops import BLOCKS, ECOSYSTEM, PlainLoop
 from ..support.plain import assert_same_model
 from ..support.pool import GlooPool
+from ..support.rows import rows
 from .recipes import EXAMPLES, OTHERS, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
 
 pytestmark = pytest.mark.contract
@@ -20,7 +21,7 @@ def test_every_block_of_the_guide_is_run() -> None:
     assert set(BLOCKS) == {*EXAMPLES, *OTHERS, *ECOSYSTEM}
 
 
-@pytest.mark.parametrize("heading", ["fp32", "Uneven data"])
+@pytest.mark.parametrize("heading", rows(["fp32"], ["Uneven data"]))
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
     assert_trains_as_plain(gloo, heading)
 

@@ -29,6 +29,7 @@ from ..support.cases import (
     train,
 )
 from ..support.plain import assert_same_bits
+from ..support.rows import rows
 from .worlds import EVERY_WORLD, check_in, on
 
 X = torch.ones(ROWS, WIDTH)
@@ -91,7 +92,7 @@ def call_all(model: Any, batch: Batch) -> Iterator[None]:
 CASE = Case(Agent, call_all, built=register)
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", rows(["one", "common"], ["travel"]))
 def test_registered_methods_train_as_in_the_plain_loop(world: str) -> None:
     check_in(world, CASE)
 
