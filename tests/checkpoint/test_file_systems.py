@@ -88,7 +88,7 @@ def managed(training: Training, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("name", IS_REFUSED)
+@pytest.mark.parametrize("name", only(IS_REFUSED, "no fsync of files", "no rename", "no removal of folders"))
 def test_what_would_lose_data_is_one_error_on_every_rank_and_training_goes_on(name: str, tmp_path: Path) -> None:
     system, folder = FILE_SYSTEMS[name], tmp_path / "run"
     assert system.error is not None

@@ -72,7 +72,13 @@ def _small_parts() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("row", ROWS)
+FIRST = [
+    *("pairwise all_gather", "pairwise meet", "ring all_gather", "ring exchange", "hierarchical all_gather"),
+    *("shared all_gather", "shared meet", "tree exchange", "tree meet"),
+]
+
+
+@pytest.mark.parametrize("row", only(ROWS, *FIRST))
 @given(
     world_size=st.integers(2, 4),
     victim=st.integers(0, 3),

@@ -51,7 +51,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         begins = (3,)
         precisions = ("", "", "bf16")
 
-    OnSockets.check(50 if THOROUGH else count(2, 8), 40 if THOROUGH else 20)
+    OnSockets.check(50 if THOROUGH else count(1, 8), 40 if THOROUGH else 20)
 
 
 LAYERS = (Part("linear"), Part("matrix"))

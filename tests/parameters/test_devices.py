@@ -30,7 +30,7 @@ from ..support.errors import error_of
 from ..support.plain import assert_same_model
 from ..support.pool import SIZE, GlooPool
 from ..support.programs import Program, compare, run_rank
-from ..support.rows import only
+from ..support.rows import only, rows
 from .stage3 import INPUTS, Net, loss_of, plain, train, zero
 
 GPU = torch.device("cuda", 1)
@@ -140,7 +140,7 @@ ACTS: dict[str, Callable[[nn.Module, ZeroOptimizer], Any]] = {
 
 
 @pytest.mark.usefixtures("accelerator")
-@pytest.mark.parametrize(("act", "stage"), [*((act, 3) for act in ACTS), *zip(ACTS, (0, 1, 2, 0, 1), strict=True)])
+@pytest.mark.parametrize(("act", "stage"), rows(zip(ACTS, (0, 1, 2, 0, 1), strict=True), ((act, 3) for act in ACTS)))
 def test_a_capture_is_refused_and_training_goes_on(act: str, stage: int) -> None:
     def program(transport: Transport) -> tuple[str, nn.Module]:
         waits: list[tuple[str, str]] = []

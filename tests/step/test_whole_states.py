@@ -64,13 +64,13 @@ def in_bf16() -> nn.Module:
 Row = tuple[Any, Callable[[], nn.Module], str, tuple[int, int], tuple[int, int]]
 ROWS: list[Row] = rows(  # class (None: Muon and AdamW), model, by, before: ranks and stage, after
     [
-        (Shampoo, Mixed, "checkpoint", (1, 2), (3, 3)),
         (Codes, Mixed, "checkpoint", (2, 0), (1, 1)),
         (Blockwise, Wide, "dict of the class", (1, 2), (2, 3)),
         (None, Mixed, "dict of the class", (1, 2), (2, 0)),
     ],
     [
         (Shampoo, Mixed, "dict", (3, 3), (2, 1)),
+        (Shampoo, Mixed, "checkpoint", (1, 2), (3, 3)),
         (Codes, Mixed, "dict", (2, 1), (3, 2)),
         (Blockwise, Wide, "checkpoint", (2, 3), (3, 0)),
         (None, Mixed, "dict", (3, 3), (2, 1)),
