@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..support.rows import rows, without
-from .goes_on import goes_on, undisturbed, widest_first
+from .goes_on import goes_on
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
 
 DISK = Path("offload")
@@ -66,11 +66,3 @@ CLASSES = {
 @pytest.mark.parametrize("name", without(CLASSES, "bf16-adagrad", "fp32-number"))
 def test_every_class_and_precision_has_one_content_and_goes_on(name: str, tmp_path: Path) -> None:
     goes_on(*CLASSES[name], tmp_path)
-
-
-def test_training_goes_on_at_any_topology_as_if_undisturbed(tmp_path: Path) -> None:
-    undisturbed(Topology(4, 3, SMALL, factor=1), Topology(4, 2, 0.002, factor=2, offload=DISK), 1, tmp_path)
-
-
-def test_another_precision_begins_with_the_widest_weights(tmp_path: Path) -> None:
-    widest_first(None, BF16, tmp_path)

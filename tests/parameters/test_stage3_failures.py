@@ -84,16 +84,9 @@ def test_ranks_in_different_places_learn_of_both_at_once(name: str) -> None:
     rows(
         [("send", 0), ("send", 14), ("recv", 5), ("recv", 20), ("wait", 9)],
         [
-            ("send", 5),
-            ("send", 9),
-            ("send", 20),
-            ("recv", 0),
-            ("recv", 9),
-            ("recv", 14),
-            ("wait", 0),
-            ("wait", 5),
-            ("wait", 14),
-            ("wait", 20),
+            *(("send", after) for after in (5, 9, 20)),
+            *(("recv", after) for after in (0, 9, 14)),
+            *(("wait", after) for after in (0, 5, 14, 20)),
         ],
     ),
 )

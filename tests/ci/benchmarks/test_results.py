@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..support.rows import only
+from ...support.rows import only
 
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
@@ -26,9 +26,9 @@ from benchmarks.report import Report  # noqa: E402
 from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402
 
-from ..support.pictures import FOLDER  # noqa: E402
+from ...support.pictures import FOLDER  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = {"steps": (), "steps-bf16": ("--precision", "bf16")}
 

@@ -16,13 +16,13 @@ from torch import nn
 
 from collectives.backends.shared_memory import PeerProcess
 
-from ..support.errors import error_of
-from ..support.forks import said_by_a_child
-from ..support.models import odd_loss
-from ..support.plain import assert_same_model
-from ..support.pool import GlooPool
-from ..support.rows import rows
-from .odd import Run, plain
+from ...parameters.odd import Run, plain
+from ...support.errors import error_of
+from ...support.forks import said_by_a_child
+from ...support.models import odd_loss
+from ...support.plain import assert_same_model
+from ...support.pool import GlooPool
+from ...support.rows import rows
 
 RANKS = 2
 REMEDY = "a copy of the model that was made before the fork"

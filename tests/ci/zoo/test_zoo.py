@@ -9,11 +9,11 @@ from types import ModuleType
 
 import pytest
 
-from ..mutants import sites
-from ..support.rows import only
-from . import live, wrong_checkpoints, wrong_training
-from .bug import bugs, entries, pattern_of
-from .judge import How, judge
+from ...mutants import sites
+from ...support.rows import only
+from ...zoo import live, wrong_checkpoints, wrong_training
+from ...zoo.bug import bugs, entries, pattern_of
+from ...zoo.judge import How, judge
 
 SOURCE = """
 import functools, torch
