@@ -189,7 +189,7 @@ EVENTS: dict[str, tuple[Callable[[Training, int], None], int, Sequence[int], dic
 }
 
 
-@pytest.mark.parametrize("event", only(EVENTS, "edits without asking", "states edited", "states reset", "close"))
+@pytest.mark.parametrize("event", only(EVENTS, "states edited", "states reset", "edits without asking"))
 def test_whatever_follows_changes_nothing_of_a_save_and_the_next_one_has_it(
     event: str, taker: Taker, tmp_path: Path
 ) -> None:

@@ -151,7 +151,7 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
         assert_same_model(model, expected)
 
 
-@pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "the same tensor", "a new key"])
+@pytest.mark.parametrize("kind", rows(["a number", "numpy's", "a tensor"], ["the same tensor", "a new key"]))
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
     """A step with a rate in fp32 has other bits than one with a Python float. Betas stay a tuple."""
 

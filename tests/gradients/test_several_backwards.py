@@ -48,11 +48,11 @@ def loop_of(world_size: int, apart: bool) -> Callable[[Side], None]:
     rows(
         [
             (0, 2, True),
-            (3, 2, False),
             (2, 3, False),
         ],
         [
             (1, 2, False),
+            (3, 2, False),
             (2, 2, True),
             (3, 3, True),
             (1, 1, True),

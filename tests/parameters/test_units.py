@@ -11,9 +11,7 @@ from .worlds import check_in
 FIRST = (
     ("plain", "one"),
     ("inside gathered()", "common"),
-    ("gradient penalty", "common"),
     ("ties", "common"),
-    ("forward hooks from after", "several"),
     ("interrupt in a forward", "one"),
     ("outputs are a dict", "one"),
 )

@@ -212,7 +212,7 @@ def test_what_needs_a_whole_model_at_stage_3_names_the_block_that_gathers_it(cal
         use(model)
 
 
-@pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1)])
+@pytest.mark.parametrize(("stage", "sharding_factor"), rows([(1, 2), (3, 1)], [(0, None), (2, None)]))
 def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
     """Flat, in the order of memory; the pieces of the ranks of a replica together are the whole state."""
     arguments: dict[str, Any] = {"stage": stage, "sharding_factor": sharding_factor, "lr": 0.5}

@@ -117,7 +117,7 @@ def test_checkpoints_have_it_and_training_goes_on_elsewhere(
     same(go_on, *after)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", rows([1], [3]))
 def test_ranks_that_have_run_out_of_batches_update_it_too(stage: int) -> None:
     counts = (3, 1)
 

@@ -37,7 +37,7 @@ class Averaging(nn.Module):
         return y - self.mean.to(y.dtype)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", rows([2], [3]))
 def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
     """It changes no weights, masters, moments and buffers, and no later step."""
 
@@ -75,7 +75,7 @@ class Fed(nn.Module):
         return (x * self.weight * self.apart).sum()
 
 
-@pytest.mark.parametrize(("stage", "casts"), [(0, True), (1, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "casts"), rows([(0, True), (2, True), (3, False)], [(1, False), (3, True)]))
 def test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast(stage: int, casts: bool) -> None:
     precision = MixedPrecision(BF16, buffer_dtype=BF16 if casts else None, cast_forward_inputs=casts)
 
