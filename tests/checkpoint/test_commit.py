@@ -21,6 +21,7 @@ from zero.checkpoint import files
 from zero.checkpoint.folder.directory import LockedDirectory, complete_steps, steps_in
 
 from ..support.limits import PATIENT
+from ..support.rows import without
 from .disk import WORLDS, Call, Disk, materialize
 from .saves import Training, entries
 
@@ -153,7 +154,7 @@ def train(scenario: Scenario, disk: Disk, root: Path, witness: Witness, transpor
 
 @pytest.mark.assumes("flock", "fsync")
 @pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", without(SCENARIOS, "replaced"))
 def test_after_any_crash_the_steps_are_those_before_or_after_the_save(name: str, tmp_path: Path) -> None:
     """And the next run removes whatever else the crash has left."""
     scenario, root = SCENARIOS[name], tmp_path / "disk"

@@ -18,6 +18,7 @@ from zero.checkpoint.folder.directory import complete_steps
 from zero.checkpoint.write.chunk_writer import PartWriter
 
 from ..support.limits import PATIENT
+from ..support.rows import only
 from .disk import Disk
 from .file_systems import FILE_SYSTEMS, not_at_the_end
 from .saves import Training, entries
@@ -56,7 +57,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return first
 
 
-@pytest.mark.parametrize("name", GOES_ON)
+@pytest.mark.parametrize("name", only(GOES_ON, "no posix_fallocate", "an object store"))
 def test_what_can_be_left_out_or_done_otherwise_is_with_one_warning_and_the_same_bytes(
     name: str, reference: list[str], heard: list[str], tmp_path: Path
 ) -> None:
@@ -87,7 +88,7 @@ def managed(training: Training, folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("heard")
-@pytest.mark.parametrize("name", IS_REFUSED)
+@pytest.mark.parametrize("name", only(IS_REFUSED, "no fsync of files", "no rename", "no removal of folders"))
 def test_what_would_lose_data_is_one_error_on_every_rank_and_training_goes_on(name: str, tmp_path: Path) -> None:
     system, folder = FILE_SYSTEMS[name], tmp_path / "run"
     assert system.error is not None

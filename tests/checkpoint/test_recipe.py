@@ -15,12 +15,13 @@ from zero import ZeroOptimizer
 
 from ..support.loops import blocks_of
 from ..support.plain import assert_same_model, assert_same_states
+from ..support.rows import rows
 from .saved import TiedModel, built, train
 
 RECIPE = blocks_of((Path(zero.__file__).parent / "checkpoint" / "README.md").read_text())["From plain dicts"]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 0), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("world_size", "stage"), rows([(2, 3)], [(1, 0), (4, 1)]))
 def test_training_goes_on_from_a_checkpoint_of_plain_dicts(
     world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,9 +32,10 @@ from zero.core.statetree import (
 from zero.step.equality import same
 
 from ..support.blockwise import BLOCK, Blocks
+from ..support.rows import count
 from .values import difference, through_json
 
-MORE = settings(max_examples=5 * settings().max_examples)
+MORE = settings(max_examples=count(1, 5) * settings().max_examples)
 
 
 def round_trip(value: Any) -> Any:

@@ -31,8 +31,9 @@ from zero.checkpoint.format.tensorfile import (
 from zero.core.statetree import DTYPES, NAMES, FormatError
 
 from ..support.plain import assert_same_bits, bits
+from ..support.rows import count
 
-MORE = settings(max_examples=10 * settings().max_examples)
+MORE = settings(max_examples=count(3, 10) * settings().max_examples)
 
 
 HUGE = str(2**63)

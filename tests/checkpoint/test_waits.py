@@ -19,10 +19,11 @@ from zero.checkpoint.write.save_thread import Saving
 
 from ..support.limits import PATIENT
 from ..support.parts import parts_of
+from ..support.rows import rows
 from .saves import Taker, Training, entries
 
 
-@pytest.mark.parametrize("call", ["restore", "save"])
+@pytest.mark.parametrize("call", rows(["restore"], ["save"]))
 def test_a_restore_waits_for_the_save_under_way(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does a save."""
     taker, wait = Taker(monkeypatch), Saving.wait

@@ -10,10 +10,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives import Algorithm, Chain, Kind, Loopback, MismatchError, Tag, Transport, Work, on_threads
+from collectives import (
+    Algorithm,
+    Chain,
+    Kind,
+    Loopback,
+    MismatchError,
+    Pairwise,
+    Ring,
+    Shared,
+    Tag,
+    Transport,
+    Work,
+    on_threads,
+)
 
-from ..support.carried import EVERY, each, hosts_of, jitter, reduction
+from ..support.carried import EVERY, between_hosts, each, hosts_of, jitter, reduction
 from ..support.limits import PATIENT
+from ..support.rows import rows
 
 pytestmark = pytest.mark.contract
 
@@ -60,7 +74,7 @@ class Rounds:
         return bytes([rank, self.entered]) * [1, 0, 3000, 40_000][(rank + self.entered) % 4]
 
 
-@EVERY
+@pytest.mark.parametrize("algorithm", rows([Shared], [Pairwise, Ring, between_hosts]))
 @given(data=st.data())
 def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(algorithm: Algorithm, data: st.DataObject) -> None:
     """For any number of rounds on a rank and any split (empty slices send no bytes), with and without delays."""

@@ -15,6 +15,7 @@ from zero.commands.runner import record_error
 from zero.commands.train import data
 
 from ..planning.configs import SMALL
+from ..support.rows import only
 
 TRAIN = ("--preset=tiny", "--sequence=24", "--data={}/text", "--out={}/out")
 VERIFIED = "tests.commands.verified"
@@ -86,8 +87,35 @@ WRONG = {  # words with gaps
 }
 
 
+FIRST = (
+    "checkpoint export {}/runs/step-00000003 --to=hf {}/file",
+    "checkpoint list {}/no",
+    "checkpoint lost",
+    "checkpoint verify {}/file",
+    "export saved",
+    "plan",
+    "plan --config=config.json --global-batch=12",
+    "plan --config=config.json --micro=0",
+    "plan --module=nowhere:model",
+    "plan --preset=tiny --checkpoint=full",
+    "train --data={}/folder",
+    "train --data={}/no",
+    "train --data={}/short --sequence=17",
+    "train --optimizer=adamu",
+    "train --optimizer=rprop --fused",
+    "train --out={}/file/below",
+    "train --reshard-after-forward=3 --stage=3",
+    "train --reshard-after-forward=some",
+    "train --resume=auto",
+    "verify os:getcwd",
+    "verify tests.commands.verified",
+    "verify tests.commands.verified:leaves",
+    "verify tests.commands.verified:unknown_arguments",
+)
+
+
 @pytest.mark.usefixtures("no_processes")
-@pytest.mark.parametrize("line", WRONG)
+@pytest.mark.parametrize("line", only(WRONG, *FIRST))
 def test_wrong_input_is_one_line_and_exit_code_2(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

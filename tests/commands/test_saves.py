@@ -17,6 +17,7 @@ from zero.commands import cli
 from zero.commands.train.data import Batch, Corpus
 from zero.commands.train.rank import RankTraining
 
+from ..support.rows import rows
 from .conftest import MICRO_BATCHES, RunOutput, Train, equal_part, flags, saved_steps
 
 STEPS = 6
@@ -31,11 +32,15 @@ def copied(one_rank: RunOutput, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("first", "then", "both"),
-    [
-        ((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--optimizer=sgd", "--lr=0.01")),
-        (("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=bf16", "--fused")),
-        (("--stage=0",), ("--stage=2",), ("--precision=fp16", "--clip=0.5")),
-    ],
+    rows(
+        [
+            ((), ("--stage=3", "--bucket-cap-mb=0.05"), ("--optimizer=sgd", "--lr=0.01")),
+        ],
+        [
+            (("--stage=3",), ("--stage=1", "--collective=ring"), ("--precision=bf16", "--fused")),
+            (("--stage=0",), ("--stage=2",), ("--precision=fp16", "--clip=0.5")),
+        ],
+    ),
 )
 def test_a_resumed_run_is_the_undisturbed_one(
     trained: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Flags, then: Flags, both: Flags

@@ -23,6 +23,7 @@ from zero.commands.train.model import build_model, parameters_sha256
 from zero.commands.train.rank import RankTraining, check_same_text
 from zero.commands.train.settings import TrainConfig
 
+from ..support.rows import rows
 from .conftest import SEQUENCE, STEPS, RunOutput, Train, flags, plain_sha256
 
 KINDS = ("parameters", "gradients", "optimizer")
@@ -30,13 +31,20 @@ KINDS = ("parameters", "gradients", "optimizer")
 
 @pytest.mark.parametrize(
     ("more", "plain"),
-    [
-        (("--stage=0", "--bucket-cap-mb=0.01", "--lr=0.003"), {"lr": 0.003}),
-        (("--stage=1", "--fused"), {"fused": True}),
-        (("--optimizer=muon", "--weight-decay=0.3", "--clip=0.5"), {"muon": True, "weight_decay": 0.3, "clip": 0.5}),
-        (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
-        (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
-    ],
+    rows(
+        [
+            (("--stage=0", "--bucket-cap-mb=0.01", "--lr=0.003"), {"lr": 0.003}),
+            (("--stage=1", "--fused"), {"fused": True}),
+            (
+                ("--optimizer=muon", "--weight-decay=0.3", "--clip=0.5"),
+                {"muon": True, "weight_decay": 0.3, "clip": 0.5},
+            ),
+        ],
+        [
+            (("--precision=bf16", "--stage=3"), {"precision": "bf16"}),
+            (("--precision=fp16", "--stage=0", "--clip=0.5"), {"precision": "fp16", "clip": 0.5}),
+        ],
+    ),
 )
 def test_one_rank_gives_the_parameters_of_the_plain_loop(
     text: Path, trained: Train, more: tuple[str, ...], plain: dict[str, Any]

@@ -27,6 +27,7 @@ from zero.commands.verify.spec import reference, resolve
 
 from ..support.models import odd_loss
 from ..support.narrowed import PRECISIONS
+from ..support.rows import placed
 from . import verified
 from .verified import alone
 
@@ -90,7 +91,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", ALIKE)
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 9))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from ..peaks import BLOCKS
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.pool import GlooPool, ProgramError
 from ..support.programs import Program, Round, Step, compare
+from ..support.rows import rows
 from . import on_processes
 
 CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
@@ -32,24 +33,28 @@ def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [
-        Program(2, 0, "adamw fused", steps=CLIPPED),
-        Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
-        Program(4, 3, "shampoo", sharding_factor=2, steps=CLIPPED),
-        Program(3, 2, collective="all_to_all", steps=CLIPPED),
-    ],
+    rows(
+        [
+            Program(4, 3, "shampoo", sharding_factor=2, steps=CLIPPED),
+        ],
+        [
+            Program(2, 0, "adamw fused", steps=CLIPPED),
+            Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
+            Program(3, 2, collective="all_to_all", steps=CLIPPED),
+        ],
+    ),
     ids=lambda p: f"W{p.world_size}-stage{p.stage}",
 )
 def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Program) -> None:
     check(gloo, program, range(program.world_size))
 
 
-@pytest.mark.parametrize(("stage", "factor"), [(2, None), (3, 1)])
+@pytest.mark.parametrize(("stage", "factor"), rows([(2, None)], [(3, 1)]))
 def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int, factor: int | None) -> None:
     check(gloo, Program(2, stage, sharding_factor=factor, steps=CLIPPED), (1, 3))
 
 
-@pytest.mark.parametrize(("stage", "algorithm"), [(0, "native"), (1, "all_to_all"), (2, "ring"), (2, "native")])
+@pytest.mark.parametrize(("stage", "algorithm"), rows([(0, "native"), (1, "all_to_all")], [(2, "ring"), (2, "native")]))
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
     """And give the same bits on integers."""
     expected = gloo.run(on_processes.integer_gradients, "pairwise", 2, ranks=range(3))[0]

@@ -14,6 +14,7 @@ from zero import MixedPrecision
 
 from ..support.loops import even, network, seeded
 from ..support.narrowed import BF16, FP16
+from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
 
 pytestmark = pytest.mark.contract
@@ -58,16 +59,20 @@ def penalised(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("habit", "stage", "precision"),
-    [
-        (autocast, 0, "bf16"),
-        (autocast, 3, "fp32"),
-        (recomputed, 1, "fp32"),
-        (recomputed, 2, "bf16"),
-        (recomputed, 3, "fp16"),
-        (penalised, 0, "fp16"),
-        (penalised, 2, "fp32"),
-        (penalised, 3, "bf16"),
-    ],
+    rows(
+        [
+            (autocast, 0, "bf16"),
+            (recomputed, 2, "bf16"),
+            (penalised, 2, "fp32"),
+        ],
+        [
+            (autocast, 3, "fp32"),
+            (recomputed, 1, "fp32"),
+            (recomputed, 3, "fp16"),
+            (penalised, 0, "fp16"),
+            (penalised, 3, "bf16"),
+        ],
+    ),
 )
 def test_a_loss_is_that_of_the_plain_loop(habit: LossOf, stage: int, precision: str) -> None:
     def loop(side: Side) -> None:
@@ -82,7 +87,9 @@ def test_a_loss_is_that_of_the_plain_loop(habit: LossOf, stage: int, precision: 
     same_as_plain(loop, build, torch.optim.AdamW, precision=mixed, settings=settings, divisor=MICRO_BATCHES, lr=0.05)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+@pytest.mark.parametrize(
+    ("stage", "precision"), rows([(2, "bf16")], [(0, "fp16"), (1, "fp32"), (3, "fp32"), (3, "bf16")])
+)
 def test_averages_and_hooks_of_a_step_see_what_they_see_in_a_plain_loop(stage: int, precision: str) -> None:
     """With an exponential moving average of the weights, and the optimizer's own hooks. Only rank 0 trains; at stage 3
     units are gathered, so all ranks run the same number of forwards and backwards."""

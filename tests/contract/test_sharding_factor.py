@@ -31,6 +31,7 @@ from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits
 from ..support.programs import Program, Round, Step, check, locked_build
+from ..support.rows import rows, without
 from ..support.sides import Side, same_as_plain
 from ..support.sockets import on_hosts, on_wires, routed
 from ..support.trainings import trained
@@ -111,12 +112,16 @@ def freezes(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "name", "act", "text"),
-    [
-        (1, "pairwise", fails, "rank 3: unplugged"),
-        (2, "shared", fails, "rank 3: unplugged"),
-        (3, "hierarchical", fails, "rank 3: unplugged"),
-        (2, "auto", freezes, "last.bias"),
-    ],
+    rows(
+        [
+            (1, "pairwise", fails, "rank 3: unplugged"),
+            (2, "shared", fails, "rank 3: unplugged"),
+        ],
+        [
+            (3, "hierarchical", fails, "rank 3: unplugged"),
+            (2, "auto", freezes, "last.bias"),
+        ],
+    ),
 )
 def test_what_differs_in_one_replica_is_named_in_all(
     stage: int, name: str, act: Callable[[Any, Any], None], text: str
@@ -144,7 +149,7 @@ PROGRAMS: dict[str, tuple[list[int], Program]] = {  # with the hosts of the rank
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", without(PROGRAMS, "what two ranks keep", "what two of a host keep"))
 def test_training_is_that_of_the_plain_loop(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """If one replica lies on two hosts, no replica shares memory: all must cut their buckets alike."""
     hosts, program = PROGRAMS[name]
@@ -203,14 +208,18 @@ def test_a_sum_over_replicas_is_the_fold_in_rank_order(data: st.DataObject, algo
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "factor", "precision", "reshard"),
-    [
-        (1, 2, 1, "", True),
-        (2, 4, 2, "bf16", True),
-        (3, 4, 2, "", True),
-        (3, 1, None, "", False),
-        (3, 4, None, "bf16", 2),
-        (3, 4, 2, "", False),
-    ],
+    rows(
+        [
+            (1, 2, 1, "", True),
+            (3, 4, 2, "", True),
+            (3, 1, None, "", False),
+        ],
+        [
+            (2, 4, 2, "bf16", True),
+            (3, 4, None, "bf16", 2),
+            (3, 4, 2, "", False),
+        ],
+    ),
 )
 def test_bytes_and_traffic_are_those_of_the_formulas(
     stage: int, ranks: int, factor: int | None, precision: str, reshard: bool | int
@@ -254,7 +263,7 @@ def test_bytes_and_traffic_are_those_of_the_formulas(
     assert sum(sent for _, sent in results) == results[0][0].formula_traffic_bytes(2, 2)
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (2, "")])
+@pytest.mark.parametrize(("stage", "precision"), rows([(1, "bf16")], [(2, "")]))
 def test_buckets_on_their_way_between_replicas_take_no_scratch_memory(stage: int, precision: str) -> None:
     """Five buckets are under way to the fourth replica and back; of three at most a rank keeps what it contributes."""
     arguments: dict[str, Any] = {"bucket_cap_mb": 0.015, "sharding_factor": 2}

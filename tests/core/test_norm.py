@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero.core.norm import PowerSum
 
+from ..support.rows import placed
 from .spread import DTYPES, NORM_TYPES, bits, block_of, cut, widely_spread
 
 # Around every length at which the code changes: a block, a tile, a piece that is read in place, a chunk.
@@ -93,7 +94,7 @@ def test_the_partial_is_the_exact_sum_of_the_blocks(
     assert math.isnan(norm) if any(map(math.isnan, magnitudes)) else norm == max(magnitudes, default=0.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", placed("dtype", DTYPES, 0))
 def test_it_is_exact_over_many_tiles_a_wide_spread_and_equal_magnitudes(dtype: torch.dtype) -> None:
     parameters = [widely_spread(length, dtype, random.Random(length)) for length in (70001, 33000, 5000, 100, 1)]
     # Where all blocks are as large as the largest, the sum of all leading bits needs the most bits.

@@ -19,6 +19,7 @@ from ..support.limits import BOUND
 from ..support.loops import seeded
 from ..support.narrowed import BF16
 from ..support.plain import assert_same_model
+from ..support.rows import rows
 from ..support.sides import Loop, Side, same_as_plain
 from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.sockets import on_sockets
@@ -66,14 +67,18 @@ def joined(*counts: int) -> Loop:
 
 @pytest.mark.parametrize(
     ("stage", "run", "counts", "precision"),
-    [
-        (0, on_threads, (2, 5, 3), MixedPrecision(BF16)),
-        (1, on_threads, (0, 2), MixedPrecision(BF16)),
-        (2, on_threads, (3, 1), None),
-        (3, on_threads, (1, 0, 3), None),
-        (3, on_sockets, (3, 1), MixedPrecision(BF16)),
-        (0, on_threads, (2, 2), None),
-    ],
+    rows(
+        [
+            (0, on_threads, (2, 5, 3), MixedPrecision(BF16)),
+            (1, on_threads, (0, 2), MixedPrecision(BF16)),
+        ],
+        [
+            (2, on_threads, (3, 1), None),
+            (3, on_threads, (1, 0, 3), None),
+            (3, on_sockets, (3, 1), MixedPrecision(BF16)),
+            (0, on_threads, (2, 2), None),
+        ],
+    ),
 )
 def test_training_is_that_of_the_plain_loop_over_the_union(
     stage: int, run: Any, counts: tuple[int, ...], precision: MixedPrecision | None
@@ -148,7 +153,7 @@ def test_a_scaler_works_where_a_rank_left(stage: int, overflow: bool) -> None:
         assert_same_model(model, expected)
 
 
-@pytest.mark.parametrize("kind", ["a number", "numpy's", "a tensor", "the same tensor", "a new key"])
+@pytest.mark.parametrize("kind", rows(["a number", "numpy's", "a tensor"], ["the same tensor", "a new key"]))
 def test_an_option_keeps_its_kind_on_the_way_to_a_rank_that_left(kind: str) -> None:
     """A step with a rate in fp32 has other bits than one with a Python float. Betas stay a tuple."""
 

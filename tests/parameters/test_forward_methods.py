@@ -29,7 +29,8 @@ from ..support.cases import (
     train,
 )
 from ..support.plain import assert_same_bits
-from .worlds import EVERY_WORLD, check_in, on
+from ..support.rows import rows
+from .worlds import check_in, on
 
 X = torch.ones(ROWS, WIDTH)
 
@@ -91,12 +92,12 @@ def call_all(model: Any, batch: Batch) -> Iterator[None]:
 CASE = Case(Agent, call_all, built=register)
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", rows(["one", "common"], ["travel"]))
 def test_registered_methods_train_as_in_the_plain_loop(world: str) -> None:
     check_in(world, CASE)
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", rows(["one"], ["travel", "common"]))
 def test_close_takes_them_away_and_nothing_stays_gathered_before(world: str) -> None:
     def program(transport: Transport) -> None:
         model, optimizer = sharded(CASE, transport)

@@ -18,6 +18,7 @@ from ..support.errors import error_of
 from ..support.loops import PlainLoop, seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states, share
 from ..support.quantised import COPIED, WIDTH, Packed, assert_same_qlora, inside, qlora
+from ..support.rows import rows
 
 pytestmark = pytest.mark.contract
 
@@ -47,7 +48,16 @@ def plain(model: nn.Module, precision: MixedPrecision | None = None) -> nn.Modul
     return model
 
 
-@pytest.mark.parametrize(("stage", "listed", "precision"), [(1, True, BF16), (2, False, BF16), (3, True, None)])
+@pytest.mark.parametrize(
+    ("stage", "listed", "precision"),
+    rows(
+        [(3, True, None)],
+        [
+            pytest.param(1, True, BF16, id="1-True-precision0"),
+            pytest.param(2, False, BF16, id="2-False-precision1"),
+        ],
+    ),
+)
 def test_a_quantised_base_with_adapters_trains_the_plain_loops_bits(
     stage: int, listed: bool, precision: MixedPrecision | None
 ) -> None:
@@ -216,7 +226,7 @@ def test_calls_take_one_as_any_frozen_parameter(stage: int) -> None:
         assert_same_qlora(model, expected)
 
 
-@pytest.mark.parametrize(("stage", "all_at_once"), [(1, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "all_at_once"), rows([(1, True), (3, True)], [(3, False)]))
 def test_writes_are_rank_0s_and_of_subclasses_everybodys_and_copies_that_came_apart_are_found(
     stage: int, all_at_once: bool
 ) -> None:

@@ -16,6 +16,7 @@ from zero.parameters.unit_manager import UnitManager
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
+from ..support.rows import rows
 from .stage3 import SLOWLY, Blocks, on_blocks, plain_blocks, train, zero
 from .worlds import TOGETHER, on, size_of
 
@@ -54,7 +55,7 @@ def waiting(over: threading.Event) -> tuple[type[torch.optim.SGD], set[int]]:
     return Late, late
 
 
-@pytest.mark.parametrize(("width", "held"), [(4, 0), (40, 1)])
+@pytest.mark.parametrize(("width", "held"), rows([(4, 0)], [(40, 1)]))
 def test_a_step_or_block_ends_on_a_rank_when_every_rank_has_written(
     width: int, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,7 +152,12 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
     "beside what is written": ("travel", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
     "beside what is written, in common": ("common", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
     "through a view": ("travel", through_a_view, "'blocks.1.weight' was edited while it was released", False),
-    "through a view, in common": ("common", through_a_view, "'blocks.1.weight' was edited while it was released", False),
+    "through a view, in common": (
+        "common",
+        through_a_view,
+        "'blocks.1.weight' was edited while it was released",
+        False,
+    ),
     "through a view, on one rank": ("one", through_a_view, "nothing", True),
     "into an array before a block that writes": ("common", into_an_array_before_a_block, TOLD, False),
     "in a block that reads and raises": ("travel", written(False, (0, 1)), "nothing", False),

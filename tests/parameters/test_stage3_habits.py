@@ -30,6 +30,7 @@ from ..support.cases import (
 )
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
+from ..support.rows import only
 from .worlds import on, size_of
 
 Gradients = list[tuple[Tensor | None, ...]]
@@ -83,9 +84,14 @@ EVERYWHERE = [
     *((run, 3, world) for run in RUNS for world in ("travel", "common")),
     *zip(RUNS, (0, 1, 2), ("several", "travel", "common"), strict=True),
 ]
+FIRST = [
+    (gradients_of_a_part, 3, "common"),
+    (a_gradient_of_gradients, 3, "travel"),
+    (backwards_for_two_parts, 3, "common"),
+]
 
 
-@pytest.mark.parametrize(("run", "stage", "world"), EVERYWHERE)
+@pytest.mark.parametrize(("run", "stage", "world"), only(EVERYWHERE, *FIRST))
 def test_gradients_for_chosen_parameters_are_those_of_the_plain_loop(run: Any, stage: int, world: str) -> None:
     found: dict[int, list[Gradients]] = {}
 
@@ -169,7 +175,16 @@ def tensors(found: Any) -> list[Tensor]:
     return [leaf for item in found for leaf in tensors(item)]
 
 
-@pytest.mark.parametrize("name", [*(f"{name}, refused" for name in REFUSED), *WORKS])
+@pytest.mark.parametrize(
+    "name",
+    only(
+        [*(f"{name}, refused" for name in REFUSED), *WORKS],
+        "grad for inputs, refused",
+        "jvp of a unit, refused",
+        "functional_call with values",
+        "jacobian",
+    ),
+)
 def test_a_transform_has_the_plain_models_result_or_says_what_has_it(name: str) -> None:
     """As the error says, a copy that was made inside `gathered()` and is used after it serves every transform."""
     plain = Case().make()

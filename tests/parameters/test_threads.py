@@ -17,6 +17,7 @@ from zero.parameters.unit_manager import UnitManager
 
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model
+from ..support.rows import rows
 from .odd import STEPS, Run, plain
 from .worlds import EVERY_WORLD, WORLDS
 
@@ -96,7 +97,7 @@ def trains(world: str, between: Callable[[Rank], None], step: Callable[[Rank, in
         assert_same_model(model, plain(size))
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", rows(["one"], ["travel", "common"]))
 def test_whatever_is_begun_beside_a_forward_of_another_thread_is_refused(world: str) -> None:
     def evaluate_at_once(run: Rank) -> None:
         expected = run.evaluate()
@@ -145,7 +146,7 @@ def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-@EVERY_WORLD
+@pytest.mark.parametrize("world", rows(["common"], ["one", "travel"]))
 def test_after_an_interrupt_in_one_thread_another_evaluates_and_trains(world: str) -> None:
     def interrupted(run: Rank) -> None:
         expected = run.evaluate()

@@ -24,6 +24,7 @@ from ..support.cases import (
     train,
 )
 from ..support.plain import assert_same_model, plain_step
+from ..support.rows import rows
 from .stage3 import Blocks, zero
 from .worlds import EVERY_WORLD, on, size_of
 
@@ -125,7 +126,7 @@ def test_what_cannot_be_is_one_error_on_every_rank_and_the_step_goes_on(wrong: A
 
 
 @pytest.mark.parametrize(
-    ("world", "create_graph"), [("travel", False), ("travel", True), ("one", True), ("common", False)]
+    ("world", "create_graph"), rows([("travel", False)], [("travel", True), ("one", True), ("common", False)])
 )
 def test_a_step_between_forward_and_backward_is_an_error_as_in_torch(world: str, create_graph: bool) -> None:
     case = Case()

@@ -27,6 +27,7 @@ from ..support.cases import (
     sharded,
 )
 from ..support.plain import assert_same_bits, share
+from ..support.rows import rows, without
 from .stage3 import Blocks, on_blocks
 from .unit_cases import freeze_parts, tie
 from .worlds import on, size_of
@@ -45,7 +46,7 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
-@pytest.mark.parametrize("world", ["several", "one"])
+@pytest.mark.parametrize("world", rows(["one"], ["several"]))
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str) -> None:
     """After a forward, whose graph holds no weights, those that the backward needs first: the root and the last."""
 
@@ -91,7 +92,9 @@ TRAFFIC: dict[str, tuple[Case, int, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAFFIC)
+@pytest.mark.parametrize(
+    "name", without(TRAFFIC, "plain", "every backward synchronized", "frozen parts", "parameters that are not listed")
+)
 def test_what_travels_in_a_step_is_what_the_formula_says(name: str) -> None:
     case, synchronised, world = TRAFFIC[name]
 

@@ -15,6 +15,7 @@ from zero.planning.models.reference import TransformerBlock
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_module, count_transformer
 
+from ..support.rows import placed
 from .configs import PUBLISHED
 
 GPT_BLOCK = Transformer(2, 64, 4, 256, 100, norm_bias=True, qkv_bias=True, out_bias=True, mlp_bias=True)
@@ -43,7 +44,7 @@ def test_products_take_two_operations_a_weight_and_token(name: str) -> None:
     assert count_transformer(replace(model, transformer=None), 1, sequence) is None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", placed("dtype", [torch.float32, torch.bfloat16], 1))
 def test_a_real_block_allocates_the_bytes_that_are_counted(dtype: torch.dtype) -> None:
     """Within 1 %: allocations are rounded, and on the CPU statistics of norms have another dtype."""
     for numbers in (GPT_BLOCK, replace(LLAMA_BLOCK, norm="layer"), EAGER_BLOCK):  # the CPU has no fused RMSNorm

@@ -24,6 +24,7 @@ from zero.planning.models.shapes import model_of
 from zero.planning.setting import PlanSetting
 
 from ..support.pairs import pair_rows
+from ..support.rows import placed
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"lr": 1e-3}),
@@ -117,7 +118,7 @@ def there_is(row: dict[str, Any]) -> bool:
     return bool(row["stage"]) or not row["offload"]
 
 
-@pytest.mark.parametrize("row", pair_rows(SETTINGS, there_is))
+@pytest.mark.parametrize("row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11))
 def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: Path) -> None:
     setting, model = setting_of(row), described(row["model"])
     first, plan = made(row["model"]), MemoryPlan(model)

@@ -17,6 +17,7 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of, is_plain, warned
 from ..support.limits import BOUND
 from ..support.plain import assert_same_model
+from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
@@ -260,7 +261,7 @@ def test_every_call_of_the_older_names_the_takeover_and_its_close_leaves_the_new
     assert messages == ["close(): a newer ZeroOptimizer took over parameters of this one, and keeps them"] * 2
 
 
-@ALL_STAGES
+@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_at_stage_3_nothing_is_taken_over_and_the_first_goes_on(stage: int) -> None:
     model = build()
     first = zero(model, solo())

@@ -23,6 +23,7 @@ from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
 from ..support.pool import GlooPool
+from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
@@ -54,17 +55,21 @@ CHANGES: dict[Callable[[Any], None], str] = {
 
 @pytest.mark.parametrize(
     ("stage", "change", "then"),
-    [
-        (0, replace, "step"),
-        (0, narrow, "clip"),
-        (1, widen, "step"),
-        (1, delete, "clip"),
-        (2, assign, "step"),
-        (2, widen, "backward"),
-        (0, restore, "backward"),
-        (2, restore, "step"),
-        (3, replace, "step"),
-    ],
+    rows(
+        [
+            (0, replace, "step"),
+            (0, narrow, "clip"),
+            (2, assign, "step"),
+            (2, widen, "backward"),
+            (0, restore, "backward"),
+        ],
+        [
+            (1, widen, "step"),
+            (1, delete, "clip"),
+            (2, restore, "step"),
+            (3, replace, "step"),
+        ],
+    ),
 )
 def test_a_parameter_that_one_rank_replaced_moved_or_cast_is_named_on_every_rank(
     stage: int, change: Callable[[Any], None], then: str
@@ -207,7 +212,7 @@ def test_what_needs_a_whole_model_at_stage_3_names_the_block_that_gathers_it(cal
         use(model)
 
 
-@pytest.mark.parametrize(("stage", "sharding_factor"), [(0, None), (1, 2), (2, None), (3, 1)])
+@pytest.mark.parametrize(("stage", "sharding_factor"), rows([(1, 2), (3, 1)], [(0, None), (2, None)]))
 def test_states_are_this_ranks_piece_or_name_the_rank_that_has_them(stage: int, sharding_factor: int | None) -> None:
     """Flat, in the order of memory; the pieces of the ranks of a replica together are the whole state."""
     arguments: dict[str, Any] = {"stage": stage, "sharding_factor": sharding_factor, "lr": 0.5}

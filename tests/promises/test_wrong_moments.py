@@ -17,6 +17,7 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.plain import assert_same_model
+from ..support.rows import rows
 from .layers import backward, build, errors_on_ranks, on_ranks, plain, train, zero
 
 pytestmark = pytest.mark.contract
@@ -119,7 +120,7 @@ def test_the_state_dict_of_a_shard_names_the_call_that_gathers_it() -> None:
         assert "consolidate_state_dict(to=rank)" in message
 
 
-@ALL_STAGES
+@pytest.mark.parametrize("stage", rows([1], [0, 2, 3]))
 def test_a_call_in_a_hook_waits_for_the_end_of_the_backward_and_changes_nothing_of_it(stage: int) -> None:
     """Whether its error ends the backward or the hook goes on."""
 

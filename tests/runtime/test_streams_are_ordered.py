@@ -13,6 +13,7 @@ from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
 
 from ..support.narrowed import PRECISIONS
+from ..support.rows import only, rows
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -22,16 +23,20 @@ def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
-ROWS: list[tuple[str, int, int, dict[str, Any]]] = [  # pattern, ranks, stage, options
-    ("two towers", 2, 2, {}),
-    ("each part", 2, 3, {}),
-    ("each part", 1, 0, {}),
-    ("in turn", 1, 3, BF16),
-    ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
-    ("each part", 2, 0, {"collective": "pairwise"}),
-    ("two towers", 1, 1, {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}),
-    ("in turn", 2, 2, {"collective": "native"}),
-]
+ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stage, options
+    [
+        ("two towers", 2, 2, {}),
+        ("each part", 1, 0, {}),
+        ("each part", 2, 0, {"collective": "pairwise"}),
+    ],
+    [
+        ("each part", 2, 3, {}),
+        ("in turn", 1, 3, BF16),
+        ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
+        ("two towers", 1, 1, {"mixed_precision": PRECISIONS["bf16, sent in fp32"]}),
+        ("in turn", 2, 2, {"collective": "native"}),
+    ],
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[2]}")
@@ -56,7 +61,7 @@ class Apart(HostOffload):
             super().reserve(listed)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 1)])
+@pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3)], [(2, 1)]))
 def test_copies_of_offloaded_states_are_ordered(
     world_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,9 +187,10 @@ CALLS: list[tuple[Callable[[Training, Path], None], int, int]] = [  # program, r
     *[(averaged, 1, 3), (averaged, 2, 2)],
     (joined, 2, 1),
 ]
+FIRST_CALLS = [(scaled, 2, 1), (read_and_written, 1, 0), (gathered, 2, 3), (averaged, 1, 3)]
 
 
-@pytest.mark.parametrize("row", CALLS, ids=lambda row: f"{row[0].__name__}-{row[1]}-{row[2]}")
+@pytest.mark.parametrize("row", only(CALLS, *FIRST_CALLS), ids=lambda row: f"{row[0].__name__}-{row[1]}-{row[2]}")
 def test_calls_beside_the_parts_of_a_step_are_ordered(row: Any, tmp_path: Path) -> None:
     program, world_size, stage = row
     check(world_size, stage, lambda training: program(training, tmp_path / "saved"))

@@ -19,6 +19,7 @@ from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits
 from ..support.programs import locked_build
+from ..support.rows import rows
 from ..support.sides import AsPlain, Side
 from .training import average_of, same, train, values
 
@@ -27,7 +28,17 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize(
     ("world_size", "stage", "kind", "factor"),
-    [(3, 0, "by tensor", None), (2, 1, "mean", None), (4, 2, "ema", 2), (3, 3, "mean", None), (1, 2, "by tensor", 1)],
+    rows(
+        [
+            (3, 0, "by tensor", None),
+            (2, 1, "mean", None),
+        ],
+        [
+            (4, 2, "ema", 2),
+            (3, 3, "mean", None),
+            (1, 2, "by tensor", 1),
+        ],
+    ),
 )
 def test_the_average_is_that_of_the_plain_loop(world_size: int, stage: int, kind: str, factor: int | None) -> None:
     """The model computes with it inside a block, and trains on as if there had been none."""
@@ -50,7 +61,7 @@ def test_the_average_is_that_of_the_plain_loop(world_size: int, stage: int, kind
     same(loop, world_size, stage, sharding_factor=factor)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", rows([0], [3]))
 def test_with_mixed_precision_it_is_that_of_the_master_weights(stage: int) -> None:
     def loop(side: Side) -> Any:
         by_hand = dict[str, Tensor]()
@@ -73,7 +84,10 @@ def test_with_mixed_precision_it_is_that_of_the_master_weights(stage: int) -> No
     same(loop, 2, stage, PRECISIONS["bf16"])
 
 
-@pytest.mark.parametrize(("before", "after"), [((2, 3), (3, 0)), ((3, 1), (2, 3))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    rows([pytest.param((3, 1), (2, 3), id="before1-after1")], [pytest.param((2, 3), (3, 0), id="before0-after0")]),
+)
 def test_checkpoints_have_it_and_training_goes_on_elsewhere(
     before: tuple[int, int], after: tuple[int, int], tmp_path: Path
 ) -> None:
@@ -103,7 +117,7 @@ def test_checkpoints_have_it_and_training_goes_on_elsewhere(
     same(go_on, *after)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", rows([1], [3]))
 def test_ranks_that_have_run_out_of_batches_update_it_too(stage: int) -> None:
     counts = (3, 1)
 
@@ -132,7 +146,7 @@ CALLS: dict[str, Callable[[ZeroOptimizer, ShardedAverage, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", rows([1], [3]))
 def test_what_would_take_the_average_for_weights_is_an_error(stage: int, tmp_path: Path) -> None:
     def refused(side: Side, average: ShardedAverage) -> None:
         for name, call in CALLS.items():

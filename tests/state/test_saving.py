@@ -16,20 +16,26 @@ from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_states
 from ..support.programs import CLASSES, locked_build
+from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank
 from ..support.trainings import SGD, Two
 from .training import TOGETHER, train
 
 pytestmark = pytest.mark.contract
 
-ROWS: list[tuple[str, Any, Any, str]] = [  # class, before and after: the plain loop, or ranks, stage and cap; precision
-    ("adamw", (3, 3, 0.0005), (2, 1, 1e-6), ""),
-    ("asgd", (2, 1, 1e-6), "plain", ""),
-    ("nadam", "plain", (3, 2, 0.0005), ""),
-    ("adagrad", (2, 0, 25.0), (2, 3, 25.0), ""),
-    ("adamw fused", (2, 2, 0.0005), (3, 1, 0.0005), "bf16"),
-    ("adamw foreach", (2, 1, 0.0005), (2, 3, 0.0005), "bf16"),
-]
+ROWS: list[tuple[str, Any, Any, str]] = rows(
+    # class, before and after: the plain loop, or ranks, stage and cap; precision
+    [
+        ("adamw", (3, 3, 0.0005), (2, 1, 1e-6), ""),
+        ("adamw foreach", (2, 1, 0.0005), (2, 3, 0.0005), "bf16"),
+    ],
+    [
+        ("asgd", (2, 1, 1e-6), "plain", ""),
+        ("nadam", "plain", (3, 2, 0.0005), ""),
+        ("adagrad", (2, 0, 25.0), (2, 3, 25.0), ""),
+        ("adamw fused", (2, 2, 0.0005), (3, 1, 0.0005), "bf16"),
+    ],
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])

@@ -22,6 +22,7 @@ from zero.core.bits import copied
 from ..checkpoint.saved import OPTIMIZER, forge, rewrite_header
 from ..support.loops import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.rows import rows
 from ..support.shampoo import Rotated
 from ..support.sides import AsPlain, OnRank, train
 from .training import TOGETHER
@@ -73,7 +74,7 @@ def assert_same_dict(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         assert strides_of(ours["state"][index]) == strides_of(state), index
 
 
-@pytest.mark.parametrize(("ranks", "stage", "way"), [(3, 3, "checkpoint"), (3, 1, "dict")])
+@pytest.mark.parametrize(("ranks", "stage", "way"), rows([(3, 1, "dict")], [(3, 3, "checkpoint")]))
 def test_a_resumed_run_is_the_undisturbed_one(ranks: int, stage: int, way: str, tmp_path: Path) -> None:
     """The class itself takes its dicts, too. Files are row-major, and those of before strides were noted are read."""
 

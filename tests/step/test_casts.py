@@ -16,6 +16,7 @@ from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.narrowed import BF16, FP16, FP32
 from ..support.plain import assert_same_bits, assert_same_value
+from ..support.rows import rows
 from .narrow import WIDTH, build, step, zero
 
 pytestmark = pytest.mark.contract
@@ -36,7 +37,7 @@ class Averaging(nn.Module):
         return y - self.mean.to(y.dtype)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", rows([2], [3]))
 def test_an_evaluation_between_steps_changes_nothing(stage: int) -> None:
     """It changes no weights, masters, moments and buffers, and no later step."""
 
@@ -74,7 +75,7 @@ class Fed(nn.Module):
         return (x * self.weight * self.apart).sum()
 
 
-@pytest.mark.parametrize(("stage", "casts"), [(0, True), (1, False), (2, True), (3, False), (3, True)])
+@pytest.mark.parametrize(("stage", "casts"), rows([(0, True), (2, True), (3, False)], [(1, False), (3, True)]))
 def test_inputs_unlisted_parameters_and_asked_for_buffers_are_cast(stage: int, casts: bool) -> None:
     precision = MixedPrecision(BF16, buffer_dtype=BF16 if casts else None, cast_forward_inputs=casts)
 
@@ -127,7 +128,7 @@ def test_inputs_are_cast_in_every_container() -> None:
     optimizer.close()
 
 
-@pytest.mark.parametrize("ends", ["discarded", "superseded"])
+@pytest.mark.parametrize("ends", rows(["superseded"], ["discarded"]))
 def test_what_an_optimizer_did_to_the_inputs_ends_with_it(ends: str) -> None:
     """For a notebook whose cell is run again. A copy of the model computes in its dtype as long as it lives."""
     model, ones = build(), torch.ones(1, WIDTH)

@@ -15,6 +15,7 @@ from zero import ZeroOptimizer
 
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
+from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from .whole import Mixed, Named, batches, groups_of, made, on_ranks, shared, train, train_plainly
 
@@ -81,10 +82,10 @@ class Popping(Scaled):
 
 @pytest.mark.parametrize(
     ("stage", "cls", "given"),
-    [
-        (1, torch.optim.Adagrad, {"initial_accumulator_value": 0.5}),
-        (3, Popping, {"lr": 0.1, "factor": 0.5}),
-    ],
+    rows(
+        [pytest.param(3, Popping, {"lr": 0.1, "factor": 0.5}, id="3-Popping-given1")],
+        [pytest.param(1, torch.optim.Adagrad, {"initial_accumulator_value": 0.5}, id="1-Adagrad-given0")],
+    ),
 )
 def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: Any, given: Any, tmp_path: Path) -> None:
     """Its param groups and its dict are those of the class that is built with these arguments.

@@ -17,6 +17,7 @@ from zero import ZeroOptimizer
 from ..support.blockwise import Blockwise
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
+from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from .whole import Mixed, groups_of, made, on_ranks, train, train_plainly
 
@@ -61,17 +62,21 @@ def in_bf16() -> nn.Module:
 
 
 Row = tuple[Any, Callable[[], nn.Module], str, tuple[int, int], tuple[int, int]]
-ROWS: list[Row] = [  # class (None: Muon and AdamW), model, by, before: ranks and stage, after
-    (Shampoo, Mixed, "dict", (3, 3), (2, 1)),
-    (Shampoo, Mixed, "checkpoint", (1, 2), (3, 3)),
-    (Codes, Mixed, "dict", (2, 1), (3, 2)),
-    (Codes, Mixed, "checkpoint", (2, 0), (1, 1)),
-    (Blockwise, Wide, "checkpoint", (2, 3), (3, 0)),
-    (Blockwise, Wide, "dict of the class", (1, 2), (2, 3)),
-    (None, Mixed, "dict", (3, 3), (2, 1)),
-    (None, in_bf16, "checkpoint", (2, 1), (3, 3)),
-    (None, Mixed, "dict of the class", (1, 2), (2, 0)),
-]
+ROWS: list[Row] = rows(  # class (None: Muon and AdamW), model, by, before: ranks and stage, after
+    [
+        (Codes, Mixed, "checkpoint", (2, 0), (1, 1)),
+        (Blockwise, Wide, "dict of the class", (1, 2), (2, 3)),
+        (None, Mixed, "dict of the class", (1, 2), (2, 0)),
+    ],
+    [
+        (Shampoo, Mixed, "dict", (3, 3), (2, 1)),
+        (Shampoo, Mixed, "checkpoint", (1, 2), (3, 3)),
+        (Codes, Mixed, "dict", (2, 1), (3, 2)),
+        (Blockwise, Wide, "checkpoint", (2, 3), (3, 0)),
+        (None, Mixed, "dict", (3, 3), (2, 1)),
+        (None, in_bf16, "checkpoint", (2, 1), (3, 3)),
+    ],
+)
 
 
 def plainly(cls: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from collectives import Transport, on_threads
 from zero import load, save
 
-from ...checkpoint.goes_on import goes_on, undisturbed
+from ...checkpoint.goes_on import goes_on, undisturbed, widest_first
 from ...checkpoint.runs import BF16, FP16, SMALL, Class, Topology, content, optimizer_of, run, step_folder
 from ...support.programs import locked_build
 
@@ -52,6 +52,7 @@ def topologies(draw: st.DrawFn) -> Topology:
 @settings(max_examples=max(3, settings().max_examples // 4))  # each trains three times
 @given(before=topologies(), after=topologies(), steps=st.integers(0, 2))
 @example(Topology(3, 1, SMALL), Topology(4, 2, SMALL, factor=2, offload=DISK), 1)
+@example(Topology(4, 3, SMALL, factor=1), Topology(4, 2, 0.002, factor=2, offload=DISK), 1)
 @pytest.mark.timeout(600)
 def test_training_goes_on_at_any_topology_as_if_undisturbed(before: Topology, after: Topology, steps: int) -> None:
     with TemporaryDirectory() as name:
@@ -69,3 +70,7 @@ def test_any_number_of_ranks_loads_a_checkpoint_and_saves_it_again(tmp_path: Pat
         return save(tmp_path / "again", optimizer, step=2).result()
 
     assert set(on_threads(5, program)) == {content(tmp_path, 2)}
+
+
+def test_another_precision_begins_with_the_widest_weights(tmp_path: Path) -> None:
+    widest_first(None, BF16, tmp_path)

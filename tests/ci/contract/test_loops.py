@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...contract import recipes
-from ...contract.recipes import EXAMPLES, assert_same_dict, assert_trains_as_plain
+from ...contract.recipes import EXAMPLES, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
 from ...support.launched import launch
 from ...support.loops import PlainLoop
-from ...support.plain import assert_same_states
+from ...support.plain import assert_same_model, assert_same_states
 from ...support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
@@ -73,3 +76,26 @@ def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_pat
     PlainLoop(max_norm=float("inf")).run(expected, batches)
     for state in launch(f"{recipes.__name__}:from_and_to_fsdp2", tmp_path):
         assert_same_dict(state, expected.state_dict())
+
+
+def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everywhere(gloo: GlooPool) -> None:
+    example = EXAMPLES["Batch norm"]
+    expected = example.expected()
+    batches = example.loader(example.count)
+    alone, statistics = example.model(), example.model()
+
+    def keep_rank_0s(model: nn.Module, batch: Any) -> Tensor:
+        """Make the running statistics of a plain loop use only every second micro-batch."""
+        kept = [buffer.clone() for buffer in model.buffers()]
+        loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+        if next(number for number, known in enumerate(batches) if known is batch) % WORLD_SIZE:
+            for buffer, value in zip(model.buffers(), kept, strict=True):
+                buffer.data.copy_(value)  # past the version counter: the backward has read what it needs
+        return loss
+
+    PlainLoop(keep_rank_0s).run(statistics, batches)
+    assert_same_model(statistics, expected)
+    assert not torch.equal(statistics.state_dict()["1.running_mean"], alone.state_dict()["1.running_mean"])
+    for by_stage in gloo.run(run_block, "Batch norm"):
+        for state, _ in by_stage:
+            assert_same_dict(state, statistics.state_dict())

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 PACKAGES = ("zero", "collectives")
 INSIDES = ("benchmarks",)  # they measure internals
 MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.contract\b", re.MULTILINE)

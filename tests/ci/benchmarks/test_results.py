@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from ...support.rows import only
+
 typer = pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 from typer.testing import CliRunner, Result  # noqa: E402
@@ -24,9 +26,9 @@ from benchmarks.report import Report  # noqa: E402
 from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
 from benchmarks.systems import DDP, FLOOR  # noqa: E402
 
-from ..support.pictures import FOLDER  # noqa: E402
+from ...support.pictures import FOLDER  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = {"steps": (), "steps-bf16": ("--precision", "bf16")}
 
@@ -44,7 +46,7 @@ def stored(name: str) -> list[Summary]:
 # -- stored results ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", only(STORED, "steps"))
 def test_the_page_shows_the_stored_results(name: str, tmp_path: Path) -> None:
     done = run(steps.main, *STORED[name], "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -16,7 +16,7 @@ from collectives import pool as memory
 from collectives import torch_internals
 from collectives.pool import Pool
 
-from .trees import ROOT, TREES
+from ...source.trees import ROOT, TREES
 
 MODULE = "collectives.torch_internals"
 

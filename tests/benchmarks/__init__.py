@@ -1,1 +1,0 @@
-"""Stored results, and the sums and checks of benchmarks."""

@@ -1,0 +1,1 @@
+"""The zoo's table, its patterns and its judge."""

@@ -1,0 +1,44 @@
+"""Rows of a parametrized test that the default run takes, and further ones, which `TESTS_ROWS=all` adds.
+
+The first rows are those that show most: three ranks, mixed settings, and each promise of a test's name once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+ALL = os.environ.get("TESTS_ROWS") == "all"
+
+
+def rows(first: Iterable[T], further: Iterable[T]) -> list[T]:
+    """Return the first rows, and with ``TESTS_ROWS=all`` the further ones behind them."""
+    return [*first, *further] if ALL else list(first)
+
+
+def without(table: Iterable[T], *further: T) -> list[T]:
+    """Return the rows of a table, in its order; those that are named as further ones only with ``TESTS_ROWS=all``."""
+    known = list(table)
+    assert set(further) <= set(known), f"there is no row {set(further) - set(known)}"
+    return [row for row in known if ALL or row not in further]
+
+
+def only(table: Iterable[T], *first: T) -> list[T]:
+    """Return the rows of a table that are named, and with ``TESTS_ROWS=all`` all rows, in its order."""
+    known = list(table)
+    return without(known, *(row for row in known if row not in first))
+
+
+def placed(name: str, table: Iterable[T], *first: int) -> list[Any]:
+    """Return the rows at these places of a table, or all, with the name and the place of each as its id."""
+    import pytest
+
+    return [pytest.param(row, id=f"{name}{place}") for place, row in enumerate(table) if ALL or place in first]
+
+
+def count(first: int, all_of_them: int) -> int:
+    """Return how many examples a property has in the default run, or with ``TESTS_ROWS=all``."""
+    return all_of_them if ALL else first
