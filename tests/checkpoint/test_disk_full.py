@@ -262,3 +262,25 @@ def test_a_commit_that_fails_on_rank_0_leaves_nothing(tmp_path: Path, monkeypatc
 
     on_threads(2, program, timeout=PATIENT)
     assert entries(tmp_path) == [".lock"]
+
+
+def test_what_a_commit_that_failed_leaves_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch, tmp_path)
+    disk.fail_when(lambda call: call.name == "rename" and call.path.name.startswith(".tmp-"), errno.EIO)
+
+    def interrupted() -> None:
+        with manager(tmp_path) as checkpoints:
+            with pytest.raises(RuntimeError, match="Input/output error"):
+                checkpoints.save(1, blocking=True)
+            raise KeyError("the run ends before another save")
+
+    with pytest.raises(KeyError):
+        interrupted()
+    disk.heal()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with manager(tmp_path) as checkpoints:
+            checkpoints.save(2, blocking=True)
+    assert entries(tmp_path / "run") == [".lock", "step-00000002"]

@@ -255,6 +255,7 @@ class SaveFolder:
         with suppress(OSError):
             files.make_folder(self.temporary / NOTES)
         try:
+            files.put_note(self._note("nonce"), self.nonce.encode())  # a commit has removed it
             files.put_note(self._note("failed"), why.encode())
         except OSError:
             return False

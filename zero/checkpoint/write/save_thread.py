@@ -249,6 +249,7 @@ class Saving:
             self._fail(error)
         finally:
             self._plan = None
+            del plan  # an error keeps this frame
             self._finished.set()
 
     def _fail(self, error: BaseException) -> None:
