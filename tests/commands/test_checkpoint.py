@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from zero.commands import cli
 
 from ..support.models import Odd, build, odd_batches, odd_loss
 from ..support.plain import bits
+from ..support.rows import count
 
 BATCHES = odd_batches(6)
 STATE = {"epoch": 3, "rates": [0.1, float("inf"), None], "seen": torch.arange(3), "scheduler": {"last_epoch": 2}}
@@ -217,6 +218,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=count(3, settings().max_examples))
 @given(state=st.dictionaries(st.text(max_size=3), VALUES, max_size=3))
 def test_an_export_keeps_the_tree_and_every_bit_of_the_state(
     state: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
