@@ -142,6 +142,20 @@ def test_a_record_is_that_of_its_rank_after_it_has_caught_up(stage: int, behind:
         assert rounds == 1
 
 
+def test_a_rank_that_has_caught_up_shows_what_the_others_added() -> None:
+    def program(transport: Transport) -> Any:
+        model = TwoVectors()
+        optimizer = with_sgd(model, transport, stage=0)
+        if transport.rank == 0:
+            model(1.0).backward()
+        optimizer.check_replicas()
+        return model.b.grad
+
+    expected: Any = plain_two([(1.0, True)], 2).b.grad
+    for gradient in on_threads(2, program):
+        assert_same_bits(gradient, expected)
+
+
 def test_a_gradient_that_one_rank_clears_after_a_clip_is_used_by_all() -> None:
     def program(transport: Transport) -> Tensor:
         model = TwoVectors()

@@ -15,10 +15,10 @@ from zero import ZeroOptimizer, clip_grad_norm_
 
 from ..support.limits import BOUND
 from ..support.models import odd_batches, odd_loss
-from ..support.plain import assert_same_bits, assert_same_model, plain_step
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_value, plain_step
 from ..support.programs import locked_build
 from ..support.rows import only, rows
-from ..support.small import TwoVectors, with_sgd
+from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.trainings import ALL_STAGES, SHARDED, trained
 
 pytestmark = pytest.mark.contract
@@ -63,6 +63,10 @@ def test_every_read_of_a_sharded_gradient_raises_and_names_the_remedy(stage: int
     assert type(gradient) is not Tensor
     assert (gradient.shape, gradient.stride(), gradient.dtype) == (parameter.shape, parameter.stride(), parameter.dtype)
     assert "gradient of 'turned'" in repr(gradient)
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
 @ALL_STAGES
@@ -136,6 +140,29 @@ def test_stage_0_honours_edits_of_the_mean_also_between_clips(world_size: int, c
 
     for ours, plain in zip(on_threads(world_size, program), on_threads(world_size, plain_program), strict=True):
         assert_same_model(ours, plain)
+        assert_same_value(gradients_of(ours), gradients_of(plain), "gradients")
+
+
+def test_a_backward_that_is_refused_leaves_the_means_in_their_place() -> None:
+    model, optimizer = trained(solo(), 0, 0)
+    optimizer.clip_grad_norm_(0.1)
+    before = gradients_of(model)
+    with pytest.raises(RuntimeError, match="without zero_grad"):
+        odd_loss(model, odd_batches(1)[0]).backward()
+    assert_same_value(gradients_of(model), before, "gradients")
+
+
+def test_after_a_backward_that_raised_gradients_are_shown_or_stay_cleared() -> None:
+    """From the next call of all ranks on; `torch.autograd.grad` changes nothing of it."""
+    model, expected = TwoVectors(), plain_two([(2.0, False)], 1).b.grad
+    optimizer = with_sgd(model, solo(), stage=0)
+    with model.b.register_post_accumulate_grad_hook(lambda _: 1 / 0), pytest.raises(ZeroDivisionError):
+        model(2.0).backward()
+    assert model.a.grad is not None
+    model.a.grad = None
+    for call in (optimizer.check_replicas, lambda: torch.autograd.grad(model(1.0), [model.b])):
+        call()
+        assert_same_value([model.a.grad, model.b.grad], [None, expected], "gradients")
 
 
 def assign(p: Any) -> None:

@@ -143,6 +143,7 @@ def into_an_array_before_a_block(model: Net, optimizer: ZeroOptimizer) -> tuple[
     return error_of(block, model, optimizer), error_of(optimizer.step)
 
 
+RELEASED = "'blocks.1.weight' was edited while it was released"
 STEP, CLIP = ZeroOptimizer.step, lambda optimizer: optimizer.clip_grad_norm_(1.0)
 PAST = lambda weight: weight.data.mul_(2)  # noqa: E731
 EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, whether it stays
@@ -151,13 +152,8 @@ EDITS: dict[str, tuple[str, Act, str, bool]] = {  # world, edit, what is told, w
     "by rank 1, told by a check": ("travel", in_a_block((1,), ZeroOptimizer.check_replicas), f"rank 1: {TOLD}", False),
     "beside what is written": ("travel", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
     "beside what is written, in common": ("common", in_a_block((0, 1), STEP, "blocks.1.scalar", PAST), TOLD, False),
-    "through a view": ("travel", through_a_view, "'blocks.1.weight' was edited while it was released", False),
-    "through a view, in common": (
-        "common",
-        through_a_view,
-        "'blocks.1.weight' was edited while it was released",
-        False,
-    ),
+    "through a view": ("travel", through_a_view, RELEASED, False),
+    "through a view, in common": ("common", through_a_view, RELEASED, False),
     "through a view, on one rank": ("one", through_a_view, "nothing", True),
     "into an array before a block that writes": ("common", into_an_array_before_a_block, TOLD, False),
     "in a block that reads and raises": ("travel", written(False, (0, 1)), "nothing", False),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 
 from collectives import solo
 
-from ..support.cases import INPUTS, Case, sharded
+from ..support.cases import INPUTS, WIDTH, Case, sharded
 from .compiled import check_graphs, forgotten
 
 
@@ -29,3 +30,16 @@ def test_a_graph_that_is_broken_at_units_is_said_once() -> None:
     texts = [str(each.message) for each in said]
     assert len([text for text in texts if "stage 3: the graph of a compiled call is broken at" in text]) == 1
     assert not any("does not know how to trace" in text for text in texts)
+
+
+@forgotten()
+def test_a_compiled_unit_with_a_hook_of_the_user_has_a_whole_graph() -> None:
+    def prepared(model: Any) -> None:
+        model.blocks[0].register_forward_pre_hook(lambda *_: None)
+        model.blocks[0].compile(backend="eager")
+
+    model, optimizer = sharded(Case(prepared=prepared), solo())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.blocks[0](torch.ones(2, WIDTH))
+    optimizer.close()
