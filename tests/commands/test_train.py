@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -14,7 +15,7 @@ import torch
 
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
-from zero.commands import cli, plots
+from zero.commands import cli, plots, runner
 from zero.commands.console import Console
 from zero.commands.flags import from_flags, to_flags
 from zero.commands.train import command as train
@@ -226,3 +227,14 @@ def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
     console.table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
     line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
     assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]
+
+
+def test_ranks_start_also_where_the_launcher_has_no_time_for_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [field.name for field in dataclasses.fields(runner.LaunchConfig) if field.name != "shutdown_timeout"]
+    older = dataclasses.make_dataclass("LaunchConfig", [(name, Any, None) for name in names])
+    started: list[Any] = []
+    monkeypatch.setattr(runner, "LaunchConfig", older)
+    monkeypatch.setattr(runner, "elastic_launch", lambda config, _: lambda *_: started.append(config))
+    runner.launch_ranks("zero.commands.train.rank", {}, 2)
+    (config,) = started
+    assert config.nproc_per_node == 2

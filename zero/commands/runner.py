@@ -14,6 +14,7 @@ parent prints the line of the rank that failed first, once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
@@ -75,6 +76,8 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
     KeyboardInterrupt when interrupted.
     """
     _silence_agent()
+    known = {field.name for field in dataclasses.fields(LaunchConfig)}
+    patient: dict[str, Any] = {"shutdown_timeout": patience} if "shutdown_timeout" in known else {}  # not in torch 2.11
     with tempfile.TemporaryDirectory(prefix="zero-launch-") as errors:  # elastic's own folder would stay
         config = LaunchConfig(
             min_nodes=1,
@@ -85,8 +88,8 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
             rdzv_endpoint="localhost:0",
             max_restarts=0,
             local_addr="localhost",
-            shutdown_timeout=patience,
             logs_specs=DefaultLogsSpecs(log_dir=errors),
+            **patient,
         )
         try:
             elastic_launch(config, sys.executable)("-m", module, json.dumps(settings, default=str))
