@@ -36,7 +36,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
         collectives = Collectives(("auto", "shared", "one host", "two hosts"), ("ring",))
         begins = (0, 1, 2) if THOROUGH else (2,)  # a load may change it
 
-    OnThreads.check(150 if THOROUGH else count(3, 8), 40 if THOROUGH else 20)
+    OnThreads.check(150 if THOROUGH else 8, 40 if THOROUGH else 20)
 
 
 @pytest.mark.hypothesis
@@ -51,7 +51,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         begins = (3,)
         precisions = ("", "", "bf16")
 
-    OnSockets.check(50 if THOROUGH else count(1, 8), 40 if THOROUGH else 20)
+    OnSockets.check(50 if THOROUGH else count(3, 8), 40 if THOROUGH else 20)
 
 
 LAYERS = (Part("linear"), Part("matrix"))
