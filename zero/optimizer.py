@@ -53,9 +53,9 @@ class ZeroOptimizer(WithLiveStates):
             registration, and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`. Default: the world, or a rank alone.
         divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
-        bucket_cap_mb: MiB of a bucket, as in DDP. None: on the CPU 25; on accelerators at stage 3 a bucket for each
-            unit, and below a twelfth of the model (`describe` says it). "auto": as None, and at least the largest unit
-            if 64 ranks share a copy.
+        bucket_cap_mb: MiB of a bucket, as in DDP. None: on the CPU 25; on accelerators a bucket for each unit at stage
+            3, and a twelfth of the model at stages 0 to 2 (`describe` says it). "auto": as None, and at least the
+            largest unit if 64 ranks share a copy.
         collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
             the ranks and the parameters. `describe` names it, with the reason.
         sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of

@@ -4,39 +4,29 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from ...support.rows import only
-
-typer = pytest.importorskip("typer")
+pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from typer.testing import CliRunner, Result  # noqa: E402
+from benchmarks import steps
+from benchmarks.collective_cases import Case, Operation, Shape, check
+from benchmarks.gpu_short import __main__ as gpu_short
+from benchmarks.gpu_short import clock
+from benchmarks.gpu_short.job import SECTIONS
+from benchmarks.gpu_short.page import Found, tables
+from benchmarks.rank import live_storages
+from benchmarks.report import Report
+from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries
+from benchmarks.systems import DDP, FLOOR
 
-from benchmarks import steps  # noqa: E402
-from benchmarks.collective_cases import Case, Operation, Shape, check  # noqa: E402
-from benchmarks.gpu_short import __main__ as gpu_short  # noqa: E402
-from benchmarks.gpu_short import clock  # noqa: E402
-from benchmarks.gpu_short.job import SECTIONS  # noqa: E402
-from benchmarks.gpu_short.page import Found, tables  # noqa: E402
-from benchmarks.rank import live_storages  # noqa: E402
-from benchmarks.report import Report  # noqa: E402
-from benchmarks.step_tables import Run, Summary, Turn, in_turn, summaries  # noqa: E402
-from benchmarks.systems import DDP, FLOOR  # noqa: E402
-
-from ...support.pictures import FOLDER  # noqa: E402
+from ...support.pictures import FOLDER
+from .called import run
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "benchmarks" / "results"
 STORED = {"steps": (), "steps-bf16": ("--precision", "bf16")}
-
-
-def run(main: Any, *arguments: object) -> Result:
-    application = typer.Typer()
-    application.command()(main)
-    return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
 def stored(name: str) -> list[Summary]:
@@ -46,7 +36,7 @@ def stored(name: str) -> list[Summary]:
 # -- stored results ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", only(STORED, "steps"))
+@pytest.mark.parametrize("name", STORED)
 def test_the_page_shows_the_stored_results(name: str, tmp_path: Path) -> None:
     done = run(steps.main, *STORED[name], "--show", RESULTS / f"{name}.json", "--markdown", "--out", tmp_path)
     assert done.exit_code == 0, done.output

@@ -7,35 +7,26 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-typer = pytest.importorskip("typer")
+pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from typer.testing import CliRunner, Result  # noqa: E402
+from benchmarks import checkpoint, network, steps, two_hosts
+from benchmarks import collectives as one_host
+from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample
+from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
+from benchmarks.gpu_short import __main__ as gpu_short
+from benchmarks.gpu_short.job import SECTIONS, WHOLE, Row, ShortJob, file_of, outcome_of
+from benchmarks.gpu_short.page import Found
+from benchmarks.processes import RankError, run_ranks
+from benchmarks.report import Report
+from benchmarks.step_tables import Summary, Turn
+from benchmarks.systems import DDP, FLOOR
 
-from benchmarks import checkpoint, network, steps, two_hosts  # noqa: E402
-from benchmarks import collectives as one_host  # noqa: E402
-from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample  # noqa: E402
-from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE  # noqa: E402
-from benchmarks.gpu_short import __main__ as gpu_short  # noqa: E402
-from benchmarks.gpu_short.job import SECTIONS, WHOLE, Row, ShortJob, file_of, outcome_of  # noqa: E402
-from benchmarks.gpu_short.page import Found  # noqa: E402
-from benchmarks.processes import RankError, run_ranks  # noqa: E402
-from benchmarks.report import Report  # noqa: E402
-from benchmarks.step_tables import Summary, Turn  # noqa: E402
-from benchmarks.systems import DDP, FLOOR  # noqa: E402
+from .called import run
 
 ROOT = Path(__file__).resolve().parents[3]
-RESULTS = ROOT / "benchmarks" / "results"
-STORED = {"steps": (), "steps-bf16": ("--precision", "bf16")}
-
-
-def run(main: Any, *arguments: object) -> Result:
-    application = typer.Typer()
-    application.command()(main)
-    return CliRunner().invoke(application, [str(argument) for argument in arguments])
 
 
 def test_a_rank_that_fails_is_named_with_its_last_lines() -> None:

@@ -1,1 +1,1 @@
-"""Stage 3 on processes, and compiled."""
+"""Stage 3 on processes, in forks, and compiled."""

@@ -22,7 +22,6 @@ from ...support.forks import said_by_a_child
 from ...support.models import odd_loss
 from ...support.plain import assert_same_model
 from ...support.pool import GlooPool
-from ...support.rows import rows
 
 RANKS = 2
 REMEDY = "a copy of the model that was made before the fork"
@@ -101,17 +100,13 @@ def forks(group: dist.ProcessGroup | None, rank: int, stage: int, algorithm: str
 
 @pytest.mark.parametrize(
     ("stage", "algorithm", "moment"),
-    rows(
-        [
-            (3, "auto", "before a step"),
-        ],
-        [
-            (3, "pairwise", "inside a backward"),
-            (3, "auto", "inside a forward"),
-            (3, "pairwise", "inside gathered"),
-            (2, "auto", "before a step"),
-        ],
-    ),
+    [
+        (3, "auto", "before a step"),
+        (3, "pairwise", "inside a backward"),
+        (3, "auto", "inside a forward"),
+        (3, "pairwise", "inside gathered"),
+        (2, "auto", "before a step"),
+    ],
 )
 def test_what_a_forked_child_does_raises_at_once_and_the_ranks_go_on(
     gloo: GlooPool, stage: int, algorithm: str, moment: str

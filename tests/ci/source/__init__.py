@@ -1,1 +1,1 @@
-"""Private names of torch that a release may lack."""
+"""Laws that need a look at torch, at imports or at every test: private names, marks, what is imported."""
