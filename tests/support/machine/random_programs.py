@@ -255,7 +255,7 @@ def programs(
     config = draw(configs(stages, most_ranks, collectives, precisions))
     loads = st.builds(p.Load, settings(STAGES, most_ranks, collectives.names(config.integer)))
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS)
-    size = draw(st.sampled_from([1, count // 2, *[count] * 6]))  # the first ones are for a failure that is shortened
+    size = draw(st.sampled_from([1, count // 2, *[count] * 14]))  # the first ones are for a failure that is shortened
     written = Written(config)
     for some in draw(st.lists(drawn, min_size=size, max_size=size)):
         for command in some:
@@ -298,6 +298,6 @@ class RandomPrograms:
                 raise
 
         follow()
-        assert len(followed) >= examples * commands // 2, f"only {len(followed)} commands"
+        assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
         assert len({*map(type, followed)}) >= 19, "of 22 kinds of commands"
