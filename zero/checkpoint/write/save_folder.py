@@ -254,11 +254,10 @@ class SaveFolder:
             return False
         with suppress(OSError):
             files.make_folder(self.temporary / NOTES)
-        with suppress(OSError):
-            if not files.exists(self._note("nonce")):  # a commit has removed it: a later run would not know the folder
-                files.put_note(self._note("nonce"), self.nonce.encode())
         try:
             files.put_note(self._note("failed"), why.encode())
+            if not files.exists(self._note("nonce")):  # a commit has removed it: a later run would not know the folder
+                files.put_note(self._note("nonce"), self.nonce.encode())
         except OSError:
             return False
         return True
