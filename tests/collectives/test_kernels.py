@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,11 @@ from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
-from ..support.built_kernels import built_kernels
+from ..support.built_kernels import built_kernels, put_in
 from ..support.devices import DEVICES
+from ..support.narrowed import PRECISIONS
+from ..support.programs import Program, Step
+from ..support.programs import check as check_program
 from ..support.rows import only
 
 CHECKS = (check.sums_agree, check.norms_agree, check.products_agree, check.masters_agree)
@@ -156,6 +160,18 @@ def test_hundreds_of_tensors_are_read_or_written_in_three_launches() -> None:
     kernels.scale_(tensors, torch.tensor(2.0))
     kernels.follow(tensors, [tensor.bfloat16() for tensor in tensors])
     assert launched == ["norm_limbs"] * 3 + ["scale"] * 3 + ["follow"] * 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    only(product(range(4), PRECISIONS), (1, "bf16"), (2, "bf16, added up in bf16"), (3, "fp16")),
+)
+def test_a_training_that_uses_the_kernels_has_the_bits_of_the_plain_loop(stage: int, precision: str) -> None:
+    launched: list[str] = []
+    with put_in(built_kernels(launched.append)):
+        check_program(Program(3, stage, precision=PRECISIONS[precision], steps=(Step(clips=((0.1, 2.0),)), Step())))
+    assert any(name.startswith("ordered_sum") for name in launched)
+    assert "follow" in launched or stage == 3 or precision.startswith("fp32"), "fp32 has no master weights"
 
 
 # -- where there are none ----------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@
 
 #define __device__ static
 #define __global__
-#define __shared__ static
+#define __shared__ static thread_local
 #define __grid_constant__
 #define __launch_bounds__(...)
 
 struct uint4 { uint32_t x, y, z, w; } __attribute__((aligned(16)));
 struct Place { unsigned x; };
-static Place blockIdx, threadIdx, blockDim, gridDim;
+static thread_local Place blockIdx, threadIdx, blockDim, gridDim;
 
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
