@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of
+from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
 from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
-from ..support.built_kernels import built_kernels, put_in
+from ..support.built_kernels import built_kernels, library, put_in
 from ..support.devices import DEVICES
 from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Step
@@ -235,6 +238,31 @@ def test_other_devices_have_none(gpus: found.Found, monkeypatch: pytest.MonkeyPa
     assert gpus.look_up(torch.device("cpu")) is gpus.look_up(torch.device("xpu", 0)) is None
     monkeypatch.setattr(torch.version, "cuda", None)  # as for ROCm
     assert gpus.look_up(torch.device("cuda", 0)) is None
+
+
+def test_the_driver_launches_them_from_any_thread_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is one that runs a kernel of the CPU at once, and returns an error without the device's context."""
+    driver, cuda, stream = library(), torch.device("cuda", 0), 7 << 40
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(nvrtc, "nvrtc_library", lambda: None)
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"code")
+    for name, value in (
+        ("get_device_capability", (9, 0)),
+        ("get_device_properties", SimpleNamespace(multi_processor_count=3)),
+        ("current_stream", SimpleNamespace(cuda_stream=stream)),
+        ("synchronize", None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    kernels = nvrtc.kernels(cuda)
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(check.first_wrong(kernels, torch.device("cpu"))))
+    thread.start()
+    thread.join(60)
+    assert found == [None]
+    assert ctypes.c_void_p.in_dll(driver, "last_stream").value == stream
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"other code")
+    with pytest.raises(RuntimeError, match=r"cuModuleLoadData: invalid device context \(201\)"):
+        nvrtc.kernels(cuda)
 
 
 # -- compiled ----------------------------------------------------------------------------------------------------------

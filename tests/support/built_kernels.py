@@ -1,4 +1,4 @@
-"""The kernels' source, compiled by a C++ compiler: kernels for tensors on the CPU.
+"""The kernels' source, compiled by a C++ compiler: kernels for tensors on the CPU, and a driver that launches them.
 
 `put_in` lets the library use them, as it uses those of a GPU there.
 """
@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, "kernels.so")
         Path(folder, "kernels.cu").write_text(source())
-        subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built)], check=True, timeout=60)
+        subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built), "-ldl"], check=True, timeout=60)
         return ctypes.CDLL(str(built))
 
 
