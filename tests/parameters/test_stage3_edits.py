@@ -175,6 +175,7 @@ def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
         assert_same_model(model, plain(1, doubled=stays))
 
 
+@pytest.mark.usefixtures("whenever_seen")
 def test_an_edit_names_its_parameter_and_no_neighbour_in_the_shard() -> None:
     def act(model: Any, optimizer: ZeroOptimizer) -> str:
         with optimizer.gathered():

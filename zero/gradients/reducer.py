@@ -31,6 +31,7 @@ from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, inside_backward
+from .division import Division
 from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
@@ -60,7 +61,7 @@ class Reducer:
         self._shard_group, self._streams, self._joining = shard_group, streams, joining
         replicas = transport.world_size // shard_group.world_size
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
-        self.means = ReducedGrads(buckets)
+        self.means, self._division = ReducedGrads(buckets), Division()
         self._publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
         self.agreement = Agreement(transport, shard_group.world_size, unit_order)
         events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
@@ -78,6 +79,8 @@ class Reducer:
     def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
+            if not self._stage.grads_replicated:
+                self._division.prepare(torch.device(bucket.spec.device), bucket.spec.dtypes.accumulate_dtype)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:
@@ -225,8 +228,8 @@ class Reducer:
             if self.schedule.means_divisor != self.schedule.divisor:
                 self._gather_means()
         else:
-            for bucket in self._buckets:
-                bucket.grad.divide(self.schedule.divisor)
+            sums = [bucket.grad.final_grad() for bucket in self._buckets]
+            self._division.divide([each.data for each in sums if each is not None], self.schedule.divisor)
         self.schedule.finalized(purpose)
         self._publisher.publish()
         return None
