@@ -127,7 +127,7 @@ def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that the host cannot read values at once, as on an accelerator."""
-    modules = ("core.bits", "parameters.edit_detector", "gradients.division", "gradients.grad_publisher")
+    modules = ("core.bits", "core.norm", "parameters.edit_detector", "gradients.division", "gradients.grad_publisher")
     for module in (*modules, "runtime.master_weights"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 

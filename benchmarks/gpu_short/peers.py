@@ -228,7 +228,7 @@ def device_paths() -> Iterator[None]:
     else a device decides (pinned memory, streams) stays as it is.
     """
     with ExitStack() as patches:
-        for module in (bits, division, edit_detector, grad_publisher, master_weights):
+        for module in (bits, division, edit_detector, grad_publisher, master_weights, norm):
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))

@@ -142,7 +142,7 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(stage: int) -
     means = 1 if stage == 0 else 0  # one for all
     assert [len(step) for step in looks(backward, backward)] == [means] * 3
     clipped = looks(backward, clip)
-    assert any("_exact_sum" in look for step in clipped for look in step), "else nothing would be noted at all"
+    assert any("_add_unread" in look for step in clipped for look in step), "else nothing would be noted at all"
 
 
 @pytest.mark.usefixtures("unseen")
