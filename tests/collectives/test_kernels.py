@@ -1,0 +1,227 @@
+"""Each kernel has the bits of torch's operators or of exact sums; elsewhere the operators run, with a warning."""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+import subprocess
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of
+from collectives.kernels import self_check as check
+from collectives.kernels.device_kernels import source
+from collectives.kernels.self_check import awkward, same
+from zero.core.norm import PowerSum
+from zero.step.clip import clip_factor
+
+from ..support.built_kernels import built_kernels
+from ..support.devices import DEVICES
+
+CHECKS = (check.sums_agree, check.norms_agree, check.products_agree, check.masters_agree)
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def kernels(device: torch.device) -> DeviceKernels:
+    """The source as built for the CPU, and on a GPU the kernels themselves."""
+    made = built_kernels() if device.type == "cpu" else kernels_of(device)
+    assert made is not None
+    return made
+
+
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agrees", CHECKS, ids=lambda agrees: agrees.__name__)
+def test_a_kernel_has_the_bits_of_operators(
+    agrees: Callable[[DeviceKernels, torch.device], bool], kernels: DeviceKernels, device: torch.device
+) -> None:
+    assert agrees(kernels, device)
+
+
+def gradients(seed: int, device: torch.device) -> list[Tensor]:
+    """Return tensors of one kind of values: ordinary, of many magnitudes, subnormal, huge, almost or quite zero."""
+    generator = torch.Generator().manual_seed(seed)
+    magnitude = (1.0, 1.0, 1e-41, 3e37, 0.0, 0.0, 10.0 ** (seed % 13 - 6))[seed % 7]
+    tensors = []
+    for number, dtype in enumerate(sorted(NORM_TYPES, key=str)):
+        values = torch.randn(1 + (seed * 7919 + number * 31) % 700, dtype=torch.float64, generator=generator)
+        if seed % 7 == 1:
+            values *= torch.exp(25 * torch.randn(len(values), dtype=torch.float64, generator=generator))
+        limit = torch.finfo(dtype).max
+        tensors.append((values * magnitude).clamp(-limit, limit).to(dtype).to(device))
+        if seed % 7 == 4:
+            tensors[-1][-1] = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    return tensors
+
+
+def test_norm_and_factor_of_a_clip_are_those_of_exact_sums_on_the_host(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    for seed in range(350):
+        tensors, copies, max_norm = gradients(seed, device), (1, 3, 8)[seed % 3], (1.0, 0.3, 5.0, 1e39)[seed % 4]
+        limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
+        kernels.norm_limbs(tensors, limbs)
+        part = PowerSum.of(tensors, 2.0)
+        assert sum(limb << 32 * place for place, limb in enumerate(limbs[:-2].tolist())) == part.units
+        whole = PowerSum(2.0, part.units * copies)
+        norm, factor = kernels.clip_factor(limbs * copies, max_norm)  # as if so many ranks had added theirs
+        expected = whole.norm(torch.float32)
+        assert same(norm.cpu(), expected), seed
+        assert same(factor.cpu(), clip_factor(expected, max_norm)), seed
+        assert norm.shape == factor.shape == ()
+
+
+def test_a_norm_is_the_same_however_tensors_are_cut_into_blocks_and_launches(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    whole = awkward(40_003, torch.float32, device, 3)
+    sums = []
+    for pieces in ([whole], whole.split(16_000), whole.split(16), [*whole.split(16 * 77)][::-1]):
+        sums.append(torch.zeros(LIMBS, dtype=torch.int64, device=device))
+        kernels.norm_limbs(list(pieces), sums[-1])
+        assert sums[-1].max() < 2**45, "so that limbs of many ranks and launches can be added"
+    settled = [sum(limb << 32 * place for place, limb in enumerate(limbs.tolist())) for limbs in sums]
+    assert len(set(settled)) == 1
+
+
+def test_infinite_and_nan_elements_are_told_apart(kernels: DeviceKernels, device: torch.device) -> None:
+    for bad in ((math.inf,), (math.nan,), (math.inf, math.nan), (3e38, 3e38)):
+        tensor = torch.tensor([1.0, *bad], device=device)
+        limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
+        kernels.norm_limbs([tensor], limbs)
+        expected = PowerSum.of([tensor], 2.0).norm(torch.float32)
+        for max_norm in (1.0, math.inf):
+            norm, factor = kernels.clip_factor(limbs, max_norm)
+            assert same(norm.cpu(), expected)
+            assert same(factor.cpu(), clip_factor(expected, max_norm))
+
+
+def test_what_a_kernel_writes_has_its_version_raised_and_nothing_else_is_written(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    memory = torch.arange(64, dtype=torch.float32, device=device)
+    kept, part, number = memory.clone(), torch.ones(21, device=device), torch.tensor(2.0, device=device)
+    slot = memory[3:24]
+    for call in (
+        lambda: kernels.ordered_sum([part, part], slot),
+        lambda: kernels.scale_([slot], number),
+        lambda: kernels.follow([slot], [torch.full_like(slot, 5.0, dtype=torch.bfloat16)]),
+    ):
+        before = slot._version
+        call()
+        assert slot._version > before
+        assert same(memory[:3], kept[:3])
+        assert same(memory[24:], kept[24:])
+    assert same(slot, torch.full_like(slot, 5.0))
+
+
+def test_empty_tensors_launch_nothing() -> None:
+    launched: list[str] = []
+    kernels, empty = built_kernels(launched.append), torch.empty(0)
+    kernels.ordered_sum([empty, empty], empty)
+    kernels.norm_limbs([empty], torch.zeros(LIMBS, dtype=torch.int64))
+    kernels.scale_([empty], torch.tensor(1.0))
+    kernels.follow([empty], [empty.bfloat16()])
+    assert launched == []
+
+
+def test_hundreds_of_tensors_are_read_or_written_in_three_launches() -> None:
+    launched: list[str] = []
+    kernels, tensors = built_kernels(launched.append), [torch.ones(5) for _ in range(384)]
+    kernels.norm_limbs(tensors, torch.zeros(LIMBS, dtype=torch.int64))
+    kernels.scale_(tensors, torch.tensor(2.0))
+    kernels.follow(tensors, [tensor.bfloat16() for tensor in tensors])
+    assert launched == ["norm_limbs"] * 3 + ["scale"] * 3 + ["follow"] * 3
+
+
+# -- where there are none ----------------------------------------------------------------------------------------------
+
+
+class Wrong(DeviceKernels):
+    """Kernels of which one has other bits."""
+
+    def __init__(self, right: DeviceKernels, which: str) -> None:
+        def wrong(*given: object) -> object:
+            result = getattr(right, which)(*given)
+            target = given[1] if which == "ordered_sum" else given[0][0] if which in ("scale_", "follow") else None
+            if isinstance(target, Tensor):
+                target[-1:].view(torch.uint8)[0] ^= 1
+                return result
+            return (result[0], result[1] * 0.5) if which == "clip_factor" else given[1][:1].add_(1)  # type: ignore[index]
+
+        for name in ("ordered_sum", "norm_limbs", "clip_factor", "scale_", "follow"):
+            setattr(self, name, wrong if name == which else getattr(right, name))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[found.Found]:
+    """Devices of CUDA that nobody has asked for kernels yet; `self_check` runs on the CPU in their place."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    first_wrong = found.first_wrong
+    monkeypatch.setattr(found, "first_wrong", lambda made, device: first_wrong(made, torch.device("cpu")))
+    return found.Found()
+
+
+@pytest.mark.parametrize("which", ["ordered_sum", "norm_limbs", "clip_factor", "scale_", "follow"])
+def test_a_kernel_of_other_bits_is_found_before_its_use(which: str) -> None:
+    assert check.first_wrong(built_kernels(), torch.device("cpu")) is None
+    assert check.first_wrong(Wrong(built_kernels(), which), torch.device("cpu")) is not None
+
+
+def test_wrong_kernels_and_a_failed_compile_leave_the_operators_with_one_warning(
+    gpus: found.Found, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device) -> DeviceKernels:
+        raise OSError("there is no NVRTC")
+
+    devices = [torch.device("cuda", index) for index in range(3)]
+    monkeypatch.setattr(found.nvrtc, "kernels", lambda device: Wrong(built_kernels(), "scale_"))
+    with pytest.warns(UserWarning, match=r"kernel 'scale' has other bits than torch's operators.*same bits"):
+        assert gpus.look_up(devices[0]) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gpus.look_up(devices[0]) is None, "asked again"
+        monkeypatch.setattr(found.nvrtc, "kernels", fail)
+        assert gpus.look_up(devices[1]) is None
+        monkeypatch.setattr(found.nvrtc, "kernels", lambda device: built_kernels())
+        made = gpus.look_up(devices[2])
+        assert made is not None
+        assert gpus.look_up(devices[2]) is made
+    monkeypatch.setattr(found.nvrtc, "kernels", fail)
+    with pytest.warns(UserWarning, match=r"cannot be compiled or started: there is no NVRTC"):
+        assert found.Found().look_up(devices[0]) is None
+
+
+def test_other_devices_have_none(gpus: found.Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus.look_up(torch.device("cpu")) is gpus.look_up(torch.device("xpu", 0)) is None
+    monkeypatch.setattr(torch.version, "cuda", None)  # as for ROCm
+    assert gpus.look_up(torch.device("cuda", 0)) is None
+
+
+# -- compiled ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+@pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100"])
+def test_no_operation_is_contracted_flushed_or_approximate(architecture: str, tmp_path: Path) -> None:
+    (tmp_path / "kernels.cu").write_text(source())
+    command = ["nvcc", "-ptx", f"-arch={architecture}", "kernels.cu", "-o", "kernels.ptx"]
+    subprocess.run(command, cwd=tmp_path, check=True, timeout=60)
+    code = (tmp_path / "kernels.ptx").read_text()
+    assert {"add.rn.f32", "mul.rn.f32", "rcp.rn.f32", "add.rn.f64", "mul.rn.f64", "sqrt.rn.f64"} <= set(
+        re.findall(r"[\w.]+", code)
+    )
+    assert not re.search(r"fma|ftz|approx", code)
+    assert len(re.findall(r"\.entry", code)) == 8
