@@ -29,7 +29,7 @@ FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-sha
 class Launcher:
     """Runs a kernel at once. ``noted`` is called with the name of each launch."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.PyDLL) -> None:
         self._library = library
         self.noted: Callable[[str], object] = lambda name: None
 
@@ -39,7 +39,7 @@ class Launcher:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def library() -> ctypes.PyDLL:
     """Compile the source, once a process; without a compiler the test is skipped."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no {COMPILER} to compile the kernels for the CPU")
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL:
         built = Path(folder, "kernels.so")
         Path(folder, "kernels.cu").write_text(source())
         subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built)], check=True, timeout=60)
-        return ctypes.CDLL(str(built))
+        return ctypes.PyDLL(str(built))  # one rank at a time, of those on threads: indices of threads are global
 
 
 def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:
