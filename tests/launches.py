@@ -1,8 +1,9 @@
 """Counts what a step launches on a device, without one: operators that touch elements, by the phase that issues them.
 
 One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.gpu_short.peers`). The library takes its
-paths for devices. The model has the tensors of Llama-7B's blocks, 1/32 as wide. Blocks of elements that
-a path works on at a time are smaller in proportion, so that a step launches what it would at full width.
+paths for devices, with kernels that are built for the CPU. The model has the tensors of Llama-7B's blocks, 1/32 as
+wide. Blocks of elements that a path works on at a time are smaller in proportion, so that a step launches what it would
+at full width.
 
 `python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
 """
@@ -34,9 +35,12 @@ from benchmarks.gpu_short.peers import (
     tokens,
 )
 from collectives import Transport
+from collectives.kernels import FOUND
 from zero import MixedPrecision, ZeroOptimizer
 from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
 from zero.parameters.edit_detector import EditDetector
+
+from .support.built_kernels import built_kernels
 
 RANKS = 8
 _VIEWS_AND_EMPTY = """
@@ -62,7 +66,6 @@ PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.step.update", "clip"): "clip",
     ("zero.step.update", "step"): "step",
 }
-ON_THE_HOST = ("zero.step.update", "clip")  # reads the norm, which is in the host's memory
 
 
 @dataclass
@@ -103,11 +106,11 @@ class _Operators(TorchDispatchMode):
         if not function[0]:
             return
         if name in LOOKS or name in METHODS:
-            counted.looks[phase] += function != ON_THE_HOST
+            counted.looks[phase] += 1
         elif phase:
             counted.launches[phase] += 1
-            counted.times["gather"] += name == GATHER
-            counted.times["reduce"] += name == REDUCTION
+            if (phase, name) in (("gather", GATHER), ("reduce", REDUCTION)):
+                counted.note(phase)
         else:
             counted.others[f"{name} of {'.'.join(function)}"] += 1
 
@@ -167,6 +170,7 @@ def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW
         ):
             patch.setattr(owner, name, _noting(getattr(owner, name), partial(counted.note, noted)))
         operators = _Operators(counted)
+        patch.setitem(FOUND.by_device, torch.device("cpu"), built_kernels(operators.note))
         for name in METHODS:
             patch.setattr(Tensor, name, _noting(getattr(Tensor, name), partial(operators.note, name)))
         for _ in range(3):

@@ -157,7 +157,7 @@ class Engine:
                 self._storage.diagnose(waits=False)
                 or self._storage.diagnose_unfrozen()
                 or self._user_optimizers.changed(),
-                norm=lambda: self._update.norm_part(norm_type),
+                attach=lambda are_means: self._update.clip_message(norm_type, error_if_nonfinite, are_means=are_means),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
 

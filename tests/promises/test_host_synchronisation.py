@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer
 
+from ..support.built_kernels import built_kernels, put_in
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.programs import locked_build
@@ -142,7 +143,9 @@ def test_a_step_of_one_rank_looks_at_no_value_but_where_it_says_so(stage: int) -
     means = 1 if stage == 0 else 0  # one for all
     assert [len(step) for step in looks(backward, backward)] == [means] * 3
     clipped = looks(backward, clip)
-    assert any("_add_unread" in look for step in clipped for look in step), "else nothing would be noted at all"
+    assert [sum("_add_unread" in look for look in step) for step in clipped] == [1] * 3
+    with put_in(built_kernels()):
+        assert looks(backward, clip) == [[]] * 3
 
 
 @pytest.mark.usefixtures("unseen")
