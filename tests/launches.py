@@ -1,9 +1,9 @@
 """Counts what a step launches on a device, without one: operators that touch elements, by the phase that issues them.
 
 One process plays the last of 8 ranks, whose peers answer at once (`benchmarks.gpu_short.peers`). The library takes its
-paths for devices, with kernels that are built for the CPU. The model has the tensors of Llama-7B's blocks, 1/32 as
-wide. Blocks of elements that a path works on at a time are smaller in proportion, so that a step launches what it would
-at full width.
+paths for devices, with its kernels as built for the CPU (`support.built_kernels`). The model has the tensors of
+Llama-7B's blocks, 1/32 as wide. Blocks of elements that a path works on at a time are smaller in proportion, so that a
+step launches what it would at full width.
 
 `python -m tests.launches` prints the counts for all 32 blocks, by stage and size of buckets.
 """
@@ -35,12 +35,11 @@ from benchmarks.gpu_short.peers import (
     tokens,
 )
 from collectives import Transport
-from collectives.kernels import FOUND
 from zero import MixedPrecision, ZeroOptimizer
 from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
 from zero.parameters.edit_detector import EditDetector
 
-from .support.built_kernels import built_kernels
+from .support.built_kernels import built_kernels, put_in
 
 RANKS = 8
 _VIEWS_AND_EMPTY = """
@@ -170,12 +169,12 @@ def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW
         ):
             patch.setattr(owner, name, _noting(getattr(owner, name), partial(counted.note, noted)))
         operators = _Operators(counted)
-        patch.setitem(FOUND.by_device, torch.device("cpu"), built_kernels(operators.note))
+        kernels = built_kernels(operators.note)
         for name in METHODS:
             patch.setattr(Tensor, name, _noting(getattr(Tensor, name), partial(operators.note, name)))
         for _ in range(3):
             counted.__init__(buckets=counted.buckets)  # type: ignore[misc]
-            with operators:
+            with operators, put_in(kernels):
                 model(batch).backward()
                 if clip:
                     optimizer.clip_grad_norm_(1.0)

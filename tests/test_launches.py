@@ -41,10 +41,10 @@ class Budget:
 
 
 BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
-    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=6, step=117, looks=(0, 0), rounds=(19, 18)),
-    1: Budget(gather=1, release=0, reduce=31, divide=1, clip=6, step=117, looks=(0, 0), rounds=(19, 18)),
-    2: Budget(gather=1, release=0, reduce=31, divide=1, clip=6, step=117, looks=(0, 0), rounds=(19, 18)),
-    3: Budget(gather=2, release=2, reduce=55, divide=1, clip=6, step=65, looks=(1, 1), rounds=(14, 13)),
+    0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
+    1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
+    2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
+    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=20, looks=(1, 1), rounds=(14, 13)),
 }
 
 

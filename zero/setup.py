@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from collectives import Choice, Transport, as_a_whole
 from collectives import build as build_collective
+from collectives.kernels import kernels_of
 
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
@@ -187,7 +188,10 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.replicated.update(new.replicated)
             stored = storage.store(new.parameters, layout, states.keep)
-            parts.streams.use({bucket.weights.data.device for bucket in (*storage.buckets, *stored)})
+            devices = {bucket.weights.data.device for bucket in (*storage.buckets, *stored)}
+            parts.streams.use(devices)
+            for device in devices:
+                kernels_of(device)  # compiles and checks them now, and not inside a first backward
             buckets: list[Bucket] = []
             for bucket in stored:
                 grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, parts.shard_group, parts.streams)

@@ -33,7 +33,7 @@ class Section:
 SECTIONS = {
     section.name: section
     for section in (
-        Section("a", 40, "fused AdamW by the size of a bucket, and by the tensors of a call"),
+        Section("a", 40, "kernels beside operators; fused AdamW by the size of a bucket, and by the tensors of a call"),
         Section("b", 150, "a step at world size 1"),
         Section("c", 140, "a step as the last of several ranks"),
         Section("d", 110, "bits over NCCL among ranks that share the GPU"),

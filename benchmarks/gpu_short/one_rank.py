@@ -166,7 +166,7 @@ def updates(job: ShortJob) -> Iterator[Row]:
     """Yield a row for a copy, for each size of a bucket, and for each number of buckets in a call."""
     timer, total = clock(job.device), (8 if job.quick else 1024) * MIB
     source, target = (torch.zeros(total, dtype=torch.uint8, device=job.device) for _ in range(2))
-    speed = 2 * total / _timed(timer, lambda: target.copy_(source))[0]
+    speed = 2 * total / timed(timer, lambda: target.copy_(source))[0]
     yield {"what": "copy", "mib": total / MIB, "in_a_call": 1, "bytes_a_second": speed, "host_us": 0.0}
     first = 2 if job.quick else None
     cases = [("bucket", size, 1) for size in SIZES[:first]] + [("buckets in a call", 4, n) for n in IN_A_CALL[:first]]
@@ -188,7 +188,7 @@ def _update(job: ShortJob, timer: Host, what: str, size: int, in_a_call: int, ca
         for optimizer in optimizers:
             optimizer.step()
 
-    seconds, host = _timed(timer, step)
+    seconds, host = timed(timer, step)
     moved = PASSES * 2 * numel * in_a_call * calls
     return {
         "what": what,
@@ -199,7 +199,7 @@ def _update(job: ShortJob, timer: Host, what: str, size: int, in_a_call: int, ca
     }
 
 
-def _timed(timer: Host, call: Callable[[], object]) -> tuple[float, float]:
+def timed(timer: Host, call: Callable[[], object]) -> tuple[float, float]:
     """Return the device's seconds of a call, and the host's until it has returned: medians."""
     device, host = [], []
     for _ in range(REPEATS + 1):

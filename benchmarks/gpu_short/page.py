@@ -57,6 +57,8 @@ def tables(found: Found) -> Iterator[Table]:
         yield Table("Targets", ["measure", "target", "measured", "met"], cells)
     if rows := found.rows("a", "what"):
         yield _updates(rows)
+    if rows := found.rows("a", "compared"):
+        yield _compared(rows, found.rows("a", "compiled")[0]["compiled"])
     for tokens in dict.fromkeys(row["tokens"] for row in found.rows("b", "turn")):
         yield _steps([row for row in found.rows("b", "turn") if row["tokens"] == tokens], tokens)
     if rows := found.rows("b", "no_room"):
@@ -90,6 +92,18 @@ def _updates(rows: Sequence[Row]) -> Table:
         "host µs a call": lambda row: f"{row['host_us']:.0f}",
     }
     return _table("a: fused AdamW in bf16", rows, columns)
+
+
+def _compared(rows: Sequence[Row], seconds: float) -> Table:
+    columns = {
+        "": lambda row: row["compared"],
+        "same bits": lambda row: "yes" if row["equal"] else "no",
+        "ms": _milliseconds("seconds"),
+        "GB/s": lambda row: f"{row['bytes_a_second'] / 1e9:,.0f}",
+        "operators' ms": _milliseconds("operators"),
+        "host µs a call": lambda row: f"{row['host_us']:.0f}",
+    }
+    return _table(f"a: kernels, compiled and checked in {seconds:.1f} s, beside torch's operators", rows, columns)
 
 
 def _steps(rows: Sequence[Row], tokens: int) -> Table:
@@ -185,6 +199,9 @@ def _ms(seconds: float) -> str:
 
 def targets(found: Found) -> Iterator[tuple[str, str, str, bool]]:
     """Yield what was measured, what was aimed at, what was seen, and whether the target is met."""
+    if compared := found.rows("a", "compared"):
+        equal = sum(row["equal"] for row in compared)
+        yield "a: kernels with the bits of operators", str(len(compared)), str(equal), equal == len(compared)
     steps = found.rows("b", "turn") if found.has_gpu("b") else []
     for tokens in dict.fromkeys(row["tokens"] for row in steps):
         times = medians([row for row in steps if row["tokens"] == tokens])

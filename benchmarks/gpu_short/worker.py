@@ -6,16 +6,24 @@ Knows: which section measures what. Does not know: the limits of sections, which
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 import torch
 
 from ..rank import end_with
-from . import many_ranks, one_rank
+from . import kernels, many_ranks, one_rank
 from .clock import clock
-from .job import Measure, ShortJob, run
+from .job import Measure, Row, ShortJob, run
+
+
+def parts_of_a_step(job: ShortJob) -> Iterator[Row]:
+    """Yield the rows of section a."""
+    yield from kernels.measure(job)
+    yield from one_rank.updates(job)
+
 
 MEASURES: dict[str, Measure] = {
-    "a": one_rank.updates,
+    "a": parts_of_a_step,
     "b": one_rank.measure,
     "c": many_ranks.one_of_many,
     "d": many_ranks.shared_gpu,

@@ -10,15 +10,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..kernels import kernels_of
+
 BLOCK = 1 << 16  # elements; the running sum of a block stays in the cache while the parts stream through it
-DEVICE_BLOCK = 1 << 22  # on an accelerator, where a launch costs more than a cache saves
+DEVICE_BLOCK = 1 << 26  # on an accelerator without kernels, where a launch costs more than a cache saves
 
 
 def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
     All tensors are 1-D of one length. ``out`` may be one of the parts, or share exactly its memory. Nothing else is
-    written.
+    written. A device with kernels adds three parts or more, or two of different dtypes, in one launch.
     """
     first, size = parts[0], out.numel()
     if len(parts) == 1:
@@ -27,6 +29,10 @@ def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
         return
     if len(parts) == 2 and first.dtype == out.dtype:
         torch.add(first, parts[1], out=out)
+        return
+    kernels = kernels_of(out.device)
+    if kernels is not None and kernels.can_sum(parts, out):
+        kernels.ordered_sum(parts, out)
         return
     block = BLOCK if out.device.type == "cpu" else DEVICE_BLOCK
     running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)

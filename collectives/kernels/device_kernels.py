@@ -154,9 +154,11 @@ class DeviceKernels:
 
     @staticmethod
     def can_follow(master: Tensor, param: Tensor) -> bool:
-        """Return whether `follow` takes this pair: contiguous, fp32 or fp64 beside fp32 or 16 bits, narrower."""
+        """Return whether `follow` takes this pair: on one device, contiguous, fp32 or fp64 beside fp32 or
+        16 bits, narrower."""
         return (
-            master.dtype in (torch.float32, torch.float64)
+            master.device == param.device
+            and master.dtype in (torch.float32, torch.float64)
             and param.dtype in NORM_TYPES
             and param.itemsize < master.itemsize
             and master.is_contiguous()

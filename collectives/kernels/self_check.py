@@ -73,7 +73,7 @@ def plain_sum(parts: Sequence[Tensor], out: Tensor) -> None:
 def sums(device: torch.device) -> Iterator[tuple[list[Tensor], Tensor]]:
     """Yield parts and a tensor for their sum: 1 to 9 parts, several dtypes, unaligned starts, a sum in place."""
     for number, (out_type, part_type) in enumerate(product(WIDTHS, WIDTHS)):
-        for ranks in (1, 2, 3 + number % 7, 66):
+        for ranks in (1, 2 + number % 8) if number else (3, 66):  # 66: more than a launch adds
             length = LENGTHS[(number + ranks) % len(LENGTHS)]
             parts = [awkward(length, part_type, device, number + r, (number + r) % 3) for r in range(ranks)]
             out = torch.empty(length + 1, dtype=out_type, device=device)[number % 2 :][:length]
@@ -125,18 +125,24 @@ def plain_norm(units: int, infinite: bool, nan: bool) -> Tensor:
 
 
 def gradients(seed: int, device: torch.device) -> list[Tensor]:
-    """Return tensors of several lengths and dtypes: of all magnitudes, or of one; some are not finite if seed is 2."""
-    tensors = [awkward(n, t, device, seed + n, n % 3) for n in LENGTHS for t in sorted(NORM_TYPES, key=str)]
+    """Return tensors of several lengths and dtypes: of all magnitudes, for 2 with inf and NaN; from 3 of one value."""
+    tensors = [awkward(n, t, device, 3 * n, n % 3) for n in LENGTHS for t in sorted(NORM_TYPES, key=str)]
     if seed > 2:
         return [tensor.fill_(seed * 2.0 ** (20 - 20 * seed)) for tensor in tensors]
-    return (
-        tensors if seed == 2 else [tensor.nan_to_num_(1.0, 1.0, 1.0).mul_((1.0, 2.0**-60)[seed]) for tensor in tensors]
-    )
+    bad = [torch.tensor([1.0, value], device=device) for value in (math.inf, math.nan) if seed == 2]
+    return [*(tensor.mul_((1.0, 2.0**-60, 1.0)[seed]) for tensor in tensors), *bad]
+
+
+def roundings() -> list[int]:
+    """Return sums of squares whose norm shows how they are rounded to fp64, in units of 2**-1074."""
+    half_way = (2**25 + 2**24 + 2) ** 2  # of a number between two of fp32; a last bit more or less of fp64 decides
+    tie = (half_way << 1074) + (1 << 1074 + half_way.bit_length() - 54)
+    return [0, 1, 1 << 1034, half_way << 1074, tie, tie + 1, tie - 1, (1 << 1200) - 1, (1 << 2098) - 1, 3 << 2097]
 
 
 def norms_agree(kernels: DeviceKernels, device: torch.device) -> bool:
     """Return whether `norm_limbs` and `clip_factor` have the bits of exact sums and of torch's clip."""
-    for seed, copies in product(range(6), (1, 8)):
+    for seed, copies in product(range(5), (1, 8)):
         tensors = gradients(seed, device)
         limbs = torch.zeros(LIMBS, dtype=torch.int64, device=device)
         kernels.norm_limbs(tensors, limbs)
@@ -148,12 +154,23 @@ def norms_agree(kernels: DeviceKernels, device: torch.device) -> bool:
             nan,
         ):
             return False
-        expected = plain_norm(units * copies, infinite, nan)
-        for max_norm in (1.0, 0.3, 0.0, math.inf):
-            factor = torch.clamp(max_norm / (expected + 1e-6), max=1.0)
-            found = kernels.clip_factor(limbs * copies, max_norm)  # as if so many ranks had added theirs
-            if not same(torch.stack(found).cpu(), torch.stack([expected, factor])):  # host synchronisation: a check
-                return False
+        # as if so many ranks had added theirs
+        if not _clips_agree(kernels, limbs * copies, plain_norm(units * copies, infinite, nan)):
+            return False
+    for units in roundings():
+        digits = [units >> 32 * place & 0xFFFFFFFF for place in range(LIMBS - 2)]
+        limbs = torch.tensor([*digits, 0, 0], dtype=torch.int64, device=device)
+        if not _clips_agree(kernels, limbs, plain_norm(units, False, False)):
+            return False
+    return True
+
+
+def _clips_agree(kernels: DeviceKernels, limbs: Tensor, norm: Tensor) -> bool:
+    for max_norm in (1.0, 0.3, 1e-6, 0.0, math.inf):
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        found = torch.stack(kernels.clip_factor(limbs, max_norm))
+        if not same(found.cpu(), torch.stack([norm, factor])):  # host synchronisation: a check
+            return False
     return True
 
 

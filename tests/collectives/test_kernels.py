@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import re
 import shutil
 import subprocess
+import threading
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of
+from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
 from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
-from ..support.built_kernels import built_kernels
+from ..support.built_kernels import built_kernels, library, put_in
 from ..support.devices import DEVICES
+from ..support.narrowed import PRECISIONS
+from ..support.programs import Program, Step
+from ..support.programs import check as check_program
+from ..support.rows import only
 
 CHECKS = (check.sums_agree, check.norms_agree, check.products_agree, check.masters_agree)
 
@@ -91,7 +99,8 @@ def test_a_norm_is_the_same_however_tensors_are_cut_into_blocks_and_launches(
     for pieces in ([whole], whole.split(16_000), whole.split(16), [*whole.split(16 * 77)][::-1]):
         sums.append(torch.zeros(LIMBS, dtype=torch.int64, device=device))
         kernels.norm_limbs(list(pieces), sums[-1])
-        assert sums[-1].max() < 2**45, "so that limbs of many ranks and launches can be added"
+        launches = -(-len(pieces) // 128)
+        assert sums[-1].max() < 2**32 * launches * min(len(pieces) + 3, 8), "so that limbs of many ranks can be added"
     settled = [sum(limb << 32 * place for place, limb in enumerate(limbs.tolist())) for limbs in sums]
     assert len(set(settled)) == 1
 
@@ -112,8 +121,8 @@ def test_what_a_kernel_writes_has_its_version_raised_and_nothing_else_is_written
     kernels: DeviceKernels, device: torch.device
 ) -> None:
     memory = torch.arange(64, dtype=torch.float32, device=device)
-    kept, part, number = memory.clone(), torch.ones(21, device=device), torch.tensor(2.0, device=device)
-    slot = memory[3:24]
+    kept, part, number = memory.clone(), torch.ones(23, device=device), torch.tensor(2.0, device=device)
+    slot = memory[3:26]
     for call in (
         lambda: kernels.ordered_sum([part, part], slot),
         lambda: kernels.scale_([slot], number),
@@ -123,8 +132,18 @@ def test_what_a_kernel_writes_has_its_version_raised_and_nothing_else_is_written
         call()
         assert slot._version > before
         assert same(memory[:3], kept[:3])
-        assert same(memory[24:], kept[24:])
+        assert same(memory[26:], kept[26:])
     assert same(slot, torch.full_like(slot, 5.0))
+
+
+def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(
+    kernels: DeviceKernels, device: torch.device
+) -> None:
+    for dtype, first in ((torch.bfloat16, 0x7F81), (torch.float16, 0x7C01)):
+        params = torch.tensor([first, first - 0x8000, 0x7FFF, 0x3C00] * 4, dtype=torch.int16, device=device).view(dtype)
+        masters = torch.full((16,), 0x7F812345, dtype=torch.int32, device=device).view(torch.float32)
+        kernels.follow([masters], [params])
+        assert masters.view(torch.int32).tolist() == ([0x7F812345] * 3 + [params.float()[3].view(torch.int32)]) * 4
 
 
 def test_empty_tensors_launch_nothing() -> None:
@@ -144,6 +163,18 @@ def test_hundreds_of_tensors_are_read_or_written_in_three_launches() -> None:
     kernels.scale_(tensors, torch.tensor(2.0))
     kernels.follow(tensors, [tensor.bfloat16() for tensor in tensors])
     assert launched == ["norm_limbs"] * 3 + ["scale"] * 3 + ["follow"] * 3
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    only(product(range(4), PRECISIONS), (1, "bf16"), (2, "bf16, added up in bf16"), (3, "fp16")),
+)
+def test_a_training_that_uses_the_kernels_has_the_bits_of_the_plain_loop(stage: int, precision: str) -> None:
+    launched: list[str] = []
+    with put_in(built_kernels(launched.append)):
+        check_program(Program(3, stage, precision=PRECISIONS[precision], steps=(Step(clips=((0.1, 2.0),)), Step())))
+    assert any(name.startswith("ordered_sum") for name in launched)
+    assert "follow" in launched or stage == 3 or precision.startswith("fp32"), "fp32 has no master weights"
 
 
 # -- where there are none ----------------------------------------------------------------------------------------------
@@ -176,7 +207,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[found.Found]:
 
 @pytest.mark.parametrize("which", ["ordered_sum", "norm_limbs", "clip_factor", "scale_", "follow"])
 def test_a_kernel_of_other_bits_is_found_before_its_use(which: str) -> None:
-    assert check.first_wrong(built_kernels(), torch.device("cpu")) is None
     assert check.first_wrong(Wrong(built_kernels(), which), torch.device("cpu")) is not None
 
 
@@ -210,11 +240,36 @@ def test_other_devices_have_none(gpus: found.Found, monkeypatch: pytest.MonkeyPa
     assert gpus.look_up(torch.device("cuda", 0)) is None
 
 
+def test_the_driver_launches_them_from_any_thread_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver is one that runs a kernel of the CPU at once, and returns an error without the device's context."""
+    driver, cuda, stream = library(), torch.device("cuda", 0), 7 << 40
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    monkeypatch.setattr(nvrtc, "nvrtc_library", lambda: None)
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"code")
+    for name, value in (
+        ("get_device_capability", (9, 0)),
+        ("get_device_properties", SimpleNamespace(multi_processor_count=3)),
+        ("current_stream", SimpleNamespace(cuda_stream=stream)),
+        ("synchronize", None),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    kernels = nvrtc.kernels(cuda)
+    found: list[str | None] = []
+    thread = threading.Thread(target=lambda: found.append(check.first_wrong(kernels, torch.device("cpu"))))
+    thread.start()
+    thread.join(60)
+    assert found == [None]
+    assert ctypes.c_void_p.in_dll(driver, "last_stream").value == stream
+    monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"other code")
+    with pytest.raises(RuntimeError, match=r"cuModuleLoadData: invalid device context \(201\)"):
+        nvrtc.kernels(cuda)
+
+
 # -- compiled ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
-@pytest.mark.parametrize("architecture", ["compute_80", "compute_90", "compute_100"])
+@pytest.mark.parametrize("architecture", only(("compute_80", "compute_90", "compute_100"), "compute_90"))
 def test_no_operation_is_contracted_flushed_or_approximate(architecture: str, tmp_path: Path) -> None:
     (tmp_path / "kernels.cu").write_text(source())
     command = ["nvcc", "-ptx", f"-arch={architecture}", "kernels.cu", "-o", "kernels.ptx"]

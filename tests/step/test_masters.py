@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
+from ..support.built_kernels import built_kernels, put_in
 from ..support.narrowed import BF16
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
@@ -39,8 +41,8 @@ def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
             assert_same_bits(master, value)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "with_kernels"), [(2, False), (2, True), (3, False)])
+def test_masters_follow_what_is_written_into_the_model_element_by_element(stage: int, with_kernels: bool) -> None:
     """An element that keeps its rounded value keeps the full precision of its master weight."""
 
     def write(p: Tensor) -> None:
@@ -79,7 +81,9 @@ def test_masters_follow_what_is_written_into_the_model_element_by_element(stage:
     plain.model[2].load_state_dict(build(5)[2].state_dict())
     followed = plain.numbers.followed()
     step_plainly(plain, 0, 1)
-    for model, read in on_threads(2, program):
+    with put_in(built_kernels()) if with_kernels else nullcontext():
+        results = on_threads(2, program)
+    for model, read in results:
         for ours, theirs in zip(read, followed, strict=True):
             assert_same_bits(ours, theirs)
         assert_same_model(model, plain.model)

@@ -1,4 +1,4 @@
-"""The kernels' source, compiled by a C++ compiler: kernels for tensors on the CPU.
+"""The kernels' source, compiled by a C++ compiler: kernels for tensors on the CPU, and a driver that launches them.
 
 `put_in` lets the library use them, as it uses those of a GPU there.
 """
@@ -29,7 +29,7 @@ FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-sha
 class Launcher:
     """Runs a kernel at once. ``noted`` is called with the name of each launch."""
 
-    def __init__(self, library: ctypes.PyDLL) -> None:
+    def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self.noted: Callable[[str], object] = lambda name: None
 
@@ -39,7 +39,7 @@ class Launcher:
 
 
 @functools.cache
-def library() -> ctypes.PyDLL:
+def library() -> ctypes.CDLL:
     """Compile the source, once a process; without a compiler the test is skipped."""
     if shutil.which(COMPILER) is None:
         pytest.skip(f"there is no {COMPILER} to compile the kernels for the CPU")
@@ -47,8 +47,8 @@ def library() -> ctypes.PyDLL:
     with tempfile.TemporaryDirectory() as folder:
         built = Path(folder, "kernels.so")
         Path(folder, "kernels.cu").write_text(source())
-        subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built)], check=True, timeout=60)
-        return ctypes.PyDLL(str(built))  # one rank at a time, of those on threads: indices of threads are global
+        subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built), "-ldl"], check=True, timeout=60)
+        return ctypes.CDLL(str(built))
 
 
 def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:

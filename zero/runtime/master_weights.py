@@ -14,6 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from collectives.kernels import kernels_of
+
 from ..core.bits import INTEGERS, host_readable, same_bits
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
@@ -62,6 +64,10 @@ class MasterWeights:
     def sync_from_param(self) -> None:
         """Take over the elements that were written into the parameters since the last cast."""
         if self._master is None:
+            return
+        kernels = kernels_of(self._param.device)
+        if kernels is not None and kernels.can_follow(self._master, self._param):
+            kernels.follow([self._master], [self._param])
             return
         at_once = host_readable(self._param.device)
         block = _BLOCK if at_once else max(1, self._param.numel())
