@@ -169,6 +169,8 @@ foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _find(
     "torch:_foreach_copy_", "copies gradients into a bucket"
 )
 foreach_add_: Callable[[list[Tensor], list[Tensor]], None] = _find("torch:_foreach_add_", "adds gradients to a bucket")
+foreach_mul_: Callable[[list[Tensor], float], None] = _find("torch:_foreach_mul_", "scales all gradients")
+foreach_div_: Callable[[list[Tensor], float], None] = _find("torch:_foreach_div_", "divides the sums of all buckets")
 amp_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _find(
     "torch:_amp_foreach_non_finite_check_and_unscale_", "unscales gradients with the bits of `GradScaler`"
 )

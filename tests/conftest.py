@@ -127,7 +127,8 @@ def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that the host cannot read values at once, as on an accelerator."""
-    for module in ("core.bits", "parameters.edit_detector", "gradients.grad_publisher", "runtime.master_weights"):
+    modules = ("core.bits", "core.norm", "parameters.edit_detector", "gradients.division", "gradients.grad_publisher")
+    for module in (*modules, "runtime.master_weights"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 

@@ -60,12 +60,11 @@ PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.runtime.accumulator", "flush"): "reduce",
     ("zero.runtime.accumulator", "_launch"): "reduce",
     ("collectives.algorithms.ordered_sum", "ordered_sum"): "reduce",
-    ("zero.runtime.accumulator", "divide"): "divide",
+    ("zero.gradients.division", "divide"): "divide",
     ("zero.step.update", "norm_part"): "clip",
     ("zero.step.update", "clip"): "clip",
     ("zero.step.update", "step"): "step",
 }
-ON_THE_HOST = ("zero.step.update", "clip")  # reads the norm, which is in the host's memory
 
 
 @dataclass
@@ -106,11 +105,11 @@ class _Operators(TorchDispatchMode):
         if not function[0]:
             return
         if name in LOOKS or name in METHODS:
-            counted.looks[phase] += function != ON_THE_HOST
+            counted.looks[phase] += 1
         elif phase:
             counted.launches[phase] += 1
-            counted.times["gather"] += name == GATHER
-            counted.times["reduce"] += name == REDUCTION
+            if (phase, name) in (("gather", GATHER), ("reduce", REDUCTION)):
+                counted.note(phase)
         else:
             counted.others[f"{name} of {'.'.join(function)}"] += 1
 

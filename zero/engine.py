@@ -153,8 +153,11 @@ class Engine:
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
-                self._storage.diagnose() or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(),
-                norm=lambda: self._update.norm_part(norm_type),
+                # the step that follows finds what a device alone shows: a look here would drain it
+                self._storage.diagnose(waits=False)
+                or self._storage.diagnose_unfrozen()
+                or self._user_optimizers.changed(),
+                attach=lambda are_means: self._update.clip_message(norm_type, error_if_nonfinite, are_means=are_means),
             )
             return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
 

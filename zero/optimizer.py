@@ -261,7 +261,8 @@ class ZeroOptimizer(WithLiveStates):
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
 
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
-        All ranks. Raises `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
+        It is on the gradients' device if kernels formed it there, and else on the host. All ranks. Raises
+        `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         return self._engine.clip_grad_norm_(

@@ -36,7 +36,7 @@ from collectives.messages import with_offset
 from collectives.messenger import MARKER
 from collectives.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from zero.core import bits, layout, norm
-from zero.gradients import grad_publisher
+from zero.gradients import division, grad_publisher
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, master_weights
 
@@ -228,7 +228,7 @@ def device_paths() -> Iterator[None]:
     else a device decides (pinned memory, streams) stays as it is.
     """
     with ExitStack() as patches:
-        for module in (bits, edit_detector, grad_publisher, master_weights):
+        for module in (bits, division, edit_detector, grad_publisher, master_weights, norm):
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))

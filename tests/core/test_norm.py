@@ -144,6 +144,28 @@ def test_inf_and_nan_reach_the_norm_from_anywhere(norm_type: float) -> None:
     assert bits(nothing.norm(torch.float64)) == bits(torch.zeros((), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_on_a_device_it_is_the_same_and_is_read_once_if_gradients_are_finite_and_of_a_usual_spread(
+    norm_type: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+    usual = [torch.randn(length, generator=generator).mul_(1e-3) for length in (0, 1, 40_000, 600_000)]
+    others = [[widely_spread(5000, dtype, rng)] for dtype in DTYPES]
+    others += [[*usual, torch.tensor([value])] for value in (math.inf, math.nan)]
+    others += [[torch.tensor([1.0, 1.7e308], dtype=torch.float64)], [torch.tensor([1e-300, 5e-324]).double()]]
+    looks = []
+    noted = lambda look: lambda tensor: (looks.append(look), look(tensor))[1]  # noqa: E731
+    for pieces in (usual, *others):
+        expected = PowerSum.of(pieces, norm_type)
+        with monkeypatch.context() as device:
+            device.setattr("zero.core.norm.host_readable", lambda device: False)
+            for name in ("item", "tolist"):
+                device.setattr(Tensor, name, noted(getattr(Tensor, name)))
+            looks.clear()
+            assert PowerSum.of(pieces, norm_type).to_bytes() == expected.to_bytes()
+        assert len(looks) == 1 or pieces is not usual
+
+
 def test_pieces_are_let_go_of_as_they_are_read() -> None:
     alive: list[weakref.ref[torch.UntypedStorage]] = []
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from collectives import Transport
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import as_plain
+from zero.parameters import edit_detector
 
 from ..support.errors import error_of
 from ..support.plain import assert_same_bits, assert_same_model
@@ -175,6 +176,7 @@ def test_an_edit_is_kept_or_told_on_every_rank_and_undone(name: str) -> None:
         assert_same_model(model, plain(1, doubled=stays))
 
 
+@pytest.mark.usefixtures("whenever_seen")
 def test_an_edit_names_its_parameter_and_no_neighbour_in_the_shard() -> None:
     def act(model: Any, optimizer: ZeroOptimizer) -> str:
         with optimizer.gathered():
@@ -184,6 +186,23 @@ def test_an_edit_names_its_parameter_and_no_neighbour_in_the_shard() -> None:
     for message, model in on_blocks("travel", 40, act):
         assert "rank 0: '1.weight' was edited while its unit was gathered" in message
         assert_same_model(model, plain_blocks(40, 1))
+
+
+@pytest.mark.usefixtures("unseen")
+def test_an_edit_on_a_device_is_told_after_any_number_of_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit_detector, "MOST_UNREAD", 3)
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> str:
+        with optimizer.gathered():
+            PAST(model.block(1).weight)
+        for _ in range(3):
+            with torch.inference_mode():
+                model(INPUTS)
+        return error_of(optimizer.step)
+
+    for message, model in on_ranks("travel", act):
+        assert TOLD in message
+        assert_same_model(model, plain(1))
 
 
 # -- memory that moves ------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
 @pytest.fixture(autouse=True)
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def accelerator(monkeypatch: pytest.MonkeyPatch, unseen: None) -> None:
     watch(monkeypatch)
 
 

@@ -23,8 +23,6 @@ Alternatives that were rejected:
 - `torch.sum` in fp64 takes half the time, but its order is unspecified and depends on length, stride and thread count.
 - `math.fsum` over the block sums makes this step over ten times slower, and its rounded results cannot be merged.
 - Exact addition of every element, without blocks, needs three to four more passes over all elements.
-- A bin for each exponent: `torch.bincount` takes twice as long, and refuses to run on CUDA under deterministic
-  algorithms.
 """
 
 from __future__ import annotations
@@ -37,11 +35,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .bits import host_readable
+
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _UNIT_EXPONENT = 1074  # every finite fp64 number is an integer multiple of 2**-1074
 _TILE = 4096  # elements that are transposed together from rows of blocks to columns of lanes: they fit the first cache
 TILES, DEVICE_TILES = 16, 1024  # in a chunk: on the CPU one that stays in the cache, elsewhere few launches
 _MAX_BLOCK = 16
+_ROUNDS = 6  # of an exact sum on an accelerator before the host reads anything
+_TOO_LARGE = 2.0**900  # 1.5 * 2**(e+k), see `_exact_sum`, might not exist
 _WIRE = struct.Struct("<dB7x272s")  # norm type, flags, units: room for 2**64 blocks of the largest fp64 number
 
 
@@ -93,7 +95,7 @@ class PowerSum:
             if reader is None:
                 if piece.dtype not in _FLOATS:
                     raise TypeError(f"a norm needs fp32, fp64, bf16 or fp16 gradients, not {piece.dtype}")
-                reader = readers[key] = _Reader(piece.dtype, piece.device, norm_type)
+                reader = readers[key] = _Reader(*key, norm_type, at_once=host_readable(piece.device))
             if piece.dim() != 1 or not piece.is_contiguous():
                 raise ValueError(
                     "a norm is taken over 1-D contiguous pieces, not over one of shape "
@@ -101,8 +103,7 @@ class PowerSum:
                 )
             reader.read(piece)
         for reader in readers.values():
-            units, has_inf, has_nan = reader.finish()
-            total = total.merge(cls(norm_type, units, has_inf, has_nan))
+            total = total.merge(cls(norm_type, *reader.finish()))
         return total
 
     def merge(self, other: PowerSum) -> PowerSum:
@@ -191,11 +192,13 @@ class _Reader:
     """Adds up the blocks of pieces of one dtype on one device, a cache-sized chunk at a time.
 
     Its memory is about 1.5 MB for fp32 on the CPU, however much it reads. On an accelerator, where launches decide and
-    not caches, it is 64 times as much.
+    not caches, it is 64 times as much. There `_leading_parts` of all chunks are read together, at the end. If that is
+    not each sum as a whole, as with numbers that are not finite, the pieces are read again, a chunk at a time.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, norm_type: float) -> None:
-        self._norm_type = norm_type
+    def __init__(self, dtype: torch.dtype, device: torch.device, norm_type: float, *, at_once: bool) -> None:
+        """``at_once``: the host reads each chunk's sum."""
+        self._norm_type, self._at_once = norm_type, at_once
         self._block = 8 if dtype == torch.float64 else _MAX_BLOCK
         self._tiles = TILES if device.type == "cpu" else DEVICE_TILES
         self._chunk = self._tiles * _TILE
@@ -204,16 +207,16 @@ class _Reader:
         self._lanes = {self._tiles: _Lanes.over(torch.empty(shape, dtype=torch.float64, device=device))}
         zeros = torch.zeros(_MAX_BLOCK, dtype=dtype, device=device)
         self._zeros = [zeros[:length] for length in range(_MAX_BLOCK)]
-        self._gathered: list[Tensor] = []
-        self._gathered_numel = 0
-        self._sums: list[Tensor] = []
-        self._units = 0
-        self._has_inf = False
-        self._has_nan = False
+        self._gathered, self._sums = list[Tensor](), list[Tensor]()
+        self._pieces, self._unread = list[Tensor](), list[Tensor]()  # to be read again; of each chunk, what is not read
+        self._gathered_numel = self._units = 0
+        self._has_inf = self._has_nan = False
 
     def read(self, piece: Tensor) -> None:
         """Take one piece. The values of a short one may be read later."""
         numel = piece.numel()
+        if not self._at_once:
+            self._pieces.append(piece)
         if numel < self._chunk // 2:
             self._gather(piece)
             return
@@ -229,7 +232,23 @@ class _Reader:
         """Return units, has_inf and has_nan of all pieces."""
         self._fold_gathered()
         self._drain()
+        if self._unread and not self._add_unread():
+            again = _Reader(self._stage.dtype, self._stage.device, self._norm_type, at_once=True)
+            for piece in self._pieces:
+                again.read(piece)
+            return again.finish()
         return self._units, self._has_inf, self._has_nan
+
+    def _add_unread(self) -> bool:
+        """Add up what was left on the device. Return whether it was all."""
+        rows: list[list[float]] = torch.stack(self._unread).tolist()  # host synchronisation: one for all chunks
+        if not all(math.isfinite(number) for row in rows for number in row):
+            return False
+        if self._norm_type == math.inf:
+            self._units = max(_in_units(largest) for (largest,) in rows)
+            return True
+        self._units = sum(_in_units(part) for _, *parts, _ in rows for part in parts)
+        return all(largest < _TOO_LARGE and not rest for largest, *_, rest in rows)
 
     def _gather(self, piece: Tensor) -> None:
         numel = piece.numel()
@@ -289,6 +308,9 @@ class _Reader:
 
     def _fold_maximum(self, values: Tensor) -> None:
         low, high = torch.aminmax(values)
+        if not self._at_once:
+            self._unread.append(torch.maximum(-low, high).double().unsqueeze(0))
+            return
         largest = torch.maximum(-low, high).item()  # host synchronisation: see `_exact_sum`
         if math.isfinite(largest):
             self._units = max(self._units, _in_units(largest))
@@ -300,6 +322,9 @@ class _Reader:
             return
         sums = torch.cat(self._sums).flatten()
         self._sums = []
+        if not self._at_once:
+            self._unread.append(_leading_parts(sums))
+            return
         if not math.isfinite(sums.sum().item()):  # host synchronisation: see `_exact_sum`
             self._note_nonfinite(sums)
             sums = sums.where(sums.isfinite(), 0.0)
@@ -330,13 +355,11 @@ def _exact_sum(values: Tensor) -> int:
     previous round. On a device each `item` waits for all enqueued work; there are about ten for 32 million fp32
     elements.
     """
-    bits = values.numel().bit_length()
-    total = 0
-    rest = values
-    leading = torch.empty_like(values)
+    bits, total = values.numel().bit_length(), 0
+    rest, leading = values, torch.empty_like(values)
     largest = torch.aminmax(values)[1].item()
-    if largest >= 2.0**900:  # 1.5 * 2**(e+k) might not exist
-        large = values.where(values >= 2.0**900, 0.0)
+    if largest >= _TOO_LARGE:
+        large = values.where(values >= _TOO_LARGE, 0.0)
         total = _exact_sum(large * 2.0**-512) << 512
         rest = values - large
         largest = rest.max().item()
@@ -348,6 +371,25 @@ def _exact_sum(values: Tensor) -> int:
         low, high = torch.aminmax(rest)
         largest = max(-low.item(), high.item())
     return total
+
+
+def _leading_parts(values: Tensor) -> Tensor:
+    """Return the largest of non-negative fp64 `values` (1-D, at least one), the sum of their leading bits in each of
+    `_ROUNDS` rounds, and what no round has reached, the largest magnitude of it.
+
+    The result is 1-D, on their device, and the host does not wait. The sums are those of `_exact_sum`, and exact if the
+    largest is less than `_TOO_LARGE`. 1.5 * 2**(e+k) is made of its bits: its exponent is the largest's, plus k + 1.
+    """
+    bits, rest, sums = values.numel().bit_length(), values, []
+    first = largest = values.max()
+    for _ in range(_ROUNDS):
+        exponent = largest.view(torch.int64) & 0x7FF << 52
+        shift = (exponent + ((bits + 1) << 52 | 1 << 51)).view(torch.float64)
+        leading = (rest + shift).sub_(shift)
+        sums.append(leading.sum())
+        rest = rest - leading
+        largest = torch.linalg.vector_norm(rest, math.inf)
+    return torch.stack([first, *sums, largest])
 
 
 def check_norm_type(norm_type: float) -> float:

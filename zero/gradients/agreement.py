@@ -32,8 +32,8 @@ class Record:
         error: an error that this rank found; every rank raises it.
         scale: the loss scale, if gradients are being unscaled.
         options: a digest of each option of the param groups, if a step will use them.
-        attachment: this rank's part of the gradient norm, if a clip needs it and the gradients are means already; or
-            the message of a save.
+        attachment: for a clip, that this rank could clip on the device, or else its part of the gradient norm, if the
+            gradients are means already; or the message of a save.
         reports: of `Agreement.report`.
         order: of the units that this rank has used beside its training since the last agreement, as a digest.
     """

@@ -31,6 +31,7 @@ from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .agreement import Agreement, Record
 from .backward_schedule import BackwardSchedule, inside_backward
+from .division import Division
 from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
@@ -60,7 +61,7 @@ class Reducer:
         self._shard_group, self._streams, self._joining = shard_group, streams, joining
         replicas = transport.world_size // shard_group.world_size
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
-        self.means = ReducedGrads(buckets)
+        self.means, self._division = ReducedGrads(buckets), Division()
         self._publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
         self.agreement = Agreement(transport, shard_group.world_size, unit_order)
         events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
@@ -78,6 +79,8 @@ class Reducer:
     def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
+            if not self._stage.grads_replicated:
+                self._division.prepare(torch.device(bucket.spec.device), bucket.spec.dtypes.accumulate_dtype)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:
@@ -198,25 +201,26 @@ class Reducer:
         *,
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
-        norm: Callable[[], bytes] | None = None,
-    ) -> list[bytes] | None:
+        attach: Callable[[bool], bytes] | None = None,
+    ) -> list[bytes]:
         """Turn the sums into means, once. Collective; ``purpose``: the call that errors name.
 
         ``problem``: an error that this rank alone may have found; every rank raises it, and nothing has changed.
         ``scale``: the loss scale of the gradients, if they are about to be unscaled; ``options``: of `Record`.
-        Returns every rank's ``norm()``, a part of the norm of the means, if the gradients were means before and all
-        ranks have used the same parameters, else None.
+        Returns every rank's ``attach(are_means)``, which may be made of the gradients if they are means already; none
+        if these are others now, because ranks have used different parameters.
         """
         if not self._sync:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): call it after the block; gradients that are pending are reduced then"
             )
-        records = self.check_consistency(purpose, problem, scale=scale, options=options, norm=norm)
+        records = self.check_consistency(purpose, problem, scale=scale, options=options, attach=attach)
+        attached = [record.attachment for record in records]
         used = [record.used for record in records]
         if not self.schedule.is_open:
             self.schedule.agree_used(used)
             self._publisher.publish()  # a mean that the user has replaced: what follows changes ours, not his
-            return [record.attachment for record in records] if norm is not None and len(set(used)) == 1 else None
+            return attached if len(set(used)) == 1 else []
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             self._empty_round(pending)
@@ -225,11 +229,11 @@ class Reducer:
             if self.schedule.means_divisor != self.schedule.divisor:
                 self._gather_means()
         else:
-            for bucket in self._buckets:
-                bucket.grad.divide(self.schedule.divisor)
+            sums = [bucket.grad.final_grad() for bucket in self._buckets]
+            self._division.divide([each.data for each in sums if each is not None], self.schedule.divisor)
         self.schedule.finalized(purpose)
         self._publisher.publish()
-        return None
+        return attached
 
     def check_consistency(
         self,
@@ -238,11 +242,11 @@ class Reducer:
         *,
         scale: float | None = None,
         options: Mapping[str, int] | None = None,
-        norm: Callable[[], bytes] | None = None,
+        attach: Callable[[bool], bytes] | None = None,
         message: bytes = b"",
     ) -> list[Record]:
         """Wait for all ranks, with catch-up, and compare their records. Collective; raises the same error on every
-        rank. ``message``: is attached to this rank's record, instead of ``norm``."""
+        rank. ``message``: is attached to this rank's record, instead of what ``attach`` returns."""
         if self.hooks.inside_backward:
             raise inside_backward(purpose)
         self._streams.wait_for_previous()
@@ -255,7 +259,7 @@ class Reducer:
         problem = problem or assigned
 
         def record() -> Record:
-            attachment = message if norm is None or self.schedule.is_open else norm()
+            attachment = message if attach is None else attach(not self.schedule.is_open)
             return replace(
                 self._record(), error=problem, scale=scale, options=dict(options or {}), attachment=attachment
             )

@@ -1,5 +1,8 @@
 """Detection of edits of a unit's parameters. The other ranks do not have such an edit, so it is an error, never lost.
 
+On the CPU a bucket is compared with its shard when it is released. On an accelerator the comparison is launched then,
+and the host reads the results of all before a step, together.
+
 Knows: an error's text, and how to find an edit of gathered memory that no version counter shows. Does not know: when
 units are gathered, or how edits of memory that all ranks share are found.
 """
@@ -9,8 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..core.bits import first_unequal, host_readable, read_scalars, same_bits
-from .unit_buffer import UnitBuffer
+from ..core.bits import host_readable, same_bits
+from .unit_buffer import UnitBuffer, usable_later
+
+MOST_UNREAD = 4096  # comparisons that were launched and whose results the host has not read
 
 
 class EditDetector:
@@ -20,18 +25,20 @@ class EditDetector:
         self._rank = rank
         self._found: str | None = None  # the first edit, as an error's text
         self.lasting: str | None = None  # an error that cannot be undone; reported at every agreement
-        self._pending_checks: dict[UnitBuffer, Tensor] = {}  # index of an edited element of the shard; -1: none
+        self._comparisons: _Comparisons | None = None
 
-    def take(self) -> str | None:
-        """Return the first edit since the last call, as an error's text, or None. Waits for devices."""
-        pending, self._pending_checks = self._pending_checks, {}
-        found = read_scalars(list(pending.values()))  # host synchronisation: one between two agreements, for all units
-        for buffer, element in zip(pending, found, strict=True):
-            if element >= 0:
-                low, _ = buffer.bucket.owned(self._rank)
-                self.note_slot(buffer, buffer.slot_at(low + element))
+    def take(self, *, waits: bool = True) -> str | None:
+        """Return the first edit since the last call, as an error's text, or None. ``waits``: for devices; without it an
+        edit there may be found by a later call."""
+        if waits:
+            self._read()
         problem, self._found = self._found, None
         return problem
+
+    def _read(self) -> None:
+        for buffer, element in self._comparisons.read() if self._comparisons else ():
+            low, _ = buffer.bucket.owned(self._rank)
+            self.note_slot(buffer, buffer.slot_at(low + element))
 
     def note_slot(self, buffer: UnitBuffer, slot: int) -> None:
         """Record that the parameter of a slot was edited or cast while it was installed."""
@@ -66,7 +73,7 @@ class EditDetector:
         """Compare this rank's part of an unsharded buffer with its shard, which no edit has reached."""
         low, high = buffer.bucket.owned(self._rank)
         if not host_readable(buffer.shard.device):
-            self._doubt(buffer, whole[low:high])
+            self._launch(buffer, whole[low:high])
             return
         if same_bits(whole[low:high], buffer.shard):
             return
@@ -75,9 +82,61 @@ class EditDetector:
             if not same_bits(whole[piece.begin : piece.end], kept):
                 self.note_slot(buffer, piece.slot)
 
-    def _doubt(self, buffer: UnitBuffer, copy: Tensor) -> None:
-        """Launch the comparison on a device, where the host would have to wait for the result; `take` reads it."""
-        if copy.numel():
-            check = first_unequal(copy, buffer.shard)
-            before = self._pending_checks.get(buffer)
-            self._pending_checks[buffer] = check if before is None else torch.maximum(before, check)
+    def _launch(self, buffer: UnitBuffer, copy: Tensor) -> None:
+        """Launch the comparison on a device, where the host would have to wait for the result."""
+        if not copy.numel():
+            return
+        if self._comparisons is None:
+            self._comparisons = _Comparisons(copy.device)
+        elif self._comparisons.full:
+            self._read()
+        self._comparisons.launch(buffer, copy)
+
+
+class _Comparisons:
+    """Comparisons of buckets with their shards on one device, in two launches each.
+
+    Elements are compared as 64-bit integers, of which a shard has a whole number. So NaNs count, too. The result is the
+    index of the first byte of ``unequal`` that is 1. The last byte always is.
+
+        unequal   | of larger shards | 0 0 0 0 1 0 ... 0 | 1 |
+                                     0                   n       n integers of this shard; n: none is unequal
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        with usable_later():
+            self._results = torch.empty(MOST_UNREAD, dtype=torch.int64, device=device)
+            self._unequal = torch.ones(1, dtype=torch.uint8, device=device)
+        self._compared: list[tuple[UnitBuffer, int]] = []  # and the result if nothing was edited
+        self._outgrown: list[Tensor] = []  # may be in use, on any stream, until results are read
+
+    @property
+    def full(self) -> bool:
+        return len(self._compared) == MOST_UNREAD
+
+    def launch(self, buffer: UnitBuffer, copy: Tensor) -> None:
+        """Launch the comparison of ``copy`` with the shard of ``buffer``, both of at least one element."""
+        copied, kept = copy.view(torch.int64), buffer.shard.view(torch.int64)
+        count = copied.numel()
+        if self._unequal.numel() <= count:
+            self._outgrown.append(self._unequal)
+            with usable_later():
+                self._unequal = torch.ones(count + 1, dtype=torch.uint8, device=copy.device)
+        unequal = self._unequal[-count - 1 :]
+        torch.ne(copied, kept, out=unequal[:-1].view(torch.bool))
+        torch.argmax(unequal, dim=0, out=self._results[len(self._compared)])
+        self._compared.append((buffer, count))
+
+    def read(self) -> list[tuple[UnitBuffer, int]]:
+        """Return the buffers that were edited, with the index of an edited element of the shard each."""
+        if not self._compared:
+            return []
+        # host synchronisation: one before a step, for all units, and one behind `MOST_UNREAD` releases without a step
+        results: list[int] = self._results[: len(self._compared)].tolist()
+        found = [
+            (buffer, result * 8 // buffer.shard.itemsize)
+            for (buffer, count), result in zip(self._compared, results, strict=True)
+            if result < count
+        ]
+        self._compared, self._outgrown = [], []
+        return found

@@ -248,8 +248,8 @@ class ShardedStorage(ParameterStorage):
             found[spec.name] = fingerprint(parameter)
         return [(spec.name, found[spec.name]) for spec in self.listed()]
 
-    def diagnose(self) -> str | None:
-        return self.manager.diagnose() or misplaced(self._bindings)
+    def diagnose(self, *, waits: bool = True) -> str | None:
+        return self.manager.diagnose(waits=waits) or misplaced(self._bindings)
 
     def common_memory(self) -> str:
         if self._shard_group.world_size == 1:

@@ -337,8 +337,8 @@ class ParameterStorage:
     def stepped(self) -> None:
         """Return when every rank has changed its shards. Collective."""
 
-    def diagnose(self) -> str | None:
-        """Return an error's text if a parameter was moved, cast or replaced since; else None."""
+    def diagnose(self, *, waits: bool = True) -> str | None:
+        """Return an error's text if a parameter was moved, cast or replaced since; else None. ``waits``: for devices"""
         addresses = [(parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
         if addresses != self._addresses:
             for index in self._slots:

@@ -249,11 +249,11 @@ class UnitManager:
 
     # -- edits and changes ----------------------------------------------------------------------------------------
 
-    def diagnose(self) -> str | None:
+    def diagnose(self, *, waits: bool = True) -> str | None:
         """Return the first edit since the last call that would be lost, or what cannot be undone, as an error's text;
-        None if there is none."""
+        None if there is none. ``waits``: for devices, see `EditDetector.take`."""
         self.resident.find_edits()
-        found = self.edits.lasting or self.edits.take()
+        found = self.edits.lasting or self.edits.take(waits=waits)
         if found is not None:
             return found
         with as_plain():

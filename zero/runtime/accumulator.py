@@ -275,11 +275,6 @@ class GradAccumulator:
             return None
         return self._whole if self._stage.grads_replicated else self._sum()
 
-    def divide(self, divisor: float) -> None:
-        """Divide the sum of the owned shard in place. For stages where only the owner needs the mean."""
-        if self.has_sum and divisor != 1:
-            self._sum().data.div_(divisor)
-
     def gather_means(self, collective: Collective, round_: int, divisor: float) -> Work:
         """Launch the all-gather of the means: sum / ``divisor``. All owners of the bucket must call it."""
         with self._gathering():

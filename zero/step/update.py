@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
+from collectives.kernels import NORM_TYPES, kernels_of
 
 from ..core.norm import PowerSum
 from ..core.stage import GATHERS_IN_FLIGHT, Stage
@@ -26,6 +27,7 @@ from ..runtime.flat_states import Options
 from ..runtime.profiler_ranges import ProfilerRange, Waited
 from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
+from .device_clip import ON_DEVICE, clip_on_device
 from .user_optimizer import BucketUpdate
 
 
@@ -76,8 +78,26 @@ class Update:
         self._stage, self._transport, self._collective = stage, transport, collective
         self._storage, self._means, self._user_optimizers = storage, means, user_optimizers
         self.watchers: list[UpdateListener] = []
-        self._place, self._pool = shard_group.rank, shard_group.pool
+        self._shard_group, self._place, self._pool = shard_group, shard_group.rank, shard_group.pool
         self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same shards
+
+    def clip_message(self, norm_type: float, error_if_nonfinite: bool, *, are_means: bool) -> bytes:
+        """Return what this rank sends to all before a clip: that it could clip on the device, or its `norm_part`.
+
+        The part is left out unless the gradients ``are_means`` already. The host must have the norm to raise if it is
+        not finite.
+        """
+        if norm_type == 2.0 and not error_if_nonfinite and self._device and kernels_of(self._device):
+            return ON_DEVICE
+        return self.norm_part(norm_type) if are_means else b""
+
+    @property
+    def _device(self) -> torch.device | None:
+        """The device of all gradients, if it is one and kernels know all their dtypes."""
+        specs = [bucket.spec for bucket in self._storage.buckets]
+        if not specs or any(spec.dtypes.accumulate_dtype not in NORM_TYPES for spec in specs):
+            return None
+        return torch.device(specs[0].device) if len({spec.device for spec in specs}) == 1 else None
 
     def norm_part(self, norm_type: float) -> bytes:
         """Return this rank's part of the norm of the means, as a `PowerSum`."""
@@ -85,13 +105,18 @@ class Update:
         mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
         return mine.to_bytes()
 
-    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, parts: list[bytes] | None) -> Tensor:
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, parts: list[bytes]) -> Tensor:
         """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
 
-        ``parts``: every rank's `norm_part`; None if they were not exchanged yet. Raises `RuntimeError` on every rank,
-        before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN.
+        ``parts``: every rank's `clip_message`; empty if they were of other gradients. Raises `RuntimeError` on every
+        rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN. The norm is on the device if all
+        ranks clip there, and else on the host.
         """
-        if parts is None:
+        held = [bucket.grad.final_grad() for bucket in self._storage.buckets]
+        gradients = [gradient.data for gradient in held if gradient is not None]
+        if set(parts) == {ON_DEVICE}:
+            return self._clip_on_device(max_norm, gradients)
+        if not parts or not all(parts) or ON_DEVICE in parts:
             parts = self._transport.exchange(self.norm_part(norm_type), Tag(Kind.EXCHANGE, "gradient norm"))
         total = PowerSum.of([], norm_type)
         for data in parts:
@@ -101,11 +126,17 @@ class Update:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
         if not bool(factor == 1.0):
-            for bucket in self._storage.buckets:
-                gradient = bucket.grad.final_grad()
-                if gradient is not None:
-                    gradient.data.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
+            for gradient in gradients:
+                gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
+
+    def _clip_on_device(self, max_norm: float, gradients: Sequence[Tensor]) -> Tensor:
+        device = self._device
+        assert device is not None
+        kernels = kernels_of(device)
+        assert kernels is not None
+        shards = self._means.shards()
+        return clip_on_device(kernels, device, shards, gradients, max_norm, self._shard_group, self._collective)
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
         """Update every parameter that some rank used. Collective.
