@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..support.rows import rows, without
-from .goes_on import goes_on
+from .goes_on import goes_on, undisturbed
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
 
 DISK = Path("offload")
@@ -61,6 +61,16 @@ CLASSES = {
     "fp32-nadam": (Class(torch.optim.NAdam, {"lr": 0.01}), None),
     "fp32-number": (Class(Counting), None),
 }
+
+
+@pytest.mark.parametrize("name", rows(["bf16-adagrad"], ["fp16-sgd"]))
+@pytest.mark.usefixtures("accelerated")
+def test_shards_without_parameters_beside_their_masters_have_one_content_and_go_on(name: str, tmp_path: Path) -> None:
+    """Nor is the padding that makes shards even in any file."""
+    goes_on(*CLASSES[name], tmp_path / "saved")
+    precision = CLASSES[name][1]
+    before, after = Topology(2, 1, SMALL, precision=precision), Topology(3, 3, SMALL, precision=precision)
+    undisturbed(before, after, 1, tmp_path / "loaded")
 
 
 @pytest.mark.parametrize("name", without(CLASSES, "bf16-adagrad", "fp32-number"))
