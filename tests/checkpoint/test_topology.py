@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..support.rows import rows, without
-from .goes_on import goes_on, undisturbed
+from .goes_on import goes_on
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
 
 DISK = Path("offload")
@@ -67,10 +67,11 @@ CLASSES = {
 @pytest.mark.usefixtures("accelerated")
 def test_shards_without_parameters_beside_their_masters_have_one_content_and_go_on(name: str, tmp_path: Path) -> None:
     """Nor is the padding that makes shards even in any file."""
-    goes_on(*CLASSES[name], tmp_path / "saved")
-    precision = CLASSES[name][1]
-    before, after = Topology(2, 1, SMALL, precision=precision), Topology(3, 3, SMALL, precision=precision)
-    undisturbed(before, after, 1, tmp_path / "loaded")
+    of, precision = CLASSES[name]
+    goes_on(of, precision, tmp_path)
+    loaded = run(tmp_path / "run", Topology(3, 3, SMALL, precision=precision), 1, of)
+    assert loaded == run(tmp_path / "alone", Topology(precision=precision), 1, of)
+    assert digests_of(tmp_path / "run", 4) == digests_of(tmp_path / "alone", 4)
 
 
 @pytest.mark.parametrize("name", without(CLASSES, "bf16-adagrad", "fp32-number"))
