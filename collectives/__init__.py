@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from .algorithms.base import Collective
+from .algorithms.base import Collective, all_gather_from
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
@@ -113,6 +113,7 @@ __all__ = [
     "Transport",
     "Work",
     "algorithm_for",
+    "all_gather_from",
     "as_a_whole",
     "build",
     "check_name",

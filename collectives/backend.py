@@ -138,8 +138,9 @@ class Backend(ABC):
         ``parts``, which are disjoint and ascending; this rank is in one of them."""
         raise NotImplementedError
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
-        """Send each rank its part of ``source``, in rank order. ``out``: what each rank sent here, in rank order."""
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Pending:
+        """Send each rank its part of ``source``, in rank order. ``out``: what each rank sent here, in rank order.
+        ``splits``: the sizes of the parts of ``out`` and of ``source``; None if all parts are equally long."""
         raise NotImplementedError
 
     def all_gather(self, out: Tensor, source: Tensor) -> Pending:

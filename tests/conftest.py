@@ -132,6 +132,12 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 
+@pytest.fixture
+def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the library lay out and gather parameters as on an accelerator."""
+    monkeypatch.setattr("zero.core.layout.device_type", lambda device: "cuda")
+
+
 @pytest.fixture(params=["seen at once", "seen later"])
 def whenever_seen(request: pytest.FixtureRequest) -> None:
     """Run a test about edits twice: where the host can read values at once, and where it cannot (`unseen`)."""

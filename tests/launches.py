@@ -50,7 +50,7 @@ new_empty new_empty_strided lift_fresh is_same_size
 WITHOUT_KERNEL = frozenset(_VIEWS_AND_EMPTY.split())
 LOOKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"])
 METHODS = ("tolist", "numpy", "cpu")  # look without one of these operators
-GATHER, REDUCTION = "_allgather_base_", "alltoall_base_"
+GATHER, REDUCTIONS = "_allgather_base_", ("alltoall_base_", "_reduce_scatter_base_")
 PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.parameters.gathered.units", "_start"): "gather",
     ("zero.step.update", "_gather"): "gather",
@@ -108,8 +108,8 @@ class _Operators(TorchDispatchMode):
             counted.looks[phase] += 1
         elif phase:
             counted.launches[phase] += 1
-            if (phase, name) in (("gather", GATHER), ("reduce", REDUCTION)):
-                counted.note(phase)
+            counted.times["gather"] += (phase, name) == ("gather", GATHER)
+            counted.times["reduce"] += phase == "reduce" and name in REDUCTIONS
         else:
             counted.others[f"{name} of {'.'.join(function)}"] += 1
 
@@ -144,7 +144,9 @@ def cap_of(stage: int) -> float:
     return sizes.most / MIB * (1 if stage == 3 else NARROWER)
 
 
-def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW) -> Counted:
+def count(
+    stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW, collective: str = "all_to_all"
+) -> Counted:
     """Count the third step of a rank in bf16 with fp32 masters. The default process group is a fake one."""
     optimizer_of: Callable[..., ZeroOptimizer] = ZeroOptimizer
     model, batch = build(shape, torch.device("cpu")), tokens(shape, 4, torch.device("cpu"))
@@ -153,7 +155,7 @@ def count(stage: int, cap_mb: float, *, clip: bool = True, shape: Llama = NARROW
         torch.optim.AdamW,
         stage=stage,
         process_group=answered(),
-        collective="all_to_all",
+        collective=collective,
         mixed_precision=MixedPrecision(torch.bfloat16),
         bucket_cap_mb=cap_mb,
         lr=1e-4,

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.gpu_short.peers import NARROW, device_paths, join_fake_group
+from benchmarks.gpu_short.peers import NARROW, TINY, AnsweredBackend, device_paths, join_fake_group
 
 from .launches import RANKS, Counted, cap_of, count
 from .support.rows import only
@@ -44,13 +45,13 @@ BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets,
     0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
     1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
     2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
-    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=20, looks=(1, 1), rounds=(14, 13)),
+    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=10, looks=(1, 1), rounds=(14, 13)),
 }
 
 
-@pytest.fixture(autouse=True)
-def one_of_many() -> Iterator[None]:
-    join_fake_group(RANKS)
+@pytest.fixture(params=[RANKS], ids=str, autouse=True)
+def one_of_many(request: pytest.FixtureRequest) -> Iterator[None]:
+    join_fake_group(request.param)
     with device_paths():
         yield
     dist.destroy_process_group()
@@ -73,3 +74,25 @@ def test_a_step_is_within_its_budget(clip: bool, stage: int) -> None:
     assert sum(counted.looks.values()) <= budget.looks[not clip]
     assert counted.times["rounds"] <= budget.rounds[not clip]
     assert counted.times["control"] <= budget.control[not clip]
+
+
+@pytest.mark.parametrize("one_of_many", [6, 8, 16], indirect=True, ids=str)
+@pytest.mark.parametrize("stage", only((2, 3), 3))
+def test_shards_are_even_so_that_collectives_read_and_write_buckets_in_place(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`native` launches the copy into the bucket, the reduction, and the cast of its sum; nothing is padded. An
+    all-to-all has no sizes of parts."""
+    counted = count(stage, cap_of(stage), clip=False, shape=TINY, collective="native")
+    assert of_each(counted, "reduce") <= 3
+    assert of_each(counted, "gather") <= BUDGETS[stage].gather
+    exchange, sizes = AnsweredBackend.all_to_all, list[object]()
+
+    def noted(*given: Any) -> Any:
+        sizes.append(given[-1])
+        return exchange(*given)
+
+    monkeypatch.setattr(AnsweredBackend, "all_to_all", noted)
+    count(stage, cap_of(stage), clip=False, shape=TINY)
+    assert sizes
+    assert not any(sizes)

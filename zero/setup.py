@@ -42,9 +42,10 @@ from .parts import Parts
 from .runtime.accumulator import GradAccumulator
 from .runtime.backward_tracker import BackwardTracker
 from .runtime.bucket import Bucket, StoredBucket
+from .runtime.flat_buffer import FlatBuffer
 from .runtime.flat_states import BucketStates, Options
 from .runtime.joining import Joining
-from .runtime.master_weights import MasterWeights
+from .runtime.master_weights import MastersAlone, MasterWeights, RoundedShard
 from .runtime.offload import OffloadedStates, backend_for
 from .runtime.profiler_ranges import ProfilerRange
 from .runtime.streams import Streams
@@ -188,7 +189,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.replicated.update(new.replicated)
             stored = storage.store(new.parameters, layout, states.keep)
-            devices = {bucket.weights.data.device for bucket in (*storage.buckets, *stored)}
+            devices = {bucket.weights.device for bucket in (*storage.buckets, *stored)}
             parts.streams.use(devices)
             for device in devices:
                 kernels_of(device)  # compiles and checks them now, and not inside a first backward
@@ -313,8 +314,11 @@ class _NewStates:
         ``before``: the buckets that there are already. The class's own counters are those of the first one of them.
         """
         spec, weights = bucket.spec, bucket.updated_weights(self._parts.stage, self._parts.shard_group.rank)
-        master = None
-        if spec.dtypes.has_master:
+        master: MasterWeights | None = None
+        if isinstance(weights, RoundedShard):
+            master = MastersAlone(weights)
+            weights = FlatBuffer(weights.master, weights.placement, weights.begin)
+        elif spec.dtypes.has_master:
             wide, room = self._masters.pop(spec.index, None), self._room_for_masters(spec)
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
         user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
@@ -358,7 +362,7 @@ class _NewStates:
     def _names(self, bucket: BucketSpec) -> list[str]:
         """Return the names of the tensors that are kept for a bucket."""
         inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
-        masters = bucket.dtypes.has_master and torch.device(bucket.device).type == "cpu"
+        masters = bucket.dtypes.has_master and not bucket.on_accelerator
         return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
 
     def _room_for_masters(self, bucket: BucketSpec) -> Callable[[], Tensor] | None:
@@ -366,7 +370,7 @@ class _NewStates:
 
         Returns None if they stay beside the parameters, as those on a GPU do.
         """
-        if bucket.index not in self._stores or torch.device(bucket.device).type != "cpu":
+        if bucket.index not in self._stores or bucket.on_accelerator:
             return None
         return partial(self._stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 

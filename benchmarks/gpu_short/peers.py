@@ -80,17 +80,17 @@ class AnsweredBackend(GlooBackend):
         self._done = _Done()
         self._fills = self._all_to_all_fills()
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Any:
-        pending = super().all_to_all(out, source, out_splits, splits)
-        own = splits[self.rank]
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Any:
+        pending = super().all_to_all(out, source, splits)
+        own = out.numel() // self.world_size
         if own and not self._fills:
             out.view(self.world_size, own).copy_(source[source.numel() - own :])
         return pending
 
     def _all_to_all_fills(self) -> bool:
         """Return whether an all-to-all of torch's group writes its output. Otherwise sums would be of any numbers."""
-        out, ones = torch.zeros(self.world_size), [1] * self.world_size
-        super().all_to_all(out, torch.ones(self.world_size), ones, ones).wait(self.timeout)
+        out = torch.zeros(self.world_size)
+        super().all_to_all(out, torch.ones(self.world_size), None).wait(self.timeout)
         return bool(out.all())
 
     def device_backend(self, device: torch.device) -> str:
@@ -223,7 +223,7 @@ NARROWER = (NARROW.width / SEVEN_BILLION.width) ** 2
 def device_paths() -> Iterator[None]:
     """Let the library take its paths for devices, on the CPU and for the narrow model.
 
-    Its places that ask whether a device is the CPU are `host_readable`, `slot_bytes`, `worth_keeping` and the sizes of
+    Its places that ask whether a device is the CPU are `host_readable`, `device_type`, `worth_keeping` and the sizes of
     blocks of elements, which are smaller here in proportion, so that a step launches what it would at full width. What
     else a device decides (pinned memory, streams) stays as it is.
     """
@@ -232,7 +232,7 @@ def device_paths() -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))
-        patches.enter_context(mock.patch.object(layout, "slot_bytes", return_value=layout.DEVICE_SLOT_BYTES))
+        patches.enter_context(mock.patch.object(layout, "device_type", return_value="cuda"))
         for owner, name, wide in (
             (ordered_sum, "BLOCK", ordered_sum.DEVICE_BLOCK),
             (norm, "TILES", norm.DEVICE_TILES),

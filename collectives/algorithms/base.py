@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -44,6 +44,26 @@ class Collective(Protocol):
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""
+
+
+@runtime_checkable
+class GathersFromElsewhere(Protocol):
+    """An algorithm whose all-gather can read this rank's shard where it lies."""
+
+    def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """Do as `Collective.all_gather`, with ``own`` as this rank's shard. It must not change before the wait."""
+
+
+def all_gather_from(collective: Collective, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+    """Fill each shard of ``buffer`` with its owner's values. All ranks of ``collective``.
+
+    ``own``: this rank's shard, outside ``buffer`` and of its dtype. It must not change before the wait.
+    """
+    if isinstance(collective, GathersFromElsewhere):
+        return collective.all_gather_from(own, buffer, bounds, tag=tag)
+    rank = collective.transport.rank
+    buffer[bounds[rank] : bounds[rank + 1]].copy_(own)
+    return collective.all_gather(buffer, bounds, tag=tag)
 
 
 ADDING_UP = "while adding up"  # half a sum is no sum

@@ -30,7 +30,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole
-from .base import Collective, begun, nothing
+from .base import Collective, all_gather_from, begun, nothing
 
 PASSING = "while passing a sum on"
 
@@ -161,6 +161,10 @@ class Replicated:
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Every replica has the same shards."""
         return self.inner.all_gather(buffer, bounds, tag=tag)
+
+    def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `GathersFromElsewhere`. Every replica has the same shards."""
+        return all_gather_from(self.inner, own, buffer, bounds, tag=tag)
 
 
 class _HybridReduceScatter:

@@ -91,13 +91,26 @@ class ProcessGroupAlgorithm(ABC):
         """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
         longest, in scratch memory as long as all of them, and the padding is counted as payload. If it would be more
         than `MOST_PADDING`, as with one owner for each parameter, each owner broadcasts its shard instead."""
+        return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
+
+    def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `base.GathersFromElsewhere`. Shards that are not equally long begin in their places."""
+        width = max(high - low for low, high in itertools.pairwise(bounds))
+        if width * self.transport.world_size != bounds[-1]:
+            self._own(buffer, bounds).copy_(own)
+            return self.all_gather(buffer, bounds, tag=tag)
+        return self._all_gather(own, buffer, bounds, tag)
+
+    def _own(self, buffer: Tensor, bounds: Sequence[int]) -> Tensor:
+        return buffer[bounds[self.transport.rank] : bounds[self.transport.rank + 1]]
+
+    def _all_gather(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], tag: Tag) -> Work:
         t = self.transport
         if t.world_size == 1:
             return Chain(())
         width = max(high - low for low, high in itertools.pairwise(bounds))
         if width * t.world_size > (1 + MOST_PADDING) * bounds[-1]:
             return self._all_broadcast(buffer, bounds, tag)
-        own = buffer[bounds[t.rank] : bounds[t.rank + 1]]
         sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
         if width * t.world_size != bounds[-1]:
             sent = t.scratch(width, buffer.dtype, buffer.device).zero_()
@@ -158,9 +171,10 @@ class AllToAll(ProcessGroupAlgorithm):
         sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
         own = sizes[t.rank]
         arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
+        splits = None if len(set(sizes)) == 1 else ([own] * t.world_size, sizes)
 
         def call(backend: Backend) -> Pending:
-            return backend.all_to_all(as_bytes(arrived), as_bytes(source), [own] * t.world_size, sizes)
+            return backend.all_to_all(as_bytes(arrived), as_bytes(source), splits)
 
         parts = arrived.view(t.world_size, numel).unbind()
         return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
@@ -177,12 +191,14 @@ class Native(ProcessGroupAlgorithm):
     exact = False
 
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
-        """Add up in ``source``'s dtype. The padded shards and the sum are in scratch memory."""
+        """Add up in ``source``'s dtype. The sum is in scratch memory, and so are shards that must be padded."""
         t = self.transport
         width = max(high - low for low, high in itertools.pairwise(bounds))
-        padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
-        for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
-            padded[rank * width : rank * width + high - low].copy_(source[low:high])
+        padded = source
+        if width * t.world_size != bounds[-1]:
+            padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
+            for rank, (low, high) in enumerate(itertools.pairwise(bounds)):
+                padded[rank * width : rank * width + high - low].copy_(source[low:high])
         summed = t.scratch(width, source.dtype, source.device)
         moved = (t.world_size - 1) * width * source.itemsize
         return _Exchange(lambda backend: backend.reduce_scatter(summed, padded), [summed[:numel]], moved, moved)

@@ -155,8 +155,8 @@ class GlooBackend(Backend):
         self._parts.append(mine)
         return mine
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> _Collective:
-        return self._collective(dist.all_to_all_single, out, source, out_splits, splits)
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> _Collective:
+        return self._collective(dist.all_to_all_single, out, source, *(splits or ()))
 
     def all_gather(self, out: Tensor, source: Tensor) -> _Collective:
         return self._collective(getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor, out, source)

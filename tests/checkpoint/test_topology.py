@@ -63,6 +63,17 @@ CLASSES = {
 }
 
 
+@pytest.mark.parametrize("name", rows(["bf16-adagrad"], ["fp16-sgd"]))
+@pytest.mark.usefixtures("accelerated")
+def test_shards_without_parameters_beside_their_masters_have_one_content_and_go_on(name: str, tmp_path: Path) -> None:
+    """Nor is the padding that makes shards even in any file."""
+    of, precision = CLASSES[name]
+    goes_on(of, precision, tmp_path)
+    loaded = run(tmp_path / "run", Topology(3, 3, SMALL, precision=precision), 1, of)
+    assert loaded == run(tmp_path / "alone", Topology(precision=precision), 1, of)
+    assert digests_of(tmp_path / "run", 4) == digests_of(tmp_path / "alone", 4)
+
+
 @pytest.mark.parametrize("name", without(CLASSES, "bf16-adagrad", "fp32-number"))
 def test_every_class_and_precision_has_one_content_and_goes_on(name: str, tmp_path: Path) -> None:
     goes_on(*CLASSES[name], tmp_path)

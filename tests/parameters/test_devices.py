@@ -18,7 +18,6 @@ from torch import nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core import layout
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.parameter_specs import check_one_device
 from zero.runtime import streams
@@ -216,10 +215,8 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", only(PROGRAMS, "by parameter"))
-def test_slots_on_the_boundaries_of_an_accelerator_change_nothing_but_the_padding(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(layout, "slot_bytes", lambda device: 512)
+@pytest.mark.usefixtures("accelerated")
+def test_slots_and_shards_of_an_accelerator_change_nothing_but_the_padding(name: str) -> None:
     program = PROGRAMS[name]
     compare(program, on_threads(program.world_size, lambda transport: run_rank(program, transport)))
 

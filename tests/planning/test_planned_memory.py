@@ -120,6 +120,35 @@ def there_is(row: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11))
 def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: Path) -> None:
+    setting, plan = compare_with_plan(row, tmp_path)
+    largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
+    for kind in ("parameters", "gradients", "states", "masters") if setting.optimizer != "muon" else ():
+        assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
+
+
+GATHERED = {"stage": 3, "mixed_precision": MixedPrecision(torch.bfloat16), "sharding_factor": None, "offload": None}
+ON_ACCELERATORS = [
+    {**GATHERED, "model": model, "world_size": ranks, "reshard_after_forward": near, "optimizer": optimizer}
+    for model, ranks, near, optimizer in (
+        ("frozen", 3, True, "adamw"),
+        ("tied", 8, 2, "adamw"),
+        ("aligned", 3, False, "adamw"),
+        ("aligned", 4, True, "muon"),
+    )
+]
+
+
+@pytest.mark.parametrize("row", placed("row", ON_ACCELERATORS, 0, 1))
+@pytest.mark.usefixtures("accelerated")
+def test_on_an_accelerator_stage_3_keeps_no_16_bit_parameters_of_what_is_trained(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    setting, plan = compare_with_plan(row, tmp_path)
+    assert (plan.of_rank(setting, 0).parameters > 0) is (row["model"] == "frozen")
+
+
+def compare_with_plan(row: dict[str, Any], tmp_path: Path) -> tuple[PlanSetting, MemoryPlan]:
+    """Train a step at a setting on threads, and compare what each rank holds and sends with the plan."""
     setting, model = setting_of(row), described(row["model"])
     first, plan = made(row["model"]), MemoryPlan(model)
     modules = [copy.deepcopy(first) for _ in range(setting.world_size)]
@@ -152,9 +181,7 @@ def test_a_rank_holds_and_sends_what_is_planned(row: dict[str, Any], tmp_path: P
             formula = found.formula_bytes[kind] if kind == "scratch_peak" or setting.gathers_units else 0
             assert found.bytes[kind] <= bound == formula, (row, rank)
     assert sum(spent for _, spent in results) == plan.sent(setting), row
-    largest, ranks = plan.of_largest(setting), [plan.of_rank(setting, rank) for rank in range(setting.world_size)]
-    for kind in ("parameters", "gradients", "states", "masters") if setting.optimizer != "muon" else ():
-        assert max(getattr(rank, kind) for rank in ranks) <= getattr(largest, kind), (row, kind)
+    return setting, plan
 
 
 TABLE_1 = """

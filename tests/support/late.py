@@ -150,8 +150,10 @@ class LateBackend(ThreadBackend):
         self.launched.add(transfer)
         return _Collective(transfer, _NoStreams(), source if source.numel() else out)
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
-        return self._collective("all_to_all", out, source, torch.split(source, splits), out_splits, torch.cat)
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Pending:
+        even = [source.numel() // self.world_size] * self.world_size
+        sizes, parts = splits or (even, even)
+        return self._collective("all_to_all", out, source, torch.split(source, parts), sizes, torch.cat)
 
     def all_gather(self, out: Tensor, source: Tensor) -> Pending:
         sizes = [source.numel()] * self.world_size

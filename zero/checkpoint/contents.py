@@ -202,7 +202,7 @@ class Contents:
     def flats(self, number: int) -> dict[str, FlatBuffer]:
         """Return what this rank holds of a bucket, but for its master weights, by kind."""
         bucket = self.buckets[number]
-        found = {WEIGHTS: bucket.weights}
+        found = {WEIGHTS: bucket.weights.values()}
         if number in self.updated:
             found |= {f"{STATE} {name}": flat for name, flat in bucket.states.flat.items()}
             found |= {f"{AVERAGE} {name}": average.values(bucket) for name, average in self.averages.with_values()}

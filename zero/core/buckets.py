@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 
 from .cuts import EvenCuts, OwnerCuts
-from .layout import BucketSpec, Layout, ParameterSpec, Slot
+from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
 from .owners import choose_owners
 
 
@@ -109,8 +110,7 @@ def _bucket(
         Slot(first + position, offset, spec.numel) for (position, spec), offset in zip(members, offsets, strict=False)
     )
     spec = members[0][1]
-    align = spec.dtypes.slot_alignment(spec.device)
-    numel = offsets[-1] or align  # a bucket whose slots are empty gets padding, so that they have one owner, too
+    numel = _bucket_numel(offsets[-1], spec, world_size)
     if not spec.one_owner:
         even = EvenCuts(numel, world_size, spec.dtypes.alignment)
         return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even)
@@ -119,3 +119,16 @@ def _bucket(
         begins.setdefault(owners[position], offset)
     cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
     return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts)
+
+
+def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:
+    """Return the elements of a bucket whose slots, padding included, end at ``end``. ``spec``: of any of them.
+
+    A bucket whose slots are empty gets padding, so that they have one owner, too. On an accelerator the end is padded
+    until all ranks own equally much: collectives then read and write the bucket in place. Slots that have one owner
+    each need no such padding.
+    """
+    align = spec.dtypes.slot_alignment(spec.device)
+    if is_accelerator(spec.device) and not spec.one_owner:
+        align = math.lcm(align, world_size * spec.dtypes.alignment)
+    return -(-max(end, 1) // align) * align

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
 from .runs import CUT, adjoins, part_begins, runs
-from .stage import Placement, Stage
+from .stage import Placement, Stage, keeps_masters_alone
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,10 @@ def bucket_bytes(
     begin, end = bucket.owned(rank)
     low, high = stage.update_interval(bucket, rank)
     held = bucket.numel if stage.parameters is Placement.WHOLE else end - begin
+    if stage.parameters is Placement.SHARD and keeps_masters_alone(bucket, trainable=trainable):
+        held = 0
     updated = max(high - low, int(states_on_disk))
-    in_place = updated if bucket.device == "cpu" else high - low  # an accelerator keeps its masters
+    in_place = high - low if bucket.on_accelerator else updated  # an accelerator keeps its masters
     gradients = 0
     if trainable and stage.contributes_in_place(dtypes):
         gradients = bucket.numel * dtypes.itemsize("reduce_dtype")
@@ -166,7 +168,8 @@ def peak_bounds(
 ) -> dict[str, int]:
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
-    The first is the root's rest, the two largest units, and the shards that are kept for the backward. The second is
+    The first is the root's rest, the two largest units, and the shards that are kept for the backward; where shards are
+    rounded master weights (`keeps_masters_alone`), also their copies of the units that are gathered. The second is
     three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket
     of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of
     each rank.
@@ -178,12 +181,14 @@ def peak_bounds(
         reshard_group_size: the result of `check_reshard`; None means all ranks.
         shards_are_exposed: whether peers read this rank's shards in place, in its memory.
     """
-    units = unit_bytes(layout, unlisted)
+    units, rounded = unit_bytes(layout, unlisted), _rounded_bytes(layout)
     all_units = sum(units.values())
-    gathered = units.pop(0, 0) + sum(sorted(units.values())[-2:])
+    gathered, copies = (of.get(0, 0) + sum(sorted(of[n] for n in of if n)[-2:]) for of in (units, rounded))
     exposed = sharded_bytes(gathered, layout.world_size) if shards_are_exposed else 0
-    if reshard_group_size is not None and reshard_group_size < layout.world_size:
-        gathered = all_units if reshard_group_size == 1 else gathered + sharded_bytes(all_units, reshard_group_size)
+    if reshard_group_size == 1 < layout.world_size:
+        gathered, copies = all_units, sum(rounded.values())
+    elif reshard_group_size is not None and reshard_group_size < layout.world_size:
+        gathered += sharded_bytes(all_units, reshard_group_size)
 
     def in_flight(bucket: BucketSpec) -> int:
         is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
@@ -191,7 +196,7 @@ def peak_bounds(
 
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
     return {
-        "gathered_peak": gathered if stage.gathers(1) and layout.world_size > 1 else 0,
+        "gathered_peak": gathered + copies if stage.gathers(1) and layout.world_size > 1 else 0,
         "scratch_peak": 3 * largest + exposed,
     }
 
@@ -248,6 +253,17 @@ def unit_bytes(layout: Layout, unlisted: Layout | None = None) -> dict[int, int]
             for unit, first, last in which.unit_spans(bucket):
                 part = bucket.part(first, last)
                 found[unit] = found.get(unit, 0) + part.numel * part.dtypes.param_dtype.itemsize
+    return found
+
+
+def _rounded_bytes(layout: Layout) -> dict[int, int]:
+    """Return the most bytes of a rank's rounded shards, by unit, of which master weights alone are kept."""
+    found: dict[int, int] = {}
+    for bucket in layout.buckets:
+        spec = layout.parameters[bucket.slots[0].parameter]
+        if keeps_masters_alone(bucket, trainable=spec.trainable):
+            largest = bucket.cuts.largest() if spec.one_owner else -(-bucket.numel // bucket.world_size)
+            found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
     return found
 
 

@@ -7,7 +7,7 @@ They are Python integers, so nothing overflows at 2^31.
     registration order     a  b  c  d  e
     layout (reversed)      e  d  c  b  a           the order in which a backward completes their gradients
     bucket 0               | e ....| d ..| c ....|      each slot starts on a boundary (`slot_bytes`); dots are padding
-    cuts, 3 ranks          0         ^         ^      n   at 64-byte multiples, also inside slots
+    cuts, 3 ranks          0         ^         ^      n   at 64-byte multiples, also inside slots; even on accelerators
 """
 
 from __future__ import annotations
@@ -28,11 +28,19 @@ MIB = 1 << 20
 DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
 MOST_CAP_MB, MOST_CAP_MB_BETWEEN_HOSTS = 256, 128  # of a bucket that is not a unit, on accelerators
 BUCKETS_OF_A_MODEL = 12  # there: few enough for the host, enough for reductions to run beside the backward
-MANY_RANKS = (
-    64  # from here on, a ring over a bucket of 25 MiB spends more on its steps than on bytes, even at 10 us each
-)
+MANY_RANKS = 64  # from here on, a ring over 25 MiB spends more on its steps than on bytes, even at 10 us each
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 DEVICE_SLOT_BYTES = 512  # of CUDA's caching allocator
+
+
+def device_type(device: str) -> str:
+    """Return the type of a device that is given as text: "cuda" of "cuda:0"."""
+    return device.partition(":")[0]
+
+
+def is_accelerator(device: str) -> bool:
+    """Return whether a device, given as text, is not the CPU."""
+    return device_type(device) != "cpu"
 
 
 def slot_bytes(device: str) -> int:
@@ -42,7 +50,7 @@ def slot_bytes(device: str) -> int:
     libraries of matrix products choose an algorithm, and so the order of sums, by an alignment of up to 256 bytes
     (`CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES`), and their allocators' tensors lie on `DEVICE_SLOT_BYTES`.
     """
-    return ALIGNMENT_BYTES if device.partition(":")[0] == "cpu" else DEVICE_SLOT_BYTES
+    return DEVICE_SLOT_BYTES if is_accelerator(device) else ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -229,6 +237,10 @@ class BucketSpec:
     @property
     def world_size(self) -> int:
         return self.cuts.world_size
+
+    @property
+    def on_accelerator(self) -> bool:
+        return is_accelerator(self.device)
 
     def owned(self, rank: int) -> tuple[int, int]:
         return self.cuts.owned(rank)

@@ -117,6 +117,15 @@ def stage_of(number: int) -> Stage:
     return STAGES[number]
 
 
+def keeps_masters_alone(bucket: BucketSpec, *, trainable: bool) -> bool:
+    """Return whether a rank keeps the master weights of its shard alone, at a stage that shards parameters.
+
+    That is so where units are gathered on an accelerator: a gather rounds the master weights. Parameters that were not
+    ``trainable`` at construction may have none.
+    """
+    return trainable and bucket.world_size > 1 and bucket.on_accelerator and bucket.dtypes.has_master
+
+
 def sums_under_way(replicas: int) -> int:
     """Return how many buckets may be on their way through the replicas and back, each of which waits for the one before
     and then for the one behind it: one bucket on every hop. They hold no memory but the sum, which a rank keeps.

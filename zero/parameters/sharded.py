@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,15 @@ from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
-from ..core.stage import Placement, units_share_buckets
+from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
 from ..core.units import Predicate, find_units
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.joining import Joining
+from ..runtime.master_weights import RoundedShard
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .gathered.buffers import GatheredBuffer
@@ -77,7 +79,7 @@ class ShardedStorage(ParameterStorage):
         super().__init__(transport, shard_group, module, precision, materializer)
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
         there = (parameter.device for parameter in module.parameters())
-        self._on_host = all((self.meta_device or device).type == "cpu" for device in there)
+        self._on_host = not any(is_accelerator(str(self.meta_device or device)) for device in there)
         self._units = find_units(module, predicate)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self.manager = UnitManager(
@@ -161,7 +163,7 @@ class ShardedStorage(ParameterStorage):
     def _fill_all(self, requests: Sequence[_Request]) -> list[StoredBucket]:
         """Fill buckets with rank 0's values, of which this rank keeps its shards. Collective."""
         specs = [request.spec for request in requests]
-        on_host = all(spec.device == "cpu" for spec in specs)
+        on_host = not any(spec.on_accelerator for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
         shared = on_host and self._shard_group.world_size > 1
         regions = self._agreed(self._shard_group.common(sizes) if shared else None)
@@ -174,14 +176,18 @@ class ShardedStorage(ParameterStorage):
         """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
         spec, layout, updated = request.spec, request.layout, request.keep is not None
         specs = layout.members(spec)
-        whole = self._values(spec, specs, request.parameters, request.keep)
         low, high = spec.owned(self._shard_group.rank)
+        keep, masters = request.keep, list[Tensor]()  # master weights of this rank's shard, if it keeps them alone
+        if updated and keeps_masters_alone(spec, trainable=specs[0].trainable):
+            keep = partial(_take, masters, low, high)
+        whole = self._values(spec, specs, request.parameters, keep)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
         if common is not None:
             flat = common.own(low, high).copy_(whole[low:high])
         elif self._shard_group.world_size > 1:
             flat = self._shard_group.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
+        rounded = RoundedShard(masters[0], whole.dtype, low) if masters else None
         for unit, first, last in layout.unit_spans(spec):
             part, begin = spec.part(first, last), spec.slots[first].offset
             here, there = (bound + begin - low for bound in part.owned(self._shard_group.rank))
@@ -192,11 +198,12 @@ class ShardedStorage(ParameterStorage):
             if common is not None or self._shard_group.world_size == 1:
                 buffer = ResidentBuffer(*known, common, begin)
             else:
-                buffer = GatheredBuffer(*known)
+                buffer = GatheredBuffer(*known, rounded)
             self.manager.add_buffer(unit, buffer)
             if updated:
                 self._updated.append((spec.index, first, buffer))
-        return StoredBucket(spec, specs, request.parameters, FlatBuffer(flat, Placement.SHARD, low))
+        weights = rounded or FlatBuffer(flat, Placement.SHARD, low)
+        return StoredBucket(spec, specs, request.parameters, weights)
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
         """Return None on all ranks if any rank lacks shared memory: replicas must issue the same collectives.
@@ -347,3 +354,8 @@ def _requests(layout: Layout, parameters: Sequence[Tensor], keep: Keep | None, f
         _Request(spec, layout, [parameters[slot.parameter] for slot in spec.slots], keep)
         for spec in layout.buckets[first:]
     ]
+
+
+def _take(taken: list[Tensor], low: int, high: int, bucket: BucketSpec, whole: Tensor) -> None:
+    """Take a copy of elements ``[low, high)``: a `Keep`, but for the first arguments."""
+    taken.append(whole[low:high].clone())

@@ -60,10 +60,13 @@ class UnitBuffer:
 
     def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
         """Copy the values of these slots from a tensor that holds the whole bucket into this rank's shard."""
+        self._write(self.shard, slots, flat, rank)
+
+    def _write(self, shard: Tensor, slots: Sequence[int], flat: Tensor, rank: int) -> None:
         low, high = self.bucket.owned(rank)
         for piece in self.bucket.pieces(low, high):
             if piece.slot in slots:
-                self.shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
+                shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
 
     # -- a parameter's data: for parameters that have their own classes, or under `as_plain` ---------------------------
 

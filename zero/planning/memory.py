@@ -6,8 +6,9 @@ activations, the memory that torch and the system need, seconds, which bytes cro
 
 Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
 one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
-floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. So no loop over ranks finds the largest. Of
-parameters with one owner each (Muon's), the rank that owns most has most.
+floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. On accelerators slices are equal, but the
+last ones may be padding alone. So no loop over ranks finds the largest. Of parameters with one owner each (Muon's), the
+rank that owns most has most.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dataclasses import dataclass, fields
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout
+from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, is_accelerator
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
@@ -89,19 +90,21 @@ class MemoryPlan:
         return self._sum(setting, rank % setting.factor)
 
     def of_largest(self, setting: PlanSetting) -> RankBytes:
-        """Return the bytes of the last rank, which owns the largest slice of every bucket; where parameters have one
-        owner each, of the last of those that hold most of these.
+        """Return the bytes of the last rank, which owns the largest slice of every bucket; on accelerators of the
+        first, whose slices are never padding alone; where parameters have one owner each, of the last of those that
+        hold most of these.
 
         Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
         some parameters are unused, another rank may have more states. If some have one owner each, another rank's
         slices of the other buckets may be longer, by an alignment each.
         """
         held: Counter[int] = Counter()
+        largest = 0 if is_accelerator(setting.device) else setting.factor - 1
         for bucket, _ in self.laid_out(setting).kinds:
             for place in bucket.cuts.owners if isinstance(bucket.cuts, OwnerCuts) else ():
                 found = self._of_bucket(setting, bucket, place)
                 held[place] += found.resident + found.offloaded
-        return self._sum(setting, max(held, key=lambda place: (held[place], place), default=setting.factor - 1))
+        return self._sum(setting, max(held, key=lambda place: (held[place], place), default=largest))
 
     def laid_out(self, setting: PlanSetting) -> LaidOut:
         """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
@@ -206,7 +209,7 @@ class MemoryPlan:
             ),
             states_on_disk=on_disk,
         )
-        masters_move = on_disk and setting.device == "cpu"
+        masters_move = on_disk and not bucket.on_accelerator
         room = max(high - low, int(on_disk)) * itemsize  # of a tensor that is reserved
         offloaded = states.tensors * room if setting.offload else 0
         offloaded += room if masters_move and bucket.dtypes.has_master else 0

@@ -39,6 +39,19 @@ class FlatBuffer:
         """The element after the last."""
         return self.begin + self.data.numel()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the elements are."""
+        return self.data.device
+
+    def kept(self) -> list[Tensor]:
+        """Return the memory that is kept for the elements."""
+        return [self.data]
+
+    def values(self) -> FlatBuffer:
+        """Return the elements to be read, not written: they may be a copy."""
+        return self
+
     def interval(self, begin: int, end: int) -> Tensor:
         """Return elements ``[begin, end)`` of the bucket as a view, 1-D."""
         return self.data[begin - self.begin : end - self.begin]

@@ -5,6 +5,8 @@ Knows: the master weights and the parameters of one interval. Does not know: gra
     master weight (its owner) --- cast ---> parameter --- forward, backward ---> gradient         param_dtype
           ^                                                                         | contribution   reduce_dtype
           +------------ update <--- clip <--- divide <--- sum (its owner) <---------+ ordered sum    accumulate_dtype
+
+Where units are gathered on an accelerator, the owner keeps no parameters beside its master weights: `RoundedShard`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from torch import Tensor
 from collectives.kernels import kernels_of
 
 from ..core.bits import INTEGERS, host_readable, same_bits
+from ..core.stage import Placement
+from .flat_buffer import FlatBuffer
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
@@ -88,3 +92,75 @@ class MasterWeights:
     def cast(self, begin: int, end: int) -> None:
         """Round the master weights of elements ``begin`` to ``end`` into the parameters, after an update."""
         self._param[begin:end].copy_(self.master[begin:end])
+
+
+class RoundedShard(FlatBuffer):
+    """The parameters of a shard, of which a rank keeps the master weights alone: they are rounded where they are read.
+
+    What is written from outside (an edit, a loaded checkpoint) is kept beside the master weights until these follow it,
+    in the next step.
+    """
+
+    __slots__ = ("_dtype", "_written", "master")
+
+    def __init__(self, master: Tensor, dtype: torch.dtype, begin: int) -> None:
+        """``master``: the master weights, 1-D; ``dtype``: of the parameters; ``begin``: the first element's number."""
+        self.master, self.begin, self.placement = master, begin, Placement.SHARD
+        self._dtype = dtype
+        self._written: Tensor | None = None
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The parameters, to be written: from now on they are kept."""
+        if self._written is None:
+            self._written = self.master.to(self._dtype)
+        return self._written
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.master.numel()
+
+    @property
+    def device(self) -> torch.device:
+        return self.master.device
+
+    @property
+    def source(self) -> Tensor:
+        """The parameters, 1-D, in any dtype: rounded to theirs, they are what the model computes with."""
+        return self.master if self._written is None else self._written
+
+    def kept(self) -> list[Tensor]:
+        return [] if self._written is None else [self._written]
+
+    def values(self) -> FlatBuffer:
+        return FlatBuffer(self.source.to(self._dtype), self.placement, self.begin)
+
+    def drop(self) -> None:
+        """Drop the parameters that are kept: the master weights have followed them."""
+        self._written = None
+
+
+class MastersAlone(MasterWeights):
+    """The master weights of a `RoundedShard`."""
+
+    def __init__(self, shard: RoundedShard) -> None:
+        super().__init__(shard.master, shard.master.dtype, shard.master)
+        self._shard = shard
+
+    def synced(self) -> Tensor:
+        followed = self._shard.master.clone()
+        for written in self._shard.kept():
+            MasterWeights(written, followed.dtype, followed).sync_from_param()
+        return followed
+
+    def sync_from_param(self) -> None:
+        for written in self._shard.kept():
+            MasterWeights(written, self._dtype, self._shard.master).sync_from_param()
+            self._shard.drop()
+
+    def forget(self) -> None:
+        """Make the master weights equal to the parameters."""
+        self._shard.master.copy_(self._shard.data)
+
+    def cast(self, begin: int, end: int) -> None:
+        """Do nothing: parameters are rounded where they are read."""

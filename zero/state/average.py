@@ -160,7 +160,7 @@ class ShardedAverage:
         number = bucket.spec.index
         if number not in self._flat:
             of = self._updated(bucket)
-            data = torch.empty(of.data.numel(), dtype=bucket.spec.dtypes.master_dtype, device=of.data.device)
+            data = torch.empty(of.end - of.begin, dtype=bucket.spec.dtypes.master_dtype, device=of.device)
             self._flat[number] = FlatBuffer(data, of.placement, of.begin)
         return self._flat[number]
 

@@ -99,7 +99,7 @@ def describe(
     layout, collective = storage.layout, choice.collective
     transport, shard_group = collective.transport, choice.shard_group
     buckets = storage.buckets
-    parameters = [bucket.weights.data for bucket in (*buckets, *storage.unlisted_buckets())]
+    parameters = [kept for bucket in (*buckets, *storage.unlisted_buckets()) for kept in bucket.weights.kept()]
     units = storage.manager
     gathered = None if units is None else units.gathered.pool
     gradients = [tensor for bucket in buckets for tensor in bucket.grad.tensors()]
@@ -172,12 +172,11 @@ def _kept(bucket: Bucket) -> KeptStates:
 
 
 def _bucket(bucket: Bucket, collective: str) -> BucketDescription:
-    weights = bucket.weights.data
     return BucketDescription(
         tuple(spec.name for spec in bucket.specs),
-        str(weights.dtype),
+        str(bucket.spec.dtypes.param_dtype),
         any(parameter.requires_grad for parameter in bucket.parameters),
-        _bytes([weights]),
+        _bytes(bucket.weights.kept()),
         _bytes(bucket.grad.tensors()),
         _bytes(bucket.states.tensors()),
         tuple(bucket.spec.cuts),

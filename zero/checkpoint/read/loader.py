@@ -33,6 +33,7 @@ from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
 from ...runtime.flat_states import BucketStates, PieceState
+from ...runtime.master_weights import MastersAlone
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
 from ..format.extents import Part, TensorFile, chunks, is_row_major, slot_part
@@ -218,6 +219,8 @@ class Loader:
                 cuts = bucket.spec.cuts
                 redistribute(whole.shard(cuts, parts.shard_group.rank), whole, cuts, parts.collective, tag).wait()
         if number in self._contents.updated:
+            if isinstance(bucket.states.master, MastersAlone):
+                bucket.states.master.sync_from_param()  # what was read is kept once
             bucket.states.evict()
 
     def _set_states(self, number: int, bucket: Bucket, stored: Sequence[StoredTensor]) -> None:

@@ -5,6 +5,7 @@ Knows: views of the buffer, the NaN in its place. Does not know: when, or why, a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
@@ -13,14 +14,20 @@ from torch import Tensor
 
 from collectives import Work
 
+from ...runtime.master_weights import RoundedShard
 from ...runtime.profiler_ranges import ProfilerRange
 from ..unit_buffer import UnitBuffer
 
 
 @dataclass(eq=False)
 class GatheredBuffer(UnitBuffer):
-    """A bucket, or the part of one that belongs to a unit, whose shards are gathered from the ranks."""
+    """A bucket, or the part of one that belongs to a unit, whose shards are gathered from the ranks.
 
+    ``rounded``: this rank's shard, if it keeps master weights alone. ``shard`` is then the rounded copy that was
+    gathered last, as long as the whole is here, and empty otherwise. None: `shard` is kept.
+    """
+
+    rounded: RoundedShard | None = None
     unsharded: Tensor | None = None
     post_forward_shard: Tensor | None = None  # shard of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
@@ -31,6 +38,24 @@ class GatheredBuffer(UnitBuffer):
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         dtype = self.bucket.dtypes.param_dtype
         self._nans = [nan_like(parameter, dtype) for parameter in self.parameters]
+        self._nothing = self.shard.new_empty(0)
+        self.end_gather()
+
+    def begin_gather(self, room: Callable[[int], Tensor]) -> None:
+        """Make `shard` this rank's part of a gather that begins. ``room`` returns memory for so many elements."""
+        if self.rounded is not None:
+            source = self.rounded.source
+            self.shard = room(source.numel()).copy_(source)
+
+    def end_gather(self) -> None:
+        """Free the rounded copy, if there is one, when the whole is not here any more."""
+        if self.rounded is not None:
+            self.shard = self._nothing
+
+    def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
+        super().commit(slots, flat, rank)
+        if self.rounded is not None:
+            self._write(self.rounded.data, slots, flat, rank)
 
     def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""

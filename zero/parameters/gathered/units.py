@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from collectives import Choice, Collective, Kind, Tag, Transport, Work
+from collectives import Choice, Collective, Kind, Tag, Transport, Work, all_gather_from
 from collectives.pool import Pool, holders
 
 from ...core.cuts import Cuts
@@ -60,6 +61,7 @@ class GatheredUnits:
         """Remove a buffer, whose parameters have other memory now."""
         unit.buffers.remove(buffer)
         buffer.unsharded = None
+        buffer.end_gather()
         self.saved_tensors.forget(buffer)
 
     # -- unshard and reshard --------------------------------------------------------------------------------------
@@ -100,10 +102,13 @@ class GatheredUnits:
     def _start(self, unit: GatheredUnit, buffer: GatheredBuffer, target: Tensor) -> Work:
         """Launch the all-gather of a bucket into ``target``, in the post-forward group if its shard was kept."""
         bucket, (kept, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
+        buffer.begin_gather(partial(self._room, buffer))
         if kept is not None and self._post_forward_group is not None:
             cuts, (low, high) = self._kept(self._post_forward_group, bucket)
             target[low:high].copy_(kept)
             return self._post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
+        if buffer.rounded is not None:  # nothing else writes into its copy, so it can be read until the wait
+            return all_gather_from(self._collective, buffer.shard, target, bucket.cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
         target[low:high].copy_(buffer.shard)
         return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
@@ -132,6 +137,7 @@ class GatheredUnits:
                 _, (low, high) = self._kept(self._post_forward_group, buffer.bucket)
                 buffer.post_forward_shard = self._room(buffer, high - low).copy_(buffer.unsharded.data[low:high])
             buffer.externally_held, buffer.unsharded = buffer.unsharded, None
+            buffer.end_gather()
             self._externally_held.append(buffer)
         self._sweep()
 

@@ -1,0 +1,154 @@
+"""Where units are gathered on an accelerator, a rank of stage 3 keeps the master weights of its shards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.gpu_short.peers import device_paths
+from collectives import Transport, on_threads
+from collectives.backends import gloo as gloo_backend
+from zero import ShardedAverage, ZeroOptimizer
+
+from ..step.narrow import build, loss_of, plain_loop, step, step_plainly, zero
+from ..support.late import LateBackend, on_late_threads
+from ..support.narrowed import BF16, PRECISIONS
+from ..support.parts import parts_of
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
+from ..support.programs import Program, Round, Step, compare, run_rank
+from ..support.rows import only
+
+NARROW = PRECISIONS["bf16"]
+STEPS = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())), Step(toggle=("frozen",)))
+PROGRAMS = {
+    "all_to_all": Program(3, 3, collective="all_to_all", steps=STEPS),
+    "kept whole for the backward": Program(2, 3, collective="all_to_all", reshard=False, steps=STEPS[:1]),
+    "kept by few for the backward": Program(4, 3, reshard=2, steps=STEPS[:2]),
+    "replicas": Program(6, 3, sharding_factor=3, steps=STEPS[:2]),
+    "by parameter": Program(3, 3, "shampoo", collective="all_to_all", steps=STEPS[:2]),
+    "through the host": Program(3, 3, collective="pairwise", steps=STEPS[:2]),
+    "fp16": Program(2, 3, collective="all_to_all", precision=PRECISIONS["fp16"], scaled=True, steps=STEPS),
+}
+
+
+class NoEvents(gloo_backend._UnderWay):
+    """Gloo's collectives on the CPU, taken for work on a stream, which has no event here."""
+
+    def awaited(self, device: torch.device) -> None:
+        self._not_awaited -= 1
+
+
+@pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
+def test_training_has_the_plain_loops_bits(name: str) -> None:
+    """On the paths of a device, with collectives of the backend that finish at their wait."""
+    given = PROGRAMS[name]
+    program = Program(**{"bucket_cap_mb": 0.001, **vars(given), "precision": given.precision or NARROW})
+    with (
+        device_paths(),
+        mock.patch.object(LateBackend, "stays_on", return_value=True),
+        mock.patch("collectives.topology._all_have_nccl", return_value=True),
+        mock.patch("collectives.topology.ThreadBackend", NoEvents),  # threads pass for processes
+    ):
+        results = on_late_threads(program.world_size, lambda transport: run_rank(program, transport))
+    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
+
+
+def weights_of(optimizer: ZeroOptimizer) -> int:
+    """Return the bytes of the parameters that this rank keeps beside its master weights."""
+    return optimizer.describe().bytes["parameters"]
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_parameters_are_kept_from_a_write_until_the_masters_have_followed() -> None:
+    """The rounded copies of a unit go back to the pool with its whole."""
+
+    def program(transport: Transport) -> nn.Module:
+        model = build()
+        optimizer = zero(model, transport, 3)
+        kept = [weights_of(optimizer)]
+        step(model, optimizer, transport.rank)
+        kept.append(weights_of(optimizer))
+        with optimizer.gathered(write=True), torch.no_grad():
+            model[0].weight.mul_(1.5)
+        kept.append(weights_of(optimizer))
+        step(model, optimizer, transport.rank)
+        kept.append(weights_of(optimizer))
+        assert [nbytes > 0 for nbytes in kept] == [False, False, True, False]
+        manager = parts_of(optimizer).storage.manager
+        assert manager is not None
+        assert all(not buffer.shard.numel() for buffer in manager.buffers())
+        assert all(block.free for block in manager.gathered.pool._blocks)
+        optimizer.close()
+        return model
+
+    plain = plain_loop()
+    step_plainly(plain, 0, 1)
+    with torch.no_grad():
+        plain.model[0].weight.mul_(1.5)
+    step_plainly(plain, 0, 1)
+    for model in on_threads(2, program):
+        assert_same_model(model, plain.model)
+
+
+def model_first(optimizer: ZeroOptimizer, load_model: Callable[[], None], states: dict[str, Any]) -> None:
+    load_model()
+    optimizer.load_state_dict(states)
+
+
+def states_first(optimizer: ZeroOptimizer, load_model: Callable[[], None], states: dict[str, Any]) -> None:
+    optimizer.load_state_dict(states)
+    load_model()
+
+
+@pytest.mark.parametrize("load", [model_first, states_first])
+@pytest.mark.usefixtures("accelerated")
+def test_a_model_and_its_masters_are_loaded_in_any_order(load: Callable[..., None]) -> None:
+    """The masters keep the digits that the model does not have."""
+
+    def program(transport: Transport) -> None:
+        trained, model = build(), build(1)
+        before, optimizer = zero(trained, transport, 3), zero(model, transport, 3)
+        step(trained, before, transport.rank)
+        before.consolidate_state_dict(None)
+        with before.gathered():
+            weights = {name: value.clone() for name, value in trained.state_dict().items()}
+
+        def load_model() -> None:
+            with optimizer.gathered(write=True):
+                model.load_state_dict(weights)
+
+        load(optimizer, load_model, before.state_dict())
+        for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
+            master = before.full_master(theirs)
+            assert not torch.equal(master, master.to(BF16).float())
+            assert_same_bits(optimizer.full_master(ours), master)
+
+    on_threads(2, program)
+
+
+@pytest.mark.usefixtures("accelerated")
+def test_an_average_takes_the_masters_and_leaves_them() -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, 3)
+        average = ShardedAverage(optimizer)
+        for seed in range(2):
+            step(model, optimizer, seed)
+            average.update_parameters()
+        masters = [optimizer.full_master(p) for p in model.parameters()]
+        means = average.gather(None)
+        assert means is not None
+        with average.applied(), optimizer.gathered():
+            for name, p in model.named_parameters():
+                assert_same_bits(p, means[name].to(BF16))
+        found: list[Tensor] = [optimizer.full_master(p) for p in model.parameters()]
+        for master, expected in zip(found, masters, strict=True):
+            assert_same_bits(master, expected)
+        loss_of(model, 0).backward()  # type: ignore[no-untyped-call]
+
+    on_threads(2, program)
