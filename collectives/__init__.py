@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from .algorithms.base import Collective
+from .algorithms.fold import Fold
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
@@ -33,7 +34,7 @@ from .messages import (
     pass_on,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, algorithm_for, choose, hierarchical, replicate, route_by_hosts, shared
+from .topology import CPU, Choice, algorithm_for, choose, fold, hierarchical, replicate, route_by_hosts, shared
 from .transport import Transport, as_a_whole
 
 LOG = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "pairwise": Pairwise,
     "shared": shared,
     "hierarchical": hierarchical,
+    "fold": fold,
     "ring": Ring,
     "all_to_all": AllToAll,
     "native": Native,
@@ -84,6 +86,9 @@ def _build(transport: Transport, algorithm: str | Algorithm, device: torch.devic
         return replicate(transport, factor, algorithm if near or callable(algorithm) else ALGORITHMS[algorithm], device)
     if algorithm == "auto":
         return choose(transport, device)
+    if algorithm == "fold":
+        collective = fold(transport, device)
+        return Choice(collective, "asked for by name", hosts=collective.hosts)
     if isinstance(algorithm, str):
         return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
     return Choice(algorithm(transport), "asked for as a class")
@@ -98,6 +103,7 @@ __all__ = [
     "Choice",
     "Collective",
     "CollectiveError",
+    "Fold",
     "Hierarchical",
     "Kind",
     "Loopback",
