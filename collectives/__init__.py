@@ -34,7 +34,18 @@ from .messages import (
     pass_on,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, algorithm_for, choose, fold, hierarchical, replicate, route_by_hosts, shared
+from .topology import (
+    CPU,
+    Choice,
+    algorithm_for,
+    choose,
+    costs_between,
+    fold,
+    hierarchical,
+    replicate,
+    route_by_hosts,
+    shared,
+)
 from .transport import Transport, as_a_whole
 
 LOG = logging.getLogger(__name__)
@@ -88,7 +99,8 @@ def _build(transport: Transport, algorithm: str | Algorithm, device: torch.devic
         return choose(transport, device)
     if algorithm == "fold":
         collective = fold(transport, device)
-        return Choice(collective, "asked for by name", hosts=collective.hosts)
+        costs = costs_between(transport.world_size, collective.hosts)
+        return Choice(collective, f"asked for by name; {costs}", hosts=collective.hosts)
     if isinstance(algorithm, str):
         return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
     return Choice(algorithm(transport), "asked for as a class")

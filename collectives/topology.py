@@ -7,9 +7,9 @@
     each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  fold, by process groups of hosts and of lanes; with one GPU on each, all_to_all
-    ... not numbered host by host     native, with a warning: it adds in an order of its own
+    ... not numbered host by host     native, which adds in an order of its own
     replicas on GPUs, with NCCL       all_to_all by process groups of their ranks, and sums from GPU to GPU
-    ... some on several hosts         native, with a warning
+    ... some on several hosts         native
     memory that cannot be shared      pairwise, with a warning
 
 If shards have several holders (`replicate`), these lines are about the ranks of one replica.
@@ -277,14 +277,14 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range], device: t
     _connect_owners(owners, transport, device)
     inner: Collective
     name = algorithm_for(factor, 1 if within else len(hosts), by_nccl=True, replicas=len(replicas))
-    if name == "native":
-        _warn_of_native(transport, "replicas are on several hosts; let sharding_factor= divide the ranks of a host")
     if name == "pairwise":
         inner = Pairwise(transport.split(mine))
     else:
         part = Transport(_part(transport, replicas)).fork()
         inner = AllToAll(part) if name == "all_to_all" else Native(part)
-    where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
+    where = "each on one host"
+    if not within:
+        where = "some on several hosts: let sharding_factor= divide the ranks of a host, whose sums keep the rank order"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
     return Choice(Replicated(transport, inner, owners), reason, inner.transport, len(hosts))
 
@@ -337,13 +337,12 @@ def _by_nccl(transport: Transport, device: torch.device) -> Choice:
     hosts, ranks = _hosts_of(transport), transport.world_size
     problem = why_not_folded(hosts) or _why_no_parts(transport)
     name = algorithm_for(ranks, len(hosts), by_nccl=True, are_neighbours=not problem)
-    where = f"{ranks} ranks are on {len(hosts)} hosts, with NCCL: {_costs(ranks, len(hosts))}"
+    where = f"{ranks} ranks are on {len(hosts)} hosts, with NCCL: {costs_between(ranks, len(hosts))}"
     if name == "all_to_all":
         place = "are on one host" if len(hosts) == 1 else "have a host each"
         return Choice(AllToAll(transport), f"all {ranks} ranks {place}, with NCCL", hosts=len(hosts))
     if name == "fold":
         return Choice(_fold_by_nccl(transport, hosts, device), where, hosts=len(hosts))
-    _warn_of_native(transport, problem)
     return Choice(Native(transport), f"{where}; {problem}", hosts=len(hosts))
 
 
@@ -371,17 +370,13 @@ def _why_no_parts(transport: Transport) -> str:
     return "torch makes process groups in a group of the whole job alone: give the optimizer the group of all ranks"
 
 
-def _costs(ranks: int, hosts: int) -> str:
+def costs_between(ranks: int, hosts: int) -> str:
     """Return, as text, what the two algorithms between hosts send, in elements of all sums."""
+    if hosts == 1:
+        return "nothing crosses between hosts"
     more = folded(hosts, started=True) - folded(hosts)
     return (
         f"between hosts 'fold' sends every sum {folded(hosts):.4g} times in the accumulator's dtype ({more:.2g} more "
-        f"in each further reduced backward), in rank order, and 'native' {hosts * (ranks - 1) / ranks:.4g} times in the "
-        "wire's dtype, in an order of NCCL's own"
+        f"in each further reduced backward), in rank order, and 'native' {hosts * (ranks - 1) / ranks:.4g} times in "
+        "the wire's dtype, in an order of NCCL's own"
     )
-
-
-def _warn_of_native(transport: Transport, problem: str) -> None:
-    if transport.rank == 0:
-        said = "gradients are added in an order of NCCL's own, and their sums are not those of the plain loop"
-        warnings.warn(f"{said}: {problem}", stacklevel=4)

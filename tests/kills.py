@@ -46,6 +46,7 @@ from collectives import (
 from collectives.backends.gloo import connect
 from collectives.control_plane import MESH_RANKS
 
+from .support.carried import folded
 from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
@@ -56,6 +57,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
     "ring": Ring,
     "all_to_all": AllToAll,
+    "fold": folded,
     "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
 }
 

@@ -52,7 +52,8 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], kinds: str, fa
     with pytest.MonkeyPatch.context() as patch:
         names = {"cuda": ("nccl", "nccl2", "nccl-legacy", "nccl")[rank], "cpu": "gloo"}
         patch.setattr(GlooBackend, "device_backend", lambda _, device: names[device.type])
-        patch.setattr(topology, "_connect_owners", lambda *_: None)  # there is no such device
+        for connect_them in ("_connect_owners", "_connect_all"):
+            patch.setattr(topology, connect_them, lambda *_: None)  # there is no such device
         on_hosts(patch, [0] * len(hosts) if hosts[0] < 0 else hosts, hosts if hosts[0] < 0 else ())
         transport = connect(group).fork()
         choice = replicate(transport, factor, "auto", device) if factor else choose(transport, device)
@@ -65,10 +66,21 @@ NCCL = {  # hosts, negative ones are containers of one; GPU or CPU of each rank;
     ((0, 0, 0), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
     ((-1, -2, -3), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
     ((-1, -2, -3), "ccc", 0): ("pairwise", "each of the 3 ranks has a host of its own"),
-    ((0, 1, 0), "ggg", 0): ("native", "3 ranks are on 2 hosts, where NCCL's own reduce-scatter sends less"),
+    ((0, 0, 1, 1), "gggg", 0): (
+        "fold",
+        "4 ranks are on 2 hosts, with NCCL: between hosts 'fold' sends every sum 1.5 times",
+    ),
+    ((0, 1, 2), "ggg", 0): ("all_to_all", "all 3 ranks have a host each, with NCCL"),
+    ((0, 1, 0), "ggg", 0): (
+        "native",
+        "3 ranks are on 2 hosts, with NCCL: between hosts 'fold' sends every sum 1.5 times",
+    ),
     ((0, 0, 0), "gcg", 0): ("shared", "all 3 ranks are on one host"),
     ((0, 0, 1, 1), "gggg", 2): ("all_to_all", "2 replicas of 2; with NCCL, each on one host"),
-    ((0, 1, 0, 1), "gggg", 2): ("native", "2 replicas of 2; with NCCL, some on several hosts, where NCCL adds"),
+    ((0, 1, 0, 1), "gggg", 2): (
+        "native",
+        "2 replicas of 2; with NCCL, some on several hosts: let sharding_factor= divide",
+    ),
     ((0, 0, 0, 1), "gggg", 1): ("pairwise", "4 replicas of 1; with NCCL, each on one host"),
 }
 

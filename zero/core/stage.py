@@ -99,6 +99,7 @@ class Stage:
         return 2 * backwards if self.parameters is Placement.SHARD else 0
 
 
+FOLDS_IN_FLIGHT = 2  # buckets at least, of which each waits for all hosts, while the next one's gradients come
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's shard may be kept for its peers to read
 STATES_AHEAD = 1  # buckets whose offloaded states are read while a bucket is stepped
 STATES_BEHIND = 1  # buckets whose states may be copied back to the host meanwhile
@@ -115,6 +116,12 @@ def stage_of(number: int) -> Stage:
     if isinstance(number, bool) or number not in STAGES:
         raise ValueError(f"stage must be one of {sorted(STAGES)}, not {number!r}")
     return STAGES[number]
+
+
+def buckets_in_flight(stage: Stage, algorithm: str) -> int:
+    """Return how many buckets are reduced at a time by an algorithm of this name, besides `sums_under_way`. Each holds
+    its contributions."""
+    return max(stage.reductions_in_flight, FOLDS_IN_FLIGHT if algorithm == "fold" else 0)
 
 
 def sums_under_way(replicas: int) -> int:

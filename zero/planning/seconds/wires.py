@@ -150,8 +150,8 @@ class Wires:
         """Return the cost of a reduce-scatter whose sums go from host to host. See `reduce_scatter` for the arguments.
 
         The last host has the sum last: exchange, then hosts - 1 hops of the first chunk, then the other chunks, then
-        the way home. Each rank of a host sends a slice of 1 / (ranks of a host) through its own link to the network, which
-        is busy for that slice; the first host also receives the sums so far, and an owner its total.
+        the way home. Each rank of a host sends 1 / (ranks of a host) of the sums through its own link to the network,
+        which is busy for that; the first host also receives the sums so far, and an owner its total.
         """
         hosts, local = group.hosts, group.per_host
         inner = self.exchange(elements * travel, RankGroup(round(local), 1))
