@@ -65,6 +65,7 @@ class Fold:
         self.transport, self.together = transport, together
         self.lanes = Lanes(len(hosts), len(hosts[0]), transport.rank)
         self.onward = transport.sibling(1)  # for messages of its own, since a rank sends sums in a wait
+        self.exchanged: Work = Chain(())  # the last exchange, which holds its input
 
     @property
     def hosts(self) -> int:
@@ -80,7 +81,8 @@ class Fold:
         return self._launch(source, bounds, out, start, tag)
 
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
-        return _ByMessages(self, _Operands(self, source, bounds, out), start, tag)
+        self.exchanged.wait()
+        return _ByMessages(self, _Operands(self, source, bounds, out, start), start is not None, tag)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
@@ -111,7 +113,7 @@ class FoldOnDevices(Fold):
         def call(_: Backend) -> Pending:
             if self.exchange is not None:
                 self.exchange.let_go(self.transport.timeout)
-            return _OnDevice(self, _Operands(self, source, bounds, out), start)
+            return _OnDevice(self, _Operands(self, source, bounds, out, start), start is not None)
 
         return self._begins.begin(tag, bounds, source.dtype, call, nothing)
 
@@ -121,24 +123,26 @@ class _Operands:
 
     ``sizes``: elements of the shards of each lane. ``shards``: elements of each shard of this rank's lane, by host.
     ``sorted``: this rank's contribution, lane by lane. ``arrived``: those of its host to the lane's shards, in rank
-    order. ``sums``: of the lane's shards.
+    order. ``sums``: of the lane's shards. ``start``: a copy of the sum so far.
     """
 
-    def __init__(self, fold: Fold, source: Tensor, bounds: Sequence[int], out: Tensor) -> None:
+    def __init__(self, fold: Fold, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None) -> None:
         t, lanes, self.out = fold.transport, fold.lanes, out
         by_lane = [lanes.shards(bounds, place) for place in range(lanes.width)]
         self.sizes = [sum(high - low for low, high in shards) for shards in by_lane]
         self.shards = [high - low for low, high in by_lane[lanes.place]]
         numel = self.sizes[lanes.place]
         self.sorted = t.scratch(source.numel(), source.dtype, source.device)
-        if len(set(map(len_of, (pair for shards in by_lane for pair in shards)))) == 1:
-            self.sorted.view(lanes.width, lanes.hosts, -1).copy_(
-                source.view(lanes.hosts, lanes.width, -1).transpose(0, 1)
-            )
+        if len({high - low for shards in by_lane for low, high in shards}) == 1:  # as one kernel
+            by_host = source.view(lanes.hosts, lanes.width, -1)
+            self.sorted.view(lanes.width, lanes.hosts, -1).copy_(by_host.transpose(0, 1))
         else:
             torch.cat([source[low:high] for shards in by_lane for low, high in shards], out=self.sorted)
         self.arrived = t.scratch(lanes.width * numel, source.dtype, source.device).view(lanes.width, numel)
         self.sums = t.scratch(numel, out.dtype, out.device)
+        self.start = t.scratch(0 if start is None else start.numel(), out.dtype, out.device)
+        if start is not None:
+            self.start.copy_(start)
 
     def add(self, low: int, high: int, *, begun: bool) -> None:
         """Add the contributions of this host to ``sums[low:high]``. ``begun``: a sum is there."""
@@ -147,33 +151,31 @@ class _Operands:
         ordered_sum([*before, *(part[low:high] for part in self.arrived)], total)
 
 
-def len_of(pair: tuple[int, int]) -> int:
-    return pair[1] - pair[0]
-
-
 class _ByMessages:
     """A reduce-scatter whose contributions travel at once, and whose sum travels in the wait."""
 
-    def __init__(self, fold: Fold, operands: _Operands, start: Tensor | None, tag: Tag) -> None:
+    def __init__(self, fold: Fold, operands: _Operands, started: bool, tag: Tag) -> None:
         t, lanes = fold.transport, fold.lanes
         self._fold, self._operands, self._tag = fold, operands, tag
-        self._begun = lanes.host > 0 or start is not None
+        self._begun = lanes.host > 0 or started
         announced, first = t.announce_round(tag), lanes.host * lanes.width
         recvs, sends = list[Work](), list[Work]()
         own = list(torch.split(operands.sorted, operands.sizes))
         operands.arrived[lanes.place].copy_(own[lanes.place])
         peers = [(lanes.place + step) % lanes.width for step in range(1, lanes.width)]
-        recvs += [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
-        if start is not None and not lanes.host:
+        exchanged = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
+        if started and not lanes.host:
             parts = torch.split(operands.sums, operands.shards)
-            parts[0].copy_(start)
+            parts[0].copy_(operands.start)
             owners = zip(parts[1:], lanes.owners[1:], strict=True)
             recvs += [t.irecv(part, owner, tag, one_way=True) for part, owner in owners]
-        sends += [t.isend(own[peer], first + peer, tag) for peer in peers]
-        if start is not None and lanes.host:
-            sends.append(t.isend(start.clone(), lanes.place, tag, one_way=True))
+        exchanged += [t.isend(own[peer], first + peer, tag) for peer in peers]
+        fold.exchanged = Chain(exchanged)
+        del operands.sorted
+        if started and lanes.host:
+            sends.append(t.isend(operands.start, lanes.place, tag, one_way=True))
         t.post_remaining()
-        self._under_way: Work = Chain([announced, *recvs, *sends])
+        self._under_way: Work = Chain([announced, fold.exchanged, *recvs, *sends])
         self._folded = False
 
     def wait(self) -> None:
@@ -208,28 +210,21 @@ class _ByMessages:
 
 
 class _Exchange:
-    """The exchange inside a host, and its input until it is done."""
+    """The exchange inside a host, which holds its input."""
 
     def __init__(self, pending: Pending, given: Tensor) -> None:
         self._pending: Pending | None = pending
         self._given: Tensor | None = given
-        self._event: torch.Event | None = None
 
     def wait(self, timeout: float) -> None:
         """Order the current stream behind the exchange."""
-        if self._pending is None or self._given is None:
-            return
-        self._pending.wait(timeout)
-        self._pending, device = None, self._given.device
-        if device.type != "cpu":
-            self._event = torch.accelerator.current_stream(device).record_event()
+        if self._pending is not None:
+            self._pending.wait(timeout)
 
     def let_go(self, timeout: float) -> None:
-        """Order the current stream behind the exchange, too, so that the memory of its input may be used again."""
+        """Order the current stream behind the exchange, which may use the memory of its input again."""
         self.wait(timeout)
-        if self._event is not None and self._given is not None:
-            torch.accelerator.current_stream(self._given.device).wait_event(self._event)
-        self._given = None
+        self._pending = self._given = None
 
 
 class _OnDevice:
@@ -240,7 +235,7 @@ class _OnDevice:
     the CPU sums are formed in the wait.
     """
 
-    def __init__(self, fold: FoldOnDevices, operands: _Operands, start: Tensor | None) -> None:
+    def __init__(self, fold: FoldOnDevices, operands: _Operands, started: bool) -> None:
         t, lanes = fold.transport, fold.lanes
         self._transport, self._lanes, self._lane, self._operands = t, lanes, fold.lane, operands
         itemsize, numel = operands.sorted.itemsize, operands.sums.numel()
@@ -254,8 +249,8 @@ class _OnDevice:
         del operands.sorted
         sent, received = sum(operands.sizes) - numel, (lanes.width - 1) * numel
         t.count_payload(sent * itemsize, received * itemsize)
-        self._gathered = None if start is None else self._gather(start.clone())
-        self._begun = lanes.host > 0 or start is not None
+        self._gathered = self._gather() if started else None
+        self._begun = lanes.host > 0 or started
         self._left = deque(self._pieces(numel))
         self._sends = list[Pending]()
         self._home: Pending | None = None
@@ -278,9 +273,9 @@ class _OnDevice:
             torch.accelerator.current_stream(self._operands.sums.device).wait_stream(self._aside)
         self._sends = []
 
-    def _gather(self, start: Tensor) -> Pending:
+    def _gather(self) -> Pending:
         """Send the sum so far of this rank's shard to the first host."""
-        t, lanes, shards = self._transport, self._lanes, self._operands.shards
+        t, lanes, shards, start = self._transport, self._lanes, self._operands.shards, self._operands.start
         there, here = [0] * t.world_size, [0] * t.world_size
         there[lanes.place] = start.nbytes
         if not lanes.host:

@@ -125,7 +125,7 @@ class LateBackend(ThreadBackend):
         mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
         with _MAKING:
             world = vars(self._world).setdefault("parts", {}).setdefault(mine, _World(None))
-        made = LateBackend(world, mine.index(self.rank), len(mine), self.timeout)
+        made = type(self)(world, mine.index(self.rank), len(mine), self.timeout)
         made.launched = self.launched
         return made
 

@@ -176,8 +176,8 @@ def peak_bounds(
     each rank.
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
-    dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 1/L of it
-    and a shard in the accumulator's dtype; or three as above if that is more.
+    dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
+    the accumulator's dtype: the sums of a lane, and a sum so far. Or it is three as above if that is more.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -201,7 +201,7 @@ def peak_bounds(
 
     def folded(bucket: BucketSpec) -> int:
         moved = (2 * FOLDS_IN_FLIGHT + 1) * in_flight(bucket) * bucket.dtypes.reduce_dtype.itemsize
-        sums = -(-in_flight(bucket) // host_ranks) + bucket.cuts.largest()
+        sums = 2 * -(-in_flight(bucket) // host_ranks)
         return moved + FOLDS_IN_FLIGHT * sums * bucket.dtypes.accumulate_dtype.itemsize
 
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
