@@ -9,8 +9,8 @@ crosses (H - 1) (1 + 1/H) times, and a sum so far (H - 1) / H times more, from i
 in chunks, so that all hosts work on a bucket at the same time. Ranks of a host exchange contributions, which are not
 added beforehand.
 
-What a rank sends is copied at the launch: what is written into the contribution or into the sum so far after it changes
-nothing. Sums go by messages, or on devices by the backend's own collectives, without the host.
+Sums go by messages, in the wait, or on devices by the backend's own collectives, without the host. There what a rank
+sends is copied at the launch: what is written into the contribution or into the sum so far after it changes nothing.
 
 Knows: which ranks share a host. Does not know: how hosts were found, or what moves bytes.
 """
@@ -76,13 +76,13 @@ class Fold:
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
         """See `collectives.Collective.reduce_scatter`. Scratch memory: two of the contribution, and the sums of a lane.
-        ``start`` is read at the launch."""
+        `FoldOnDevices` reads ``start`` at the launch."""
         tag = replace(tag, digest=tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
         return self._launch(source, bounds, out, start, tag)
 
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
         self.exchanged.wait()
-        return _ByMessages(self, _Operands(self, source, bounds, out, start), start is not None, tag)
+        return _ByMessages(self, _Operands(self, source, bounds, out, start), tag)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
@@ -113,7 +113,8 @@ class FoldOnDevices(Fold):
         def call(_: Backend) -> Pending:
             if self.exchange is not None:
                 self.exchange.let_go(self.transport.timeout)
-            return _OnDevice(self, _Operands(self, source, bounds, out, start), start is not None)
+            copied = None if start is None else _copy(self, start)
+            return _OnDevice(self, _Operands(self, source, bounds, out, copied))
 
         return self._begins.begin(tag, bounds, source.dtype, call, nothing)
 
@@ -123,11 +124,11 @@ class _Operands:
 
     ``sizes``: elements of the shards of each lane. ``shards``: elements of each shard of this rank's lane, by host.
     ``sorted``: this rank's contribution, lane by lane. ``arrived``: those of its host to the lane's shards, in rank
-    order. ``sums``: of the lane's shards. ``start``: a copy of the sum so far.
+    order. ``sums``: of the lane's shards. ``start``: the sum so far, of this rank's shard.
     """
 
     def __init__(self, fold: Fold, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None) -> None:
-        t, lanes, self.out = fold.transport, fold.lanes, out
+        t, lanes, self.out, self.start = fold.transport, fold.lanes, out, start
         by_lane = [lanes.shards(bounds, place) for place in range(lanes.width)]
         self.sizes = [sum(high - low for low, high in shards) for shards in by_lane]
         self.shards = [high - low for low, high in by_lane[lanes.place]]
@@ -140,9 +141,6 @@ class _Operands:
             torch.cat([source[low:high] for shards in by_lane for low, high in shards], out=self.sorted)
         self.arrived = t.scratch(lanes.width * numel, source.dtype, source.device).view(lanes.width, numel)
         self.sums = t.scratch(numel, out.dtype, out.device)
-        self.start = t.scratch(0 if start is None else start.numel(), out.dtype, out.device)
-        if start is not None:
-            self.start.copy_(start)
 
     def add(self, low: int, high: int, *, begun: bool) -> None:
         """Add the contributions of this host to ``sums[low:high]``. ``begun``: a sum is there."""
@@ -151,31 +149,25 @@ class _Operands:
         ordered_sum([*before, *(part[low:high] for part in self.arrived)], total)
 
 
+def _copy(fold: Fold, tensor: Tensor) -> Tensor:
+    return fold.transport.scratch(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
+
+
 class _ByMessages:
     """A reduce-scatter whose contributions travel at once, and whose sum travels in the wait."""
 
-    def __init__(self, fold: Fold, operands: _Operands, started: bool, tag: Tag) -> None:
+    def __init__(self, fold: Fold, operands: _Operands, tag: Tag) -> None:
         t, lanes = fold.transport, fold.lanes
         self._fold, self._operands, self._tag = fold, operands, tag
-        self._begun = lanes.host > 0 or started
         announced, first = t.announce_round(tag), lanes.host * lanes.width
-        recvs, sends = list[Work](), list[Work]()
         own = list(torch.split(operands.sorted, operands.sizes))
+        del operands.sorted
         operands.arrived[lanes.place].copy_(own[lanes.place])
         peers = [(lanes.place + step) % lanes.width for step in range(1, lanes.width)]
-        exchanged = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
-        if started and not lanes.host:
-            parts = torch.split(operands.sums, operands.shards)
-            parts[0].copy_(operands.start)
-            owners = zip(parts[1:], lanes.owners[1:], strict=True)
-            recvs += [t.irecv(part, owner, tag, one_way=True) for part, owner in owners]
-        exchanged += [t.isend(own[peer], first + peer, tag) for peer in peers]
-        fold.exchanged = Chain(exchanged)
-        del operands.sorted
-        if started and lanes.host:
-            sends.append(t.isend(operands.start, lanes.place, tag, one_way=True))
+        recvs = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
+        fold.exchanged = Chain([*recvs, *(t.isend(own[peer], first + peer, tag) for peer in peers)])
         t.post_remaining()
-        self._under_way: Work = Chain([announced, fold.exchanged, *recvs, *sends])
+        self._under_way: Work = Chain([announced, fold.exchanged])
         self._folded = False
 
     def wait(self) -> None:
@@ -188,8 +180,8 @@ class _ByMessages:
     def _fold_here(self) -> Work:
         """Add this host's contributions chunk by chunk, send each on, and expect the total."""
         onward, lanes, given, tag = self._fold.onward, self._fold.lanes, self._operands, self._tag
-        numel, sends, recvs = given.sums.numel(), list[Work](), list[Work]()
-        pieces = list(chunks(numel))
+        sends, recvs, pieces = list[Work](), list[Work](), list(chunks(given.sums.numel()))
+        self._begin(sends)
         if lanes.before is not None:
             parts = [given.sums[low:high] for low, high in pieces]
             recvs = [onward.irecv(part, lanes.before, tag, in_one_part=True, one_way=True) for part in parts]
@@ -197,7 +189,7 @@ class _ByMessages:
         for number, (low, high) in enumerate(pieces):
             if recvs:
                 recvs[number].wait()
-            given.add(low, high, begun=self._begun)
+            given.add(low, high, begun=lanes.host > 0 or given.start is not None)
             if lanes.after is not None:
                 part = given.sums[low:high]
                 sends.append(onward.isend(part, lanes.after, tag, in_one_part=True, one_way=True))
@@ -207,6 +199,19 @@ class _ByMessages:
             owners = zip(others, lanes.owners, strict=False)
             sends += [onward.isend(part, owner, tag, one_way=True) for part, owner in owners]
         return Chain([*total, *sends])
+
+    def _begin(self, sends: list[Work]) -> None:
+        """Send the sum so far to the first host, which has all of them then."""
+        onward, lanes, start = self._fold.onward, self._fold.lanes, self._operands.start
+        if start is None:
+            return
+        if lanes.host:
+            sends.append(onward.isend(_copy(self._fold, start), lanes.place, self._tag, one_way=True))
+            return
+        own, *parts = torch.split(self._operands.sums, self._operands.shards)
+        own.copy_(start)
+        owners = zip(parts, lanes.owners[1:], strict=True)
+        Chain([onward.irecv(part, owner, self._tag, one_way=True) for part, owner in owners]).wait()
 
 
 class _Exchange:
@@ -235,7 +240,7 @@ class _OnDevice:
     the CPU sums are formed in the wait.
     """
 
-    def __init__(self, fold: FoldOnDevices, operands: _Operands, started: bool) -> None:
+    def __init__(self, fold: FoldOnDevices, operands: _Operands) -> None:
         t, lanes = fold.transport, fold.lanes
         self._transport, self._lanes, self._lane, self._operands = t, lanes, fold.lane, operands
         itemsize, numel = operands.sorted.itemsize, operands.sums.numel()
@@ -249,8 +254,8 @@ class _OnDevice:
         del operands.sorted
         sent, received = sum(operands.sizes) - numel, (lanes.width - 1) * numel
         t.count_payload(sent * itemsize, received * itemsize)
-        self._gathered = self._gather() if started else None
-        self._begun = lanes.host > 0 or started
+        self._gathered = None if operands.start is None else self._gather(operands.start)
+        self._begun = lanes.host > 0 or operands.start is not None
         self._left = deque(self._pieces(numel))
         self._sends = list[Pending]()
         self._home: Pending | None = None
@@ -273,9 +278,9 @@ class _OnDevice:
             torch.accelerator.current_stream(self._operands.sums.device).wait_stream(self._aside)
         self._sends = []
 
-    def _gather(self) -> Pending:
+    def _gather(self, start: Tensor) -> Pending:
         """Send the sum so far of this rank's shard to the first host."""
-        t, lanes, shards, start = self._transport, self._lanes, self._operands.shards, self._operands.start
+        t, lanes, shards = self._transport, self._lanes, self._operands.shards
         there, here = [0] * t.world_size, [0] * t.world_size
         there[lanes.place] = start.nbytes
         if not lanes.host:
