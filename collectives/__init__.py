@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from .algorithms.base import Collective, all_gather_from
+from .algorithms.fold import Fold
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
@@ -33,7 +34,18 @@ from .messages import (
     pass_on,
 )
 from .queue import BucketQueue
-from .topology import CPU, Choice, algorithm_for, choose, hierarchical, replicate, route_by_hosts, shared
+from .topology import (
+    CPU,
+    Choice,
+    algorithm_for,
+    choose,
+    costs_between,
+    fold,
+    hierarchical,
+    replicate,
+    route_by_hosts,
+    shared,
+)
 from .transport import Transport, as_a_whole
 
 LOG = logging.getLogger(__name__)
@@ -44,6 +56,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "pairwise": Pairwise,
     "shared": shared,
     "hierarchical": hierarchical,
+    "fold": fold,
     "ring": Ring,
     "all_to_all": AllToAll,
     "native": Native,
@@ -84,6 +97,10 @@ def _build(transport: Transport, algorithm: str | Algorithm, device: torch.devic
         return replicate(transport, factor, algorithm if near or callable(algorithm) else ALGORITHMS[algorithm], device)
     if algorithm == "auto":
         return choose(transport, device)
+    if algorithm == "fold":
+        collective = fold(transport, device)
+        costs = costs_between(transport.world_size, collective.hosts)
+        return Choice(collective, f"asked for by name; {costs}", hosts=collective.hosts)
     if isinstance(algorithm, str):
         return Choice(ALGORITHMS[algorithm](transport), "asked for by name")
     return Choice(algorithm(transport), "asked for as a class")
@@ -98,6 +115,7 @@ __all__ = [
     "Choice",
     "Collective",
     "CollectiveError",
+    "Fold",
     "Hierarchical",
     "Kind",
     "Loopback",

@@ -6,8 +6,10 @@
     on several hosts                  hierarchical
     each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
-    GPUs on several hosts, with NCCL  native: it sends less, and adds in an order of its own
-    replicas on GPUs, with NCCL       these two by process groups of their ranks, and sums from GPU to GPU
+    GPUs on several hosts, with NCCL  fold, by process groups of hosts and of lanes; with one GPU on each, all_to_all
+    ... not numbered host by host     native, which adds in an order of its own
+    replicas on GPUs, with NCCL       all_to_all by process groups of their ranks, and sums from GPU to GPU
+    ... some on several hosts         native
     memory that cannot be shared      pairwise, with a warning
 
 If shards have several holders (`replicate`), these lines are about the ranks of one replica.
@@ -24,9 +26,11 @@ from dataclasses import dataclass
 import torch
 
 from .algorithms.base import Collective
+from .algorithms.fold import Fold, FoldOnDevices
 from .algorithms.hierarchical import Hierarchical
 from .algorithms.hybrid_sharding import Replicated
 from .algorithms.pairwise import Pairwise
+from .algorithms.plans import folded, why_not_folded
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import NCCL, Backend
@@ -118,6 +122,18 @@ def hierarchical(transport: Transport) -> Collective:
     return _by_name(transport, "hierarchical")
 
 
+def fold(transport: Transport, device: torch.device = CPU) -> Fold:
+    """Build `Fold` among the hosts of the ranks: by NCCL if it moves every rank's tensors of ``device``, else by
+    messages. Raise `CollectiveError` if the ranks are not numbered host by host. Collective."""
+    if transport.world_size == 1 or isinstance(transport.backend, ThreadBackend):
+        return Fold(transport, [range(transport.world_size)], Pairwise(transport))
+    by_nccl, hosts = _all_have_nccl(transport, device), _hosts_of(transport)
+    problem = why_not_folded(hosts) or (_why_no_parts(transport) if by_nccl else "")
+    if problem:
+        raise CollectiveError(f"collective 'fold': {problem}")
+    return _fold_by_nccl(transport, hosts, device) if by_nccl else Fold(transport, hosts, Pairwise(transport))
+
+
 def _by_name(transport: Transport, name: str) -> Collective:
     world = range(transport.world_size)
     if isinstance(transport.backend, ThreadBackend):
@@ -151,7 +167,7 @@ class Choice:
         return self.collective.transport if self.replica is None else self.replica
 
 
-def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1) -> str:
+def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1, are_neighbours: bool = True) -> str:
     """Return the name of the algorithm that "auto" takes for ranks in processes that can share memory on each host.
 
     Args:
@@ -159,25 +175,28 @@ def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1) -
         hosts: on how many hosts they are; of several replicas, the most.
         by_nccl: whether NCCL moves their tensors.
         replicas: how many groups of such ranks there are.
+        are_neighbours: whether the ranks of each host are neighbours in the group's order, and as many on each.
     """
     if ranks == 1:
         return "pairwise"
+    if by_nccl and hosts in (1, ranks) and (replicas == 1 or hosts == 1):
+        return "all_to_all"  # between hosts of one rank each it sends what NCCL's own reduce-scatter would send
     if by_nccl:
-        return "all_to_all" if hosts == 1 else "native"
+        return "fold" if are_neighbours and replicas == 1 else "native"
     if hosts == 1:
         return "shared"
     return "pairwise" if hosts == ranks and replicas == 1 else "hierarchical"
 
 
 def choose(transport: Transport, device: torch.device = CPU) -> Choice:
-    """Choose the fastest algorithm for the places of the ranks. It is exact, except on GPUs of several hosts.
-    Collective. ``device``: of most tensors that it will move."""
+    """Choose the fastest algorithm for the places of the ranks. It is exact, except on GPUs of several hosts if
+    `_by_nccl` says why not. Collective. ``device``: of most tensors that it will move."""
     if transport.world_size == 1:
         return Choice(Pairwise(transport), "one rank sends nothing")
     if isinstance(transport.backend, ThreadBackend):
         return Choice(Pairwise(transport), "the ranks are threads")
     if _all_have_nccl(transport, device):
-        return _by_nccl(transport)
+        return _by_nccl(transport, device)
     neighbours = connect_neighbours(transport)
     hosts = neighbours.hosts
     if neighbours.local is None:
@@ -263,7 +282,9 @@ def _replicas_by_nccl(transport: Transport, replicas: Sequence[range], device: t
     else:
         part = Transport(_part(transport, replicas)).fork()
         inner = AllToAll(part) if name == "all_to_all" else Native(part)
-    where = "each on one host" if within else "some on several hosts, where NCCL adds in an order of its own"
+    where = "each on one host"
+    if not within:
+        where = "some on several hosts: let sharding_factor= divide the ranks of a host, whose sums keep the rank order"
     reason = f"{len(replicas)} replicas of {factor}; with NCCL, {where}"
     return Choice(Replicated(transport, inner, owners), reason, inner.transport, len(hosts))
 
@@ -312,13 +333,50 @@ def _hosts_of(transport: Transport) -> tuple[tuple[int, ...], ...]:
         listener.close()
 
 
-def _by_nccl(transport: Transport) -> Choice:
-    hosts = _hosts_of(transport)
-    if algorithm_for(transport.world_size, len(hosts), by_nccl=True) == "all_to_all":
-        return Choice(AllToAll(transport), f"all {transport.world_size} ranks are on one host, with NCCL")
-    return Choice(
-        Native(transport),
-        f"{transport.world_size} ranks are on {len(hosts)} hosts, where NCCL's own reduce-scatter sends less, but adds "
-        "in an order of its own: collective='pairwise' keeps the bits of the plain loop",
-        hosts=len(hosts),
+def _by_nccl(transport: Transport, device: torch.device) -> Choice:
+    hosts, ranks = _hosts_of(transport), transport.world_size
+    problem = why_not_folded(hosts) or _why_no_parts(transport)
+    name = algorithm_for(ranks, len(hosts), by_nccl=True, are_neighbours=not problem)
+    where = f"{ranks} ranks are on {len(hosts)} hosts, with NCCL: {costs_between(ranks, len(hosts))}"
+    if name == "all_to_all":
+        place = "are on one host" if len(hosts) == 1 else "have a host each"
+        return Choice(AllToAll(transport), f"all {ranks} ranks {place}, with NCCL", hosts=len(hosts))
+    if name == "fold":
+        return Choice(_fold_by_nccl(transport, hosts, device), where, hosts=len(hosts))
+    return Choice(Native(transport), f"{where}; {problem}", hosts=len(hosts))
+
+
+def _fold_by_nccl(transport: Transport, hosts: Sequence[Sequence[int]], device: torch.device) -> Fold:
+    """Make process groups of hosts and of lanes, and connect their ranks. Collective."""
+    host = _part(transport, hosts)
+    lane = _part(transport, [[ranks[place] for ranks in hosts] for place in range(len(hosts[0]))])
+    _connect_owners(lane, transport, device)
+    for part in (host, lane):  # whose communicators torch makes at the first collective
+        _connect_all(part, transport, device)
+    return FoldOnDevices(transport, hosts, AllToAll(transport), host, lane)
+
+
+def _connect_all(part: Backend, transport: Transport, device: torch.device) -> None:
+    """Run a collective of a part. Collective. See `_connect_owners`."""
+    token = torch.zeros(1, dtype=torch.uint8, device=device)
+    with as_a_whole(transport, "while ranks of hosts are connected"):
+        part.all_gather(token.new_zeros(part.world_size), token).wait(part.timeout)
+
+
+def _why_no_parts(transport: Transport) -> str:
+    """Return why there can be no process groups of some of these ranks, with the remedy; "" if there can."""
+    if transport.backend.has_parts:
+        return ""
+    return "torch makes process groups in a group of the whole job alone: give the optimizer the group of all ranks"
+
+
+def costs_between(ranks: int, hosts: int) -> str:
+    """Return, as text, what the two algorithms between hosts send, in elements of all sums."""
+    if hosts == 1:
+        return "nothing crosses between hosts"
+    more = folded(hosts, started=True) - folded(hosts)
+    return (
+        f"between hosts 'fold' sends every sum {folded(hosts):.4g} times in the accumulator's dtype ({more:.2g} more "
+        f"in each further reduced backward), in rank order, and 'native' {hosts * (ranks - 1) / ranks:.4g} times in "
+        "the wire's dtype, in an order of NCCL's own"
     )

@@ -46,6 +46,7 @@ from collectives import (
 from collectives.backends.gloo import connect
 from collectives.control_plane import MESH_RANKS
 
+from .support.carried import folded
 from .support.sockets import routed
 
 SOON = 5.0  # seconds in which the other ranks must raise
@@ -56,6 +57,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "pairwise": Pairwise,
     "ring": Ring,
     "all_to_all": AllToAll,
+    "fold": folded,
     "hierarchical": lambda t: Hierarchical(routed(t, halves(t.world_size)), halves(t.world_size)),
 }
 
@@ -103,7 +105,9 @@ class Case:
         Two exceptions may name another rank: torch's own collectives do not say for which rank they waited; and if
         ranks wait in a chain for one that stopped, gloo may close connections before the failure is passed on.
         """
-        if self.algorithm == "all_to_all" or (self.end is End.STOPPED and self.algorithm in ("hierarchical", "ring")):
+        if self.algorithm == "all_to_all" or (
+            self.end is End.STOPPED and self.algorithm in ("fold", "hierarchical", "ring")
+        ):
             return rf"no answer from rank \d+|rank \d+ failed.*in {LABEL}|in {LABEL}.*rank \d+ failed"
         return f"^rank \\d+, in {LABEL}: (no answer from rank|rank) {self.victim} (after|failed)"
 

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CHUNK_OF_A_FOLD = 1 << 22  # elements of a sum that go from host to host at a time, on devices
+
 
 class Hosts:
     """``ranks``: of each host, ascending. ``of``: rank -> host. ``segments``: the ranks in order, cut at each new
@@ -31,6 +33,64 @@ class Hosts:
             return owner
         place = self.ranks[self.of[owner]].index(owner)
         return self.ranks[host][place % len(self.ranks[host])]
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Equal hosts of neighbouring ranks, for `fold`. A lane is the ranks with one place in their hosts.
+
+    Attributes:
+        hosts: how many there are.
+        width: ranks of a host, and so the number of lanes.
+        rank: this rank.
+    """
+
+    hosts: int
+    width: int
+    rank: int
+
+    @property
+    def host(self) -> int:
+        """This rank's host."""
+        return self.rank // self.width
+
+    @property
+    def place(self) -> int:
+        """This rank's lane, and its place in its host."""
+        return self.rank % self.width
+
+    @property
+    def owners(self) -> range:
+        """The ranks of this lane, by host."""
+        return range(self.place, self.hosts * self.width, self.width)
+
+    @property
+    def before(self) -> int | None:
+        """The rank of this lane on the host before; None on the first host."""
+        return self.rank - self.width if self.host else None
+
+    @property
+    def after(self) -> int | None:
+        """The rank of this lane on the next host; None on the last one."""
+        return self.rank + self.width if self.host + 1 < self.hosts else None
+
+    def shards(self, bounds: Sequence[int], place: int) -> list[tuple[int, int]]:
+        """Return the begin and end of each shard of a lane, by host."""
+        return [(bounds[rank], bounds[rank + 1]) for rank in range(place, self.hosts * self.width, self.width)]
+
+
+def why_not_folded(hosts: Sequence[Sequence[int]]) -> str:
+    """Return why sums cannot go from host to host in the order of the ranks, with the remedy; "" if they can."""
+    if [rank for host in hosts for rank in host] != list(range(sum(map(len, hosts)))):
+        problem = "ranks of a host are not neighbours in the group's order"
+    elif len({len(host) for host in hosts}) > 1:
+        problem = "hosts have different numbers of ranks"
+    else:
+        return ""
+    return (
+        f"{problem}: {', '.join(str(list(host)) for host in hosts)}; number the ranks host by host, as many on each, "
+        "as torchrun does (rank = number of the host * ranks of a host + local rank)"
+    )
 
 
 @dataclass(frozen=True)
@@ -102,6 +162,16 @@ def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: 
         min(crossing(home, stops) for stops in {0, 1, home, home + 1, min(home + 2, hosts), hosts})
         for home in range(hosts)
     )
+
+
+def folded(hosts: int, *, started: bool = False) -> float:
+    """Return how often each element of a sum crosses between ``hosts`` in `fold`, on average over equal slices.
+
+    It goes through all hosts, and from the last one to its owner: (H - 1) (1 + 1/H). A sum so far goes from its owner
+    to the first host before: (H - 1) / H more.
+    """
+    home = (hosts - 1) / hosts
+    return hosts - 1 + home + (home if started else 0.0)
 
 
 def _cheapest(hosts: Hosts, owner: int, started: bool, travel: int, accumulate: int) -> list[Plan]:

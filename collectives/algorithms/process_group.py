@@ -87,6 +87,17 @@ class ProcessGroupAlgorithm(ABC):
         t.announce(replace(tag, digest=agreed)).wait()
         return begun(t, tag, lambda: call(t.backend) if bounds[-1] else None, finish)
 
+    def begin(
+        self,
+        tag: Tag,
+        bounds: Sequence[int],
+        dtype: torch.dtype,
+        call: Callable[[Backend], Pending],
+        finish: Callable[[], None],
+    ) -> Work:
+        """Begin collectives that another algorithm is made of, when all ranks are in the same. See `_start`."""
+        return self._start(tag, bounds, dtype, call, finish)
+
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
         longest, in scratch memory as long as all of them, and the padding is counted as payload. If it would be more

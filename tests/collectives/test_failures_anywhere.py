@@ -46,7 +46,7 @@ from zero.core.cuts import EvenCuts
 from zero.state.gather import gather_to
 
 from ..kills import LABEL, by_tree, halves, launch
-from ..support.carried import CPU, FEWER, FP32, reduction
+from ..support.carried import CPU, FEWER, FP32, folded, reduction
 from ..support.limits import BOUND
 from ..support.programs import Program, compare, run_rank
 from ..support.rows import only, rows
@@ -60,6 +60,7 @@ ALGORITHMS: dict[str, Callable[[Transport], Collective]] = {
     "ring": Ring,
     "shared": Shared,
     "hierarchical": lambda t: Hierarchical(t, halves(t.world_size)),
+    "fold": folded,
     "tree": lambda t: Pairwise(by_tree(t)),
 }
 WHATS = ("reduce_scatter", "all_gather", "broadcast", "exchange", "meet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import socket
 import threading
 import warnings
@@ -20,9 +21,11 @@ from collectives.backends.arena import Arena, Window
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
 from collectives.backends.shared_memory import SharedMemoryBackend
-from collectives.topology import choose, hierarchical, replicate, shared
+from collectives.topology import choose, fold, hierarchical, replicate, shared
+from zero import ZeroOptimizer
 
 from ..support.descriptors import listed, opened
+from ..support.late import on_late_threads
 from ..support.limits import BOUND
 from ..support.pool import GlooPool
 from ..support.sockets import Wire, on_hosts, on_wires, outcome, works
@@ -52,7 +55,8 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], kinds: str, fa
     with pytest.MonkeyPatch.context() as patch:
         names = {"cuda": ("nccl", "nccl2", "nccl-legacy", "nccl")[rank], "cpu": "gloo"}
         patch.setattr(GlooBackend, "device_backend", lambda _, device: names[device.type])
-        patch.setattr(topology, "_connect_owners", lambda *_: None)  # there is no such device
+        for connect_them in ("_connect_owners", "_connect_all"):
+            patch.setattr(topology, connect_them, lambda *_: None)  # there is no such device
         on_hosts(patch, [0] * len(hosts) if hosts[0] < 0 else hosts, hosts if hosts[0] < 0 else ())
         transport = connect(group).fork()
         choice = replicate(transport, factor, "auto", device) if factor else choose(transport, device)
@@ -61,14 +65,73 @@ def chosen(group: dist.ProcessGroup, rank: int, hosts: list[int], kinds: str, fa
     return works(inner), choice.reason, collective.exact
 
 
+UNORDERED = {  # hosts -> why sums cannot go from host to host
+    (
+        0,
+        1,
+        0,
+        1,
+    ): r"ranks of a host are not neighbours in the group's order: \[0, 2\], \[1, 3\]; number the ranks",
+    (
+        0,
+        0,
+        1,
+    ): r"hosts have different numbers of ranks: \[0, 1\], \[2\]; number the ranks host by host, as many on",
+}
+
+
+@pytest.mark.parametrize("hosts", UNORDERED, ids=str)
+def test_a_fold_over_ranks_that_are_not_numbered_host_by_host_is_an_error_that_says_how(
+    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_hosts(monkeypatch, hosts)
+    for found in on_wires(len(hosts), outcome(fold)):
+        assert re.match(f"collective 'fold': {UNORDERED[hosts]}", found)
+
+
+def test_auto_warns_once_where_the_order_of_a_sum_is_not_that_of_the_ranks() -> None:
+    """Only where sums cannot go from host to host. The description names what was chosen, and what both ways cost."""
+    for hosts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+
+        def program(transport: Transport) -> str:
+            optimizer = ZeroOptimizer(torch.nn.Linear(4, 4), stage=2, process_group=transport)
+            return str(optimizer.describe())
+
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            patch.setattr(topology, "_all_have_nccl", lambda *_: True)
+            patch.setattr(topology, "ThreadBackend", Wire)  # threads pass for processes
+            patch.setattr(topology, "_hosts_of", lambda _, hosts=hosts: hosts)
+            described = on_late_threads(4, program)
+        said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+        folds = hosts[0] == [0, 1]
+        assert len(said) == (0 if folds else 1)
+        assert all("in an order of NCCL's own" in line and "number the ranks host by host" in line for line in said)
+        for text in described:
+            assert f"collective {'fold' if folds else 'native'} (4 ranks are on 2 hosts, with NCCL" in text
+            assert "'fold' sends every sum 1.5 times in the accumulator's dtype (0.5 more in each further" in text
+            assert "'native' 1.5 times in the wire's dtype, in an order of NCCL's own" in text
+
+
 NCCL = {  # hosts, negative ones are containers of one; GPU or CPU of each rank; ranks of a replica -> name, reason
     ((0, 0, 0), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
     ((-1, -2, -3), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
     ((-1, -2, -3), "ccc", 0): ("pairwise", "each of the 3 ranks has a host of its own"),
-    ((0, 1, 0), "ggg", 0): ("native", "3 ranks are on 2 hosts, where NCCL's own reduce-scatter sends less"),
+    ((0, 0, 1, 1), "gggg", 0): (
+        "fold",
+        "4 ranks are on 2 hosts, with NCCL: between hosts 'fold' sends every sum 1.5 times",
+    ),
+    ((0, 1, 2), "ggg", 0): ("all_to_all", "all 3 ranks have a host each, with NCCL"),
+    ((0, 1, 0), "ggg", 0): (
+        "native",
+        "3 ranks are on 2 hosts, with NCCL: between hosts 'fold' sends every sum 1.5 times",
+    ),
     ((0, 0, 0), "gcg", 0): ("shared", "all 3 ranks are on one host"),
     ((0, 0, 1, 1), "gggg", 2): ("all_to_all", "2 replicas of 2; with NCCL, each on one host"),
-    ((0, 1, 0, 1), "gggg", 2): ("native", "2 replicas of 2; with NCCL, some on several hosts, where NCCL adds"),
+    ((0, 1, 0, 1), "gggg", 2): (
+        "native",
+        "2 replicas of 2; with NCCL, some on several hosts: let sharding_factor= divide",
+    ),
     ((0, 0, 0, 1), "gggg", 1): ("pairwise", "4 replicas of 1; with NCCL, each on one host"),
 }
 

@@ -14,7 +14,18 @@ from torch import Tensor
 
 from collectives import ALGORITHMS, Algorithm, Hierarchical, Kind, Loopback, Pairwise, Ring, Shared, Tag, Transport
 
-from ..support.carried import CPU, MIXED, SAME, assert_same_bits, awkward, jitter, plain_sum, splits, whole_numbers
+from ..support.carried import (
+    CPU,
+    MIXED,
+    SAME,
+    assert_same_bits,
+    awkward,
+    folded,
+    jitter,
+    plain_sum,
+    splits,
+    whole_numbers,
+)
 from ..support.late import LateLoopback
 from ..support.rows import only
 from ..support.sockets import meet, routed
@@ -38,6 +49,7 @@ MADE: dict[str, Callable[[Hosts], Algorithm]] = {
     "hierarchical by sockets": lambda hosts: lambda transport: Hierarchical(routed(transport, hosts), hosts),
     "all_to_all": lambda hosts: ALGORITHMS["all_to_all"],
     "ring": lambda hosts: Ring,
+    "fold": lambda hosts: folded,
     "native": lambda hosts: ALGORITHMS["native"],
 }
 ROWS = [*MADE, *(f"{name}-narrow" for name in MADE if name != "native" and "sockets" not in name)]

@@ -53,7 +53,7 @@ class StreamBackend(LateBackend):
 
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         super().__init__(world, rank, world_size, timeout)
-        self._stream: Stream | None = None
+        self._streams: dict[str, Stream] = {}
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if is_on():
@@ -75,14 +75,36 @@ class StreamBackend(LateBackend):
             return super().recv_bytes(size, source, slot)
 
     def _collective(self, name: str, out: Tensor, source: Tensor, *others: Any) -> Pending:
-        if self._stream is None:
-            self._stream = here().stream(f"of collectives, rank {self.rank}")
-        self._stream.wait_stream(here().current())
-        here().note(source, self._stream, name, writes=False)
-        here().note(out, self._stream, name, writes=True)
         with off():
-            made: Any = super()._collective(name, out, source, *others)
-        made._work = _OnStream(made._work, dict(self._stream.clock))
+            made = super()._collective(name, out, source, *others)
+        return self._on_stream("collectives", made, source, out)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        nothing = tensor[:0]
+        with off():
+            made = super().broadcast(tensor, source)
+        given = (tensor, nothing) if self.rank == source else (nothing, tensor)
+        return self._on_stream("collectives", made, *given)
+
+    def pass_to(self, tensor: Tensor, to: int) -> Pending:
+        with off():
+            made = super().pass_to(tensor, to)
+        return self._on_stream(f"sends to rank {to}", made, tensor, tensor[:0])
+
+    def take_from(self, tensor: Tensor, source: int) -> Pending:
+        with off():
+            made = super().take_from(tensor, source)
+        return self._on_stream(f"receives from rank {source}", made, tensor[:0], tensor)
+
+    def _on_stream(self, name: str, made: Any, source: Tensor, out: Tensor) -> Pending:
+        """Note the accesses of a collective, or of a transfer between two ranks. Each kind has a stream."""
+        if name not in self._streams:
+            self._streams[name] = here().stream(f"of {name}, rank {self.rank}")
+        stream = self._streams[name]
+        stream.wait_stream(here().current())
+        here().note(source, stream, name, writes=False)
+        here().note(out, stream, name, writes=True)
+        made._work = _OnStream(made._work, dict(stream.clock))
         pending: Pending = made
         return pending
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from collectives import Collective, Transport
+from collectives.topology import _fold_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
 
+from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
 from ..support.rows import only, rows
+from .stream_checker import here
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -50,6 +54,21 @@ def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> N
         training.step(PATTERNS[pattern])
 
     check(world_size, stage, program, **options)
+
+
+def on_two_hosts(transport: Transport) -> Collective:
+    """Return `fold` by process groups of two hosts, on a stream of its own."""
+    fold, aside = _fold_by_nccl(transport, equal_hosts(transport), CPU), here().stream("sums")
+    vars(fold)["aside"] = lambda device: aside
+    return fold
+
+
+@pytest.mark.parametrize(("pattern", "stage"), rows([("two towers", 2)], [("each part", 0), ("in turn", 3)]))
+def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: str, stage: int) -> None:
+    def program(training: Training) -> None:
+        training.steps(PATTERNS[pattern], PATTERNS[pattern])
+
+    check(4, stage, program, collective=on_two_hosts)
 
 
 class Apart(HostOffload):

@@ -18,6 +18,7 @@ from torch import Tensor
 from collectives import (
     Collective,
     CollectiveError,
+    Fold,
     Hierarchical,
     Kind,
     Loopback,
@@ -41,6 +42,17 @@ def between_hosts(transport: Transport) -> Collective:
     """Return the hierarchical algorithm, as if every other rank were on one host and the rest on another."""
     ranks = range(transport.world_size)
     return Hierarchical(transport, [ranks[::2], ranks[1::2]] if len(ranks) > 1 else [ranks])
+
+
+def equal_hosts(transport: Transport, hosts: int = 2) -> list[range]:
+    """Return so many hosts of neighbouring ranks, or one if they do not divide the ranks."""
+    width = transport.world_size // hosts if transport.world_size % hosts == 0 else transport.world_size
+    return [range(first, first + width) for first in range(0, transport.world_size, width)]
+
+
+def folded(transport: Transport) -> Collective:
+    """Return `Fold` on two hosts, by messages."""
+    return Fold(transport, equal_hosts(transport), Pairwise(transport))
 
 
 EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])

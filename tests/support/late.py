@@ -31,7 +31,7 @@ from .carried import plain_sum
 
 T = TypeVar("T")
 POISON = 255
-SLOT = -1  # the slot of collectives; transports use slots that are not negative
+SLOT, PASSED = -1, -2  # of collectives, and of tensors that are passed on; transports use slots from 0 on
 NOTHING = torch.empty(0, dtype=torch.uint8)
 _MAKING = threading.Lock()  # of parts
 
@@ -125,25 +125,28 @@ class LateBackend(ThreadBackend):
         mine = tuple(next(ranks for ranks in parts if self.rank in ranks))
         with _MAKING:
             world = vars(self._world).setdefault("parts", {}).setdefault(mine, _World(None))
-        made = LateBackend(world, mine.index(self.rank), len(mine), self.timeout)
+        made = type(self)(world, mine.index(self.rank), len(mine), self.timeout)
         made.launched = self.launched
         return made
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         if self.rank != source:
-            return self.take_from(tensor, source)
+            return self._taken("broadcast", tensor, source, SLOT)
         peers = [rank for rank in range(self.world_size) if rank != self.rank]
         sides = [ThreadBackend.send(self, tensor.clone(), to, SLOT) for to in peers]
         return self._one_way("broadcast", tensor, NOTHING, sides, NOTHING)
 
     def pass_to(self, tensor: Tensor, to: int) -> Pending:
-        side = ThreadBackend.send(self, tensor.clone(), to, SLOT)
+        side = ThreadBackend.send(self, tensor.clone(), to, PASSED)
         return self._one_way(f"pass to rank {to}", tensor, NOTHING, [side], NOTHING)
 
     def take_from(self, tensor: Tensor, source: int) -> Pending:
+        return self._taken(f"take from rank {source}", tensor, source, PASSED)
+
+    def _taken(self, name: str, tensor: Tensor, source: int, slot: int) -> Pending:
         there = torch.empty_like(tensor)
-        side = ThreadBackend.recv(self, there, source, SLOT)
-        return self._one_way(f"take from rank {source}", NOTHING, tensor, [side], there)
+        side = ThreadBackend.recv(self, there, source, slot)
+        return self._one_way(name, NOTHING, tensor, [side], there)
 
     def _one_way(self, name: str, source: Tensor, out: Tensor, sides: Sequence[Pending], there: Tensor) -> Pending:
         transfer = LateTransfer(self, name, source, out, sides, lambda: there)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
 from .runs import CUT, adjoins, part_begins, runs
-from .stage import Placement, Stage, keeps_masters_alone
+from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ def formula_bytes(
     *,
     shards_are_exposed: bool = False,
     states_on_disk: bool = False,
+    host_ranks: int = 0,
 ) -> dict[str, int]:
     """Return the bytes that one rank holds after a step, by kind: `bucket_bytes` of all buckets, and `peak_bounds`.
 
@@ -137,7 +138,7 @@ def formula_bytes(
         rank: its number among the ranks that share a copy.
         states: returns what the rank keeps for a bucket of ``layout``.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
-        reshard_group_size: see `peak_bounds`, as for ``shards_are_exposed``.
+        reshard_group_size: see `peak_bounds`, as for ``shards_are_exposed`` and ``host_ranks``.
         states_on_disk: see `bucket_bytes`.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -155,7 +156,9 @@ def formula_bytes(
             if which is layout:
                 found["gradients"] += here.gradients
                 found["optimizer"] += here.states + here.scalars + here.masters
-    return found | peak_bounds(layout, stage, unlisted, reshard_group_size, shards_are_exposed=shards_are_exposed)
+    return found | peak_bounds(
+        layout, stage, unlisted, reshard_group_size, shards_are_exposed=shards_are_exposed, host_ranks=host_ranks
+    )
 
 
 def peak_bounds(
@@ -165,6 +168,7 @@ def peak_bounds(
     reshard_group_size: int | None = None,
     *,
     shards_are_exposed: bool = False,
+    host_ranks: int = 0,
 ) -> dict[str, int]:
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
@@ -174,12 +178,17 @@ def peak_bounds(
     of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of
     each rank.
 
+    If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
+    dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
+    the accumulator's dtype: the sums of a lane, and a sum so far. Or it is three as above if that is more.
+
     Args:
         layout: the parameters that the optimizer updates.
         stage: the row of the stage table.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
         shards_are_exposed: whether peers read this rank's shards in place, in its memory.
+        host_ranks: L if sums are folded over hosts; else 0.
     """
     units, rounded = unit_bytes(layout, unlisted), _rounded_bytes(layout)
     all_units = sum(units.values())
@@ -192,12 +201,18 @@ def peak_bounds(
 
     def in_flight(bucket: BucketSpec) -> int:
         is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
-        return max(bucket.numel, layout.world_size * bucket.cuts.largest()) if is_whole else bucket.numel
+        evened = layout.world_size * bucket.cuts.largest() if is_whole or host_ranks else 0
+        return max(bucket.numel, evened)
+
+    def folded(bucket: BucketSpec) -> int:
+        moved = (2 * FOLDS_IN_FLIGHT + 1) * in_flight(bucket) * bucket.dtypes.reduce_dtype.itemsize
+        sums = 2 * -(-in_flight(bucket) // host_ranks)
+        return moved + FOLDS_IN_FLIGHT * sums * bucket.dtypes.accumulate_dtype.itemsize
 
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
     return {
         "gathered_peak": gathered + copies if stage.gathers(1) and layout.world_size > 1 else 0,
-        "scratch_peak": 3 * largest + exposed,
+        "scratch_peak": max([3 * largest, *map(folded, layout.buckets if host_ranks else ())]) + exposed,
     }
 
 
@@ -285,13 +300,17 @@ def formula_traffic(
     means_are_shown: bool = True,
     replicas: int = 1,
     reshard_group_size: int | None = None,
+    hosts: int = 1,
 ) -> int:
     """Return the payload bytes that a step sends, summed over the ranks, with one forward for each backward.
 
     Each of the ``replicas`` (groups of W ranks that hold one copy) sends (W - 1) x (passes x padded trainable elements
     + gathers x padded elements of all units). Between replicas each sum travels twice: once through all of them, and
-    once back. What stays gathered (`units_kept_for_backward`) is gathered only for the forward. The formula assumes
-    that a forward enters every unit once, in order of registration, and that a backward reaches every unit.
+    once back. If sums are folded over H ``hosts`` of L ranks, each reduction sends contributions H (L - 1) times,
+    inside hosts, and the sums H - 1 times between these; then those of all hosts but the last one go home. A reduction
+    after the first sends those of all hosts but the first one to it, too. What stays gathered
+    (`units_kept_for_backward`) is gathered only for the forward. The formula assumes that a forward enters every unit
+    once, in order of registration, and that a backward reaches every unit.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -304,12 +323,16 @@ def formula_traffic(
         replicas: the number of groups that each hold one copy.
         reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`); None
             means all W.
+        hosts: over how many sums are folded; 1 if they are not.
     """
     trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
+    kinds = stage.passes(synchronised, means_are_shown=means_are_shown)
+    folds = 0
+    if hosts > 1:
+        del kinds["reduce_dtype"]
+        folds = sum(_folded(bucket, hosts, synchronised) for bucket in trainable)
     passed = sum(
-        passes * bucket.numel * bucket.dtypes.itemsize(which)
-        for which, passes in stage.passes(synchronised, means_are_shown=means_are_shown).items()
-        for bucket in trainable
+        passes * bucket.numel * bucket.dtypes.itemsize(which) for which, passes in kinds.items() for bucket in trainable
     )
     units = unit_bytes(layout, unlisted) if units_need_gather else {}
     still_here = sum(units[unit] for unit in units_kept_for_backward(units))
@@ -318,4 +341,14 @@ def formula_traffic(
     again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)
     sums = synchronised * sum(bucket.numel * bucket.dtypes.accumulate_dtype.itemsize for bucket in trainable)
     inside = (ranks - 1) * (passed + forwards * sum(units.values())) + again
-    return replicas * inside + 2 * (replicas - 1) * sums
+    return replicas * inside + 2 * (replicas - 1) * sums + folds
+
+
+def _folded(bucket: BucketSpec, hosts: int, times: int) -> int:
+    """Return the payload bytes of ``times`` reductions of a bucket whose sums are folded over hosts."""
+    width, dtypes = bucket.world_size // hosts, bucket.dtypes
+    inside = hosts * (width - 1) * bucket.numel * dtypes.itemsize("reduce_dtype")
+    homewards = bucket.owned((hosts - 1) * width)[0]  # what the last host does not own
+    outwards = bucket.numel - bucket.owned(width)[0]  # nor the first one
+    between = times * ((hosts - 1) * bucket.numel + homewards) + max(times - 1, 0) * outwards
+    return times * inside + between * dtypes.itemsize("accumulate_dtype")

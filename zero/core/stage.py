@@ -99,6 +99,7 @@ class Stage:
         return 2 * backwards if self.parameters is Placement.SHARD else 0
 
 
+FOLDS_IN_FLIGHT = 2  # buckets at least, of which each waits for all hosts, while the next one's gradients come
 GATHERS_IN_FLIGHT = 2  # after a step; for each, a copy of the rank's shard may be kept for its peers to read
 STATES_AHEAD = 1  # buckets whose offloaded states are read while a bucket is stepped
 STATES_BEHIND = 1  # buckets whose states may be copied back to the host meanwhile
@@ -124,6 +125,12 @@ def keeps_masters_alone(bucket: BucketSpec, *, trainable: bool) -> bool:
     ``trainable`` at construction may have none.
     """
     return trainable and bucket.world_size > 1 and bucket.on_accelerator and bucket.dtypes.has_master
+
+
+def buckets_in_flight(stage: Stage, algorithm: str) -> int:
+    """Return how many buckets are reduced at a time by an algorithm of this name, besides `sums_under_way`. Each holds
+    its contributions."""
+    return max(stage.reductions_in_flight, FOLDS_IN_FLIGHT if algorithm == "fold" else 0)
 
 
 def sums_under_way(replicas: int) -> int:

@@ -20,7 +20,7 @@ from enum import Enum
 from collectives import BucketQueue, Collective, Transport, Work
 
 from ..core.flags import either
-from ..core.stage import Stage, sums_under_way
+from ..core.stage import Stage, buckets_in_flight, sums_under_way
 from ..runtime.bucket import Bucket
 from ..runtime.joining import Joining
 
@@ -75,7 +75,7 @@ class BackwardSchedule:
             assert schedule is not None
             return schedule._launch(bucket)
 
-        self._queue = BucketQueue(launch, stage.reductions_in_flight, sums_under_way(replicas))
+        self._queue = BucketQueue(launch, buckets_in_flight(stage, collective.name), sums_under_way(replicas))
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 

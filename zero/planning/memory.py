@@ -133,8 +133,8 @@ class MemoryPlan:
     def sent(self, setting: PlanSetting, backwards: int = 1, synchronised: int = 1) -> int:
         """Return the payload of a step, summed over the ranks, if each of them sends what an owner needs to that owner.
 
-        That is so for ranks that share a host, for threads, and for hosts of one rank each. If no parameter of the
-        first units is trained, a backward does not gather these units, and less is sent.
+        That is so for ranks that share a host, for threads, for hosts of one rank each, and for sums that are folded.
+        If no parameter of the first units is trained, a backward does not gather these units, and less is sent.
 
         Args:
             setting: the optimizer's arguments.
@@ -151,6 +151,7 @@ class MemoryPlan:
             means_are_shown=setting.shows_means,
             replicas=setting.replicas,
             reshard_group_size=setting.near,
+            hosts=setting.folded_hosts,
         )
         if not setting.row.parameters_are_gathered:
             return whole
@@ -178,6 +179,7 @@ class MemoryPlan:
             setting.row,
             reshard_group_size=setting.near,
             shards_are_exposed=setting.exposes_slices,
+            host_ranks=setting.per_host if setting.folded_hosts > 1 else 0,
         )
         if not setting.gathers_units:
             total["gathered_peak"] = 0

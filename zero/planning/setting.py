@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from collectives import algorithm_for
+
 from ..config import ShardingOptions, dtypes_of
 from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, Dtypes
 from ..core.stage import Placement, units_share_buckets
@@ -117,6 +119,13 @@ class PlanSetting(ShardingOptions):
     def hosts(self) -> int:
         """The number of hosts."""
         return self.world_size // self.per_host
+
+    @property
+    def folded_hosts(self) -> int:
+        """Over how many hosts sums are folded; 1 if they are not."""
+        by_nccl = self.device != "cpu"
+        found = algorithm_for(self.factor, self.hosts, by_nccl=by_nccl, replicas=self.replicas)
+        return self.hosts if found == "fold" else 1
 
     @property
     def dtypes(self) -> Dtypes:

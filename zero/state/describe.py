@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from collectives import Choice
+from collectives import Choice, Fold
 
 from ..core.formulas import KeptStates, formula_bytes, formula_traffic, spread_of_owners
 from ..core.parameter_specs import parts_of
-from ..core.stage import Stage, sums_under_way
+from ..core.stage import FOLDS_IN_FLIGHT, Stage, sums_under_way
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
@@ -65,6 +65,8 @@ class Description:
         if replicas > 1:
             sums = f"sums of up to {sums_under_way(replicas)} buckets under way between {replicas} replicas"
             shared = f"sharding factor {self.sharding_factor} ({sums}), "
+        if self.collective == "fold":
+            shared = f"sums of up to {FOLDS_IN_FLIGHT} buckets under way between hosts, "
         lines = [
             f"stage {self.stage}, rank {self.rank} of {self.world_size}, {shared}collective {self.collective} "
             f"({self.why})",
@@ -98,6 +100,7 @@ def describe(
     """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
     transport, shard_group = collective.transport, choice.shard_group
+    hosts = collective.hosts if isinstance(collective, Fold) else 1
     buckets = storage.buckets
     parameters = [kept for bucket in (*buckets, *storage.unlisted_buckets()) for kept in bucket.weights.kept()]
     units = storage.manager
@@ -115,6 +118,7 @@ def describe(
         reshard_group_size,
         shards_are_exposed=bool(stage.gathers(1)) and units_need_gather and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
+        host_ranks=transport.world_size // hosts if hosts > 1 else 0,
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
     return Description(
@@ -154,6 +158,7 @@ def describe(
             means_are_shown=means_are_shown,
             replicas=transport.world_size // shard_group.world_size,
             reshard_group_size=reshard_group_size,
+            hosts=hosts,
         ),
     )
 

@@ -16,6 +16,7 @@ CASES = [
     *(Case("ring", kind, 3, 2) for kind in KINDS[:2]),
     *(Case("hierarchical", kind, 4, 3) for kind in KINDS[1::2]),
     *(Case("all_to_all", kind, 3, 1) for kind in KINDS[:2]),
+    *(Case("fold", "reduce_scatter", 4, victim) for victim in (0, 3)),
     Case("shared", "reduce_scatter", 3, 0, End.LEFT),
     Case("ring", "reduce_scatter", 3, 0, End.RAISED),
     Case("all_to_all", "reduce_scatter", 3, 1, End.RAISED),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import CollectiveError, Kind, Tag
+from collectives import CollectiveError, Kind, Tag, topology
 from collectives.algorithms.process_group import AllToAll, Native
 from collectives.backends.gloo import connect
 from collectives.pool import Pool, holders
@@ -77,6 +77,21 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def test_programs_give_the_bits_of_the_plain_loop_on_the_same_device(ranks: Ranks, name: str) -> None:
     program = replace(PROGRAMS[name], device=ranks.device)
     results = ranks.run(whole_program, program, world_size=program.world_size)
+    with deterministic():
+        plain = compare(program, results)
+    assert_same_states(results[0][3], plain.optimizer.state_dict())
+
+
+def on_hosts_of_two(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
+    """Run the program on a rank, as if neighbours were on one host."""
+    with mock.patch.object(topology, "_hosts_of", return_value=[[0, 1], [2, 3]]):
+        return whole_program(group, rank, program)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_so_do_programs_whose_sums_go_from_host_to_host(ranks: Ranks, stage: int) -> None:
+    program = Program(SIZE, stage, "adamw fused", collective="fold", device=ranks.device, steps=STEPS)
+    results = ranks.run(on_hosts_of_two, program, world_size=SIZE)
     with deterministic():
         plain = compare(program, results)
     assert_same_states(results[0][3], plain.optimizer.state_dict())

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from collectives import Algorithm, Collective, Hierarchical, Loopback, Shared, Transport
 
+from ..carried import folded
 from ..sockets import meet, routed
 from .backends import LIMIT, Threads, copy_of
 from .program import Config, Setting
@@ -28,7 +29,7 @@ def two_hosts(transport: Transport) -> Collective:
     return Hierarchical(routed(transport, hosts), hosts)
 
 
-HOSTS: dict[str, Algorithm] = {"one host": one_host, "two hosts": two_hosts}
+HOSTS: dict[str, Algorithm] = {"one host": one_host, "two hosts": two_hosts, "hosts in a row": folded}
 
 
 class RankOnHosts(Rank):

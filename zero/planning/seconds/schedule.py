@@ -20,7 +20,7 @@ from dataclasses import dataclass, fields, replace
 from ...core.cuts import EvenCuts
 from ...core.formulas import units_kept_for_backward
 from ...core.layout import Dtypes, Layout
-from ...core.stage import sums_under_way
+from ...core.stage import buckets_in_flight, sums_under_way
 from ..setting import PlanSetting
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
@@ -137,7 +137,7 @@ def program_of(
         updates=tuple(update for _, (_, _, update) in found),
         micro_batches=micro_batches,
         reduced=costs.reduced,
-        in_flight=setting.row.reductions_in_flight + sums_under_way(setting.replicas),
+        in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)) + sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
         kept=gathers and setting.near == 1,
         streams=wires.on_gpu,

@@ -4,6 +4,7 @@
     exchange        `pairwise`, `all_to_all`: a rank sends each owner its part, through the link of one GPU
     shared          ranks of one host of CPUs: no transfer, but a read of all contributions when they are awaited
     hierarchical    hosts of CPUs: the sums of `collectives.algorithms.plans` cross, the rest is shared
+    fold            hosts of GPUs: an exchange inside each host, and the sum goes from host to host in chunks, then home
     chain           between replicas: the sum goes from replica to replica and comes back
 
 n ranks, B bytes of the whole buffer, a seconds a step, bw the slowest link on the way: inside a host the link of a
@@ -20,7 +21,7 @@ import math
 from dataclasses import dataclass, replace
 
 from collectives import algorithm_for
-from collectives.algorithms.plans import equal_hosts
+from collectives.algorithms.plans import CHUNK_OF_A_FOLD, equal_hosts, folded
 
 from ..hardware import Cluster
 
@@ -143,6 +144,34 @@ class Wires:
             count * inner.crossed + 2 * far * sum_bytes,
         )
 
+    def fold(
+        self, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+    ) -> WireCost:
+        """Return the cost of a reduce-scatter whose sums go from host to host. See `reduce_scatter` for the arguments.
+
+        The last host has the sum last: exchange, then hosts - 1 hops of the first chunk, then the other chunks, then
+        the way home. Each rank of a host sends 1 / (ranks of a host) of the sums through its own link to the network,
+        which is busy for that; the first host also receives the sums so far, and an owner its total.
+        """
+        hosts, local = group.hosts, group.per_host
+        inner = self.exchange(elements * travel, RankGroup(round(local), 1))
+        lane = elements * accumulate / local
+        chunk = min(lane, CHUNK_OF_A_FOLD * accumulate)
+        adding = (chunk * travel / accumulate * local + 2 * chunk) / self.memory
+        far = (hosts - 1) / hosts * lane / self.rail  # to the first host, and from the last one
+        hops = (hosts - 1) * (self.network.ring_step + chunk / self.rail + adding) + (lane - chunk) / self.rail
+        ways = 2 if started else 1
+        seconds = inner.seconds + hops + ways * (self.network.ring_step + far)
+        copied = (3 * elements * travel + 2 * lane) / self.memory  # into the order of the lanes, and added up
+        crossed = folded(hosts, started=started) * elements * accumulate
+        return WireCost(
+            seconds,
+            max(inner.period, lane / self.rail + lane / hosts / self.rail),
+            copied,
+            hosts * inner.sent + crossed,
+            crossed,
+        )
+
     def algorithm(self, group: RankGroup) -> str:
         """Return the algorithm that "auto" takes for neighbouring ranks that share a copy."""
         replicas = self.cluster.ranks // group.ranks
@@ -175,6 +204,8 @@ class Wires:
             crossed = elements * self.crossing(group, travel, accumulate, started=started)
             seconds = self._between(crossed, group)
             return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
+        if algorithm == "fold":
+            return self.fold(elements, travel, accumulate, group, started=started)
         return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
 
     def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
@@ -182,7 +213,7 @@ class Wires:
         n = group.ranks
         if n == 1:
             return NOTHING
-        if algorithm in ("native", "all_to_all"):
+        if algorithm in ("native", "all_to_all", "fold"):
             return self.ring(nbytes, group)
         if algorithm in ("shared", "hierarchical"):
             crossed = (group.hosts - 1) * nbytes

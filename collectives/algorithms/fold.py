@@ -1,0 +1,329 @@
+"""Hosts of neighbouring ranks: an exchange inside each host, and the running sum goes from host to host.
+
+    ranks 0 1 | 2 3 | 4 5, three hosts of two; ranks 0, 2 and 4 are a lane, and form the sums of the shards 0, 2 and 4
+
+    rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5  ->  to ranks 0, 2 and 4, the owners
+
+The sum is formed in rank order, for a fraction of the bytes of a direct exchange: between H hosts each element of a sum
+crosses (H - 1) (1 + 1/H) times, and a sum so far (H - 1) / H times more, from its owner to the first host. A sum goes
+in chunks, so that all hosts work on a bucket at the same time. Ranks of a host exchange contributions, which are not
+added beforehand.
+
+Sums go by messages, in the wait, or on devices by the backend's own collectives, without the host. There what a rank
+sends is copied at the launch: what is written into the contribution or into the sum so far after it changes nothing.
+
+Knows: which ranks share a host. Does not know: how hosts were found, or what moves bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..backend import Backend, Pending
+from ..messages import Chain, Tag, Work, as_bytes
+from ..transport import Transport, as_a_whole, chunks
+from .base import ADDING_UP, nothing
+from .ordered_sum import ordered_sum
+from .plans import CHUNK_OF_A_FOLD, Lanes
+
+
+class Together(Protocol):
+    """What all ranks do together: an algorithm of the backend's own collectives, or of messages."""
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+
+
+class Begins(Together, Protocol):
+    """An algorithm that begins collectives of the backend when all ranks are in the same."""
+
+    def begin(
+        self,
+        tag: Tag,
+        bounds: Sequence[int],
+        dtype: torch.dtype,
+        call: Callable[[Backend], Pending],
+        finish: Callable[[], None],
+    ) -> Work: ...
+
+
+class Fold:
+    """Reduce-scatter between hosts in rank order; all-gather as ``together`` does it."""
+
+    name = "fold"
+    exact = True
+
+    def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]], together: Together) -> None:
+        """``hosts``: the ranks of each, for which `why_not_folded` finds nothing."""
+        self.transport, self.together = transport, together
+        self.lanes = Lanes(len(hosts), len(hosts[0]), transport.rank)
+        self.onward = transport.sibling(1)  # for messages of its own, since a rank sends sums in a wait
+        self.exchanged: Work = Chain(())  # the last exchange, which holds its input
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts."""
+        return self.lanes.hosts
+
+    def reduce_scatter(
+        self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
+    ) -> Work:
+        """See `collectives.Collective.reduce_scatter`. Scratch memory: two of the contribution, and the sums of a lane.
+        `FoldOnDevices` reads ``start`` at the launch."""
+        tag = replace(tag, digest=tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
+        return self._launch(source, bounds, out, start, tag)
+
+    def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
+        self.exchanged.wait()
+        return _ByMessages(self, _Operands(self, source, bounds, out, start), tag)
+
+    def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
+        """See `collectives.Collective.all_gather`."""
+        return self.together.all_gather(buffer, bounds, tag=tag)
+
+
+class FoldOnDevices(Fold):
+    """`Fold` by collectives of the backend among all ranks, among those of a host, and among those of a lane."""
+
+    def __init__(
+        self, transport: Transport, hosts: Sequence[Sequence[int]], together: Begins, host: Backend, lane: Backend
+    ) -> None:
+        """``host``, ``lane``: this rank's."""
+        super().__init__(transport, hosts, together)
+        self._begins, self.host, self.lane = together, host, lane
+        self.exchange: _Exchange | None = None  # the last one
+        self._aside: dict[torch.device, torch.Stream] = {}
+
+    def aside(self, device: torch.device) -> torch.Stream | None:
+        """Return the stream on which sums are formed beside the backward; None on the CPU."""
+        if device.type == "cpu":
+            return None
+        if device not in self._aside:
+            self._aside[device] = torch.Stream(device)
+        return self._aside[device]
+
+    def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
+        def call(_: Backend) -> Pending:
+            if self.exchange is not None:
+                self.exchange.let_go(self.transport.timeout)
+            copied = None if start is None else _copy(self, start)
+            return _OnDevice(self, _Operands(self, source, bounds, out, copied))
+
+        return self._begins.begin(tag, bounds, source.dtype, call, nothing)
+
+
+class _Operands:
+    """The tensors of one reduce-scatter on one rank.
+
+    ``sizes``: elements of the shards of each lane. ``shards``: elements of each shard of this rank's lane, by host.
+    ``sorted``: this rank's contribution, lane by lane. ``arrived``: those of its host to the lane's shards, in rank
+    order. ``sums``: of the lane's shards. ``start``: the sum so far, of this rank's shard.
+    """
+
+    def __init__(self, fold: Fold, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None) -> None:
+        t, lanes, self.out, self.start = fold.transport, fold.lanes, out, start
+        by_lane = [lanes.shards(bounds, place) for place in range(lanes.width)]
+        self.sizes = [sum(high - low for low, high in shards) for shards in by_lane]
+        self.shards = [high - low for low, high in by_lane[lanes.place]]
+        numel = self.sizes[lanes.place]
+        self.sorted = t.scratch(source.numel(), source.dtype, source.device)
+        if len({high - low for shards in by_lane for low, high in shards}) == 1:  # as one kernel
+            by_host = source.view(lanes.hosts, lanes.width, -1)
+            self.sorted.view(lanes.width, lanes.hosts, -1).copy_(by_host.transpose(0, 1))
+        else:
+            torch.cat([source[low:high] for shards in by_lane for low, high in shards], out=self.sorted)
+        self.arrived = t.scratch(lanes.width * numel, source.dtype, source.device).view(lanes.width, numel)
+        self.sums = t.scratch(numel, out.dtype, out.device)
+
+    def add(self, low: int, high: int, *, begun: bool) -> None:
+        """Add the contributions of this host to ``sums[low:high]``. ``begun``: a sum is there."""
+        total = self.sums[low:high]
+        before = [total] if begun else []
+        ordered_sum([*before, *(part[low:high] for part in self.arrived)], total)
+
+
+def _copy(fold: Fold, tensor: Tensor) -> Tensor:
+    return fold.transport.scratch(tensor.numel(), tensor.dtype, tensor.device).copy_(tensor)
+
+
+class _ByMessages:
+    """A reduce-scatter whose contributions travel at once, and whose sum travels in the wait."""
+
+    def __init__(self, fold: Fold, operands: _Operands, tag: Tag) -> None:
+        t, lanes = fold.transport, fold.lanes
+        self._fold, self._operands, self._tag = fold, operands, tag
+        announced, first = t.announce_round(tag), lanes.host * lanes.width
+        own = list(torch.split(operands.sorted, operands.sizes))
+        del operands.sorted
+        operands.arrived[lanes.place].copy_(own[lanes.place])
+        peers = [(lanes.place + step) % lanes.width for step in range(1, lanes.width)]
+        recvs = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
+        fold.exchanged = Chain([*recvs, *(t.isend(own[peer], first + peer, tag) for peer in peers)])
+        t.post_remaining()
+        self._under_way: Work = Chain([announced, fold.exchanged])
+        self._folded = False
+
+    def wait(self) -> None:
+        self._under_way.wait()
+        if not self._folded:
+            with as_a_whole(self._fold.transport, ADDING_UP):
+                self._folded, self._under_way = True, self._fold_here()
+            self._under_way.wait()
+
+    def _fold_here(self) -> Work:
+        """Add this host's contributions chunk by chunk, send each on, and expect the total."""
+        onward, lanes, given, tag = self._fold.onward, self._fold.lanes, self._operands, self._tag
+        sends, recvs, pieces = list[Work](), list[Work](), list(chunks(given.sums.numel()))
+        self._begin(sends)
+        if lanes.before is not None:
+            parts = [given.sums[low:high] for low, high in pieces]
+            recvs = [onward.irecv(part, lanes.before, tag, in_one_part=True, one_way=True) for part in parts]
+        total = [onward.irecv(given.out, lanes.owners[-1], tag, one_way=True)] if lanes.after is not None else []
+        for number, (low, high) in enumerate(pieces):
+            if recvs:
+                recvs[number].wait()
+            given.add(low, high, begun=lanes.host > 0 or given.start is not None)
+            if lanes.after is not None:
+                part = given.sums[low:high]
+                sends.append(onward.isend(part, lanes.after, tag, in_one_part=True, one_way=True))
+        if lanes.after is None:
+            *others, own = torch.split(given.sums, given.shards)
+            given.out.copy_(own)
+            owners = zip(others, lanes.owners, strict=False)
+            sends += [onward.isend(part, owner, tag, one_way=True) for part, owner in owners]
+        return Chain([*total, *sends])
+
+    def _begin(self, sends: list[Work]) -> None:
+        """Send the sum so far to the first host, which has all of them then."""
+        onward, lanes, start = self._fold.onward, self._fold.lanes, self._operands.start
+        if start is None:
+            return
+        if lanes.host:
+            sends.append(onward.isend(_copy(self._fold, start), lanes.place, self._tag, one_way=True))
+            return
+        own, *parts = torch.split(self._operands.sums, self._operands.shards)
+        own.copy_(start)
+        owners = zip(parts, lanes.owners[1:], strict=True)
+        Chain([onward.irecv(part, owner, self._tag, one_way=True) for part, owner in owners]).wait()
+
+
+class _Exchange:
+    """The exchange inside a host, which holds its input."""
+
+    def __init__(self, pending: Pending, given: Tensor) -> None:
+        self._pending: Pending | None = pending
+        self._given: Tensor | None = given
+
+    def wait(self, timeout: float) -> None:
+        """Order the current stream behind the exchange."""
+        if self._pending is not None:
+            self._pending.wait(timeout)
+
+    def let_go(self, timeout: float) -> None:
+        """Order the current stream behind the exchange, which may use the memory of its input again."""
+        self.wait(timeout)
+        self._pending = self._given = None
+
+
+class _OnDevice:
+    """A reduce-scatter of the backend's own collectives, as one that is pending.
+
+    Where the device has streams, everything is launched at once, and sums are formed on a stream of their own: so a
+    bucket travels from host to host while the backward goes on, and no rank waits until another one is in a wait. On
+    the CPU sums are formed in the wait.
+    """
+
+    def __init__(self, fold: FoldOnDevices, operands: _Operands) -> None:
+        t, lanes = fold.transport, fold.lanes
+        self._transport, self._lanes, self._lane, self._operands = t, lanes, fold.lane, operands
+        itemsize, numel = operands.sorted.itemsize, operands.sums.numel()
+        pending = fold.host.all_to_all(
+            as_bytes(operands.arrived.view(-1)),
+            as_bytes(operands.sorted),
+            ([numel * itemsize] * lanes.width, [size * itemsize for size in operands.sizes]),
+        )
+        self._exchange = fold.exchange = _Exchange(pending, operands.sorted)
+        del operands.sorted
+        sent, received = sum(operands.sizes) - numel, (lanes.width - 1) * numel
+        t.count_payload(sent * itemsize, received * itemsize)
+        self._gathered = None if operands.start is None else self._gather(operands.start)
+        self._begun = lanes.host > 0 or operands.start is not None
+        self._left = deque(self._pieces(numel))
+        self._sends = list[Pending]()
+        self._home: Pending | None = None
+        device = operands.sums.device
+        self._aside = fold.aside(device)
+        if self._aside is not None:
+            self._aside.wait_stream(torch.accelerator.current_stream(device))
+            with self._aside:
+                self._fold_here(t.timeout)
+
+    def wait(self, timeout: float) -> None:
+        if self._home is None:
+            self._fold_here(timeout)
+        assert self._home is not None
+        self._exchange.let_go(timeout)
+        self._home.wait(timeout)
+        for each in self._sends:
+            each.wait(timeout)
+        if self._aside is not None:
+            torch.accelerator.current_stream(self._operands.sums.device).wait_stream(self._aside)
+        self._sends = []
+
+    def _gather(self, start: Tensor) -> Pending:
+        """Send the sum so far of this rank's shard to the first host."""
+        t, lanes, shards = self._transport, self._lanes, self._operands.shards
+        there, here = [0] * t.world_size, [0] * t.world_size
+        there[lanes.place] = start.nbytes
+        if not lanes.host:
+            for owner, numel in zip(lanes.owners, shards, strict=True):
+                here[owner] = numel * start.itemsize
+        sums = self._operands.sums if not lanes.host else self._operands.sums[:0]
+        t.count_payload(start.nbytes if lanes.host else 0, sum(here) and sum(here) - start.nbytes)
+        return t.backend.all_to_all(as_bytes(sums), as_bytes(start), (here, there))
+
+    def _pieces(self, numel: int) -> list[tuple[int, int, Pending | None]]:
+        """Return where each chunk lies, and expect it from the host before."""
+        found = list[tuple[int, int, Pending | None]]()
+        for low in range(0, numel, CHUNK_OF_A_FOLD):
+            high = min(low + CHUNK_OF_A_FOLD, numel)
+            taken = None
+            if self._lanes.host:
+                taken = self._lane.take_from(as_bytes(self._operands.sums[low:high]), self._lanes.host - 1)
+            found.append((low, high, taken))
+        return found
+
+    def _fold_here(self, timeout: float) -> None:
+        """Add this host's contributions chunk by chunk, send each on, and the total to its owners."""
+        self._exchange.wait(timeout)
+        if self._gathered is not None:
+            self._gathered.wait(timeout)
+        lanes, given = self._lanes, self._operands
+        onward = lanes.after is not None
+        while self._left:
+            low, high, taken = self._left[0]
+            if taken is not None:
+                taken.wait(timeout)
+            with as_a_whole(self._transport, ADDING_UP):
+                self._left.popleft()
+                given.add(low, high, begun=self._begun)
+                if onward:
+                    self._sends.append(self._lane.pass_to(as_bytes(given.sums[low:high]), lanes.host + 1))
+        self._home = self._send_home()
+
+    def _send_home(self) -> Pending:
+        lanes, given, onward = self._lanes, self._operands, self._lanes.after is not None
+        out, itemsize, summed = given.out, given.out.itemsize, given.sums.nbytes
+        arriving = [0] * lanes.hosts
+        arriving[-1] = out.nbytes
+        sending = [0 if onward else numel * itemsize for numel in given.shards]
+        sent = summed if onward else summed - out.nbytes
+        self._transport.count_payload(sent, (summed if lanes.host else 0) + (out.nbytes if onward else 0))
+        return self._lane.all_to_all(as_bytes(out), as_bytes(given.sums[: sum(sending)]), (arriving, sending))
