@@ -73,8 +73,10 @@ def test_parameters_are_kept_from_a_write_until_the_masters_have_followed() -> N
         kept = [weights_of(optimizer)]
         step(model, optimizer, transport.rank)
         kept.append(weights_of(optimizer))
-        with optimizer.gathered(write=True), torch.no_grad():
-            model[0].weight.mul_(1.5)
+        with torch.inference_mode(), optimizer.gathered(write=True):
+            model[0].weight.mul_(3.0)
+        with torch.no_grad(), optimizer.gathered(write=True):
+            model[0].weight.mul_(0.5)
         kept.append(weights_of(optimizer))
         step(model, optimizer, transport.rank)
         kept.append(weights_of(optimizer))
@@ -89,7 +91,7 @@ def test_parameters_are_kept_from_a_write_until_the_masters_have_followed() -> N
     plain = plain_loop()
     step_plainly(plain, 0, 1)
     with torch.no_grad():
-        plain.model[0].weight.mul_(1.5)
+        plain.model[0].weight.mul_(3.0).mul_(0.5)
     step_plainly(plain, 0, 1)
     for model in on_threads(2, program):
         assert_same_model(model, plain.model)

@@ -113,7 +113,8 @@ class RoundedShard(FlatBuffer):
     def data(self) -> Tensor:  # type: ignore[override]
         """The parameters, to be written: from now on they are kept."""
         if self._written is None:
-            self._written = self.master.to(self._dtype)
+            with torch.inference_mode(False):  # else it could not be written outside of it later
+                self._written = self.master.to(self._dtype)
         return self._written
 
     @property
@@ -137,6 +138,9 @@ class RoundedShard(FlatBuffer):
 
     def drop(self) -> None:
         """Drop the parameters that are kept: the master weights have followed them."""
+        for written in self.kept():
+            if written.device.type != "cpu":  # another stream may have allocated them, and would use the memory again
+                written.record_stream(torch.accelerator.current_stream(written.device))
         self._written = None
 
 
