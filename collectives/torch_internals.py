@@ -166,7 +166,7 @@ has_compatible_shallow_copy_type: object = _find(
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _find(
-    "torch:_foreach_copy_", "copies gradients into a bucket"
+    "torch:_foreach_copy_", "copies gradients into a bucket, and master weights to parameters"
 )
 foreach_add_: Callable[[list[Tensor], list[Tensor]], None] = _find("torch:_foreach_add_", "adds gradients to a bucket")
 amp_unscale_: Callable[[list[Tensor], Tensor, Tensor], None] = _find(

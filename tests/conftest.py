@@ -131,6 +131,12 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the library believe that work is launched, as on an accelerator: buckets are stepped in groups."""
+    monkeypatch.setattr("zero.core.step_groups.is_launched", lambda device: True)
+
+
 @pytest.fixture(params=["seen at once", "seen later"])
 def whenever_seen(request: pytest.FixtureRequest) -> None:
     """Run a test about edits twice: where the host can read values at once, and where it cannot (`unseen`)."""

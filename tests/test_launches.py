@@ -41,10 +41,10 @@ class Budget:
 
 
 BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
-    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=284, step=117, looks=(32, 0), rounds=18),
-    1: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=18),
-    2: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=18),
-    3: Budget(gather=2, release=6, reduce=55, divide=5, clip=250, step=65, looks=(36, 1), rounds=13),
+    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=284, step=93, looks=(32, 0), rounds=18),
+    1: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=102, looks=(38, 0), rounds=18),
+    2: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=102, looks=(38, 0), rounds=18),
+    3: Budget(gather=2, release=6, reduce=55, divide=5, clip=250, step=53, looks=(36, 1), rounds=13),
 }
 
 

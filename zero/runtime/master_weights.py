@@ -79,6 +79,6 @@ class MasterWeights:
         """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
 
-    def cast(self, begin: int, end: int) -> None:
-        """Round the master weights of elements ``begin`` to ``end`` into the parameters, after an update."""
-        self._param[begin:end].copy_(self.master[begin:end])
+    def cast(self, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Return the parameters ``begin`` to ``end``, and the master weights to round into them after an update."""
+        return self._param[begin:end], self.master[begin:end]
