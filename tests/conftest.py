@@ -133,8 +133,10 @@ def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the library believe that work is launched, as on an accelerator: buckets are stepped in groups."""
-    monkeypatch.setattr("zero.core.step_groups.is_launched", lambda device: True)
+    """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, and steps
+    buckets in groups."""
+    for module in ("core.step_groups", "gradients.hooks"):
+        monkeypatch.setattr(f"zero.{module}.is_launched", lambda device: True)
 
 
 @pytest.fixture(params=["seen at once", "seen later"])

@@ -36,7 +36,7 @@ from collectives.messages import with_offset
 from collectives.messenger import MARKER
 from collectives.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from zero.core import bits, layout, norm, step_groups
-from zero.gradients import grad_publisher
+from zero.gradients import grad_publisher, hooks
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, master_weights
 
@@ -232,7 +232,8 @@ def device_paths() -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))
-        patches.enter_context(mock.patch.object(step_groups, "is_launched", return_value=True))
+        for module in (step_groups, hooks):
+            patches.enter_context(mock.patch.object(module, "is_launched", return_value=True))
         patches.enter_context(mock.patch.object(layout, "slot_bytes", return_value=layout.DEVICE_SLOT_BYTES))
         for owner, name, wide in (
             (ordered_sum, "BLOCK", ordered_sum.DEVICE_BLOCK),

@@ -42,6 +42,6 @@ def step_groups(layout: Layout, first: int, stage: Stage, *, offloads: bool) -> 
     for key, buckets in alike.items():
         total, before = sum(bucket.numel for bucket in buckets), 0
         for bucket in buckets:
-            found[bucket.index] = (*key, count * before // total)
+            found[bucket.index] = (*key, count * before // max(1, total))
             before += bucket.numel
     return found
