@@ -99,6 +99,11 @@ storage_use_count: Callable[[int], int] = _find(
     "torch:_C._storage_Use_Count", "tells whether a block of scratch memory is still in use"
 )
 
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+# None in builds of torch without CUDA. The public `torch.cuda.current_stream` makes an object, at ten times the cost.
+current_raw_stream: Callable[[int], int] | None = getattr(sys.modules["torch._C"], "_cuda_getCurrentRawStream", None)
+
 # -- the autograd engine -----------------------------------------------------------------------------------------------
 
 current_graph_task_id: Callable[[], int] = _find("torch:_C._current_graph_task_id", "tells one backward from another")
@@ -166,7 +171,7 @@ has_compatible_shallow_copy_type: object = _find(
 # -- operators ---------------------------------------------------------------------------------------------------------
 
 foreach_copy_: Callable[[list[Tensor], list[Tensor]], None] = _find(
-    "torch:_foreach_copy_", "copies gradients into a bucket"
+    "torch:_foreach_copy_", "copies gradients into a bucket, and master weights to parameters"
 )
 foreach_add_: Callable[[list[Tensor], list[Tensor]], None] = _find("torch:_foreach_add_", "adds gradients to a bucket")
 foreach_mul_: Callable[[list[Tensor], float], None] = _find("torch:_foreach_mul_", "scales all gradients")

@@ -138,6 +138,14 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zero.core.layout.device_type", lambda device: "cuda")
 
 
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, and steps
+    buckets in groups."""
+    for module in ("core.step_groups", "gradients.hooks"):
+        monkeypatch.setattr(f"zero.{module}.is_launched", lambda device: True)
+
+
 @pytest.fixture(params=["seen at once", "seen later"])
 def whenever_seen(request: pytest.FixtureRequest) -> None:
     """Run a test about edits twice: where the host can read values at once, and where it cannot (`unseen`)."""

@@ -42,10 +42,10 @@ class Budget:
 
 
 BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
-    0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
-    1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
-    2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=36, looks=(0, 0), rounds=(19, 18)),
-    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=10, looks=(1, 1), rounds=(14, 13)),
+    0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=4, looks=(0, 0), rounds=(19, 18)),
+    1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(19, 18)),
+    2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(19, 18)),
+    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=2, looks=(1, 1), rounds=(14, 13)),
 }
 
 
@@ -74,6 +74,11 @@ def test_a_step_is_within_its_budget(clip: bool, stage: int) -> None:
     assert sum(counted.looks.values()) <= budget.looks[not clip]
     assert counted.times["rounds"] <= budget.rounds[not clip]
     assert counted.times["control"] <= budget.control[not clip]
+
+
+@pytest.mark.parametrize("stage", only(BUDGETS, 3))
+def test_a_step_of_all_blocks_launches_at_most_450_kernels_beyond_the_models(stage: int) -> None:
+    assert count(stage, cap_of(stage)).total <= 450
 
 
 @pytest.mark.parametrize("one_of_many", [6, 8, 16], indirect=True, ids=str)

@@ -14,7 +14,7 @@ Knows: these orders. Does not know: steps.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -32,6 +32,7 @@ from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
+from .core.step_groups import step_groups
 from .gradients.hooks import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.materialize import Materializer
@@ -299,7 +300,10 @@ class _NewStates:
         self._parts, self._groups, self._layout = parts, all_groups, layout
         self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
-        if parts.offload_backend is not None:
+        offloads = parts.offload_backend is not None
+        self._step_groups = step_groups(layout, first, parts.stage, offloads=offloads)
+        self._instances: dict[Hashable, torch.optim.Optimizer] = {}  # of each step group
+        if offloads:
             self._reserve(layout.buckets[first:])
 
     def keep(self, bucket: BucketSpec, whole: Tensor) -> None:
@@ -326,7 +330,10 @@ class _NewStates:
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
         user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
         alike = (each.states.instance for each in before if each.specs[0].optimizer_class == number)
-        instance = user_optimizers[number].instance(next(alike, None))
+        group = self._step_groups[spec.index]
+        if group not in self._instances:
+            self._instances[group] = user_optimizers[number].instance(next(alike, None))
+        instance = self._instances[group]
         groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
         store, one_owner = self._stores.get(spec.index), bucket.specs[0].one_owner
         states = BucketStates(instance, spec, weights, groups, shapes, master, store, one_owner=one_owner)

@@ -35,8 +35,8 @@ from collectives.control_plane import pack_messages
 from collectives.messages import with_offset
 from collectives.messenger import MARKER
 from collectives.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
-from zero.core import bits, layout, norm
-from zero.gradients import division, grad_publisher
+from zero.core import bits, layout, norm, step_groups
+from zero.gradients import division, grad_publisher, hooks
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, master_weights
 
@@ -223,15 +223,17 @@ NARROWER = (NARROW.width / SEVEN_BILLION.width) ** 2
 def device_paths() -> Iterator[None]:
     """Let the library take its paths for devices, on the CPU and for the narrow model.
 
-    Its places that ask whether a device is the CPU are `host_readable`, `device_type`, `worth_keeping` and the sizes of
-    blocks of elements, which are smaller here in proportion, so that a step launches what it would at full width. What
-    else a device decides (pinned memory, streams) stays as it is.
+    Its places that ask whether a device is the CPU are `host_readable`, `device_type`, `worth_keeping`, `is_launched`
+    and the sizes of blocks of elements, which are smaller here in proportion, so that a step launches what it would at
+    full width. What else a device decides (pinned memory, streams) stays as it is.
     """
     with ExitStack() as patches:
         for module in (bits, division, edit_detector, grad_publisher, master_weights, norm):
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))
+        for module in (step_groups, hooks):
+            patches.enter_context(mock.patch.object(module, "is_launched", return_value=True))
         patches.enter_context(mock.patch.object(layout, "device_type", return_value="cuda"))
         for owner, name, wide in (
             (ordered_sum, "BLOCK", ordered_sum.DEVICE_BLOCK),

@@ -21,6 +21,7 @@ from zero.gradients import hooks
 from zero.gradients.placeholder import ShardedGradient
 from zero.gradients.reduced_grads import FoundInf
 from zero.runtime import backward_tracker
+from zero.runtime.streams import Streams
 
 from ..support.limits import BOUND
 from ..support.parts import parts_of
@@ -169,7 +170,7 @@ def test_no_two_hooks_of_an_optimizer_run_at_once(monkeypatch: pytest.MonkeyPatc
             return event
 
     listener = Listening()
-    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker())  # type: ignore[arg-type]
+    watching = hooks.GradientHooks(listener, backward_tracker.BackwardTracker(), Streams())  # type: ignore[arg-type]
     optimizer = ZeroOptimizer([nn.Parameter(torch.zeros(NUMEL)) for _ in range(COUNT)], torch.optim.SGD, lr=1.0)
     buckets = parts_of(optimizer).storage.buckets
     for bucket in buckets:

@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
+from zero.core import step_groups
+from zero.gradients import hooks
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import accumulator, staging, streams
 from zero.runtime.offload import OffloadedStates
@@ -346,6 +348,9 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Streams, "use", use)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: False)
+    monkeypatch.setattr(streams, "_number", lambda device: id(here().current()))
+    for module in (step_groups, hooks):
+        monkeypatch.setattr(module, "is_launched", lambda device: True)
     monkeypatch.setattr(pool, "_current_stream", lambda device: here().current() if is_on() else None)
     for module in (pool, accumulator):
         monkeypatch.setattr(module, "worth_keeping", lambda device: False)

@@ -5,7 +5,8 @@ ranks, stages, or when a graph task ends (`runtime/backward_tracker`).
 
     backward()    AccumulateGrad of p       p.grad is None: autograd assigns the new gradient
                                             p.grad is a placeholder: its add_ captures the new gradient
-                  post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad
+                  post-accumulate hook      takes the gradient and leaves the placeholder (or None) in p.grad;
+                                            on accelerators perhaps later (`taking`)
                   end of the task           ends the backward; an exception skips it, so a later event must check
 """
 
@@ -22,9 +23,11 @@ from torch import Tensor
 from collectives.torch_internals import current_graph_task_id
 
 from ..core.parameter_specs import HELD_ELSEWHERE
+from ..core.step_groups import is_launched
 from ..runtime.backward_tracker import NO_TASK, BackwardTracker, reentrant
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced, untraced_methods
+from ..runtime.streams import Streams
 from .placeholder import PlaceholderListener, ShardedGradient
 
 
@@ -38,26 +41,47 @@ class GradientListener(PlaceholderListener, Protocol):
     def backward_ended(self) -> None:
         """A graph task ended that was near, also if it accumulated no parameter's gradient (`torch.autograd.grad`)."""
 
+    def take_left(self) -> None:
+        """Take the gradients that hooks have left in p.grad."""
+
     def backward_is_near(self) -> None:
         """A graph task is about to reach a parameter, or has changed the gradient of one parameter and of no other."""
 
 
 class _PostAccumulateHook:
-    """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly."""
+    """The post-accumulate hook of one parameter, called once in every backward. It holds its owner weakly.
 
-    __slots__ = ("_bucket", "_slot", "owner")
+    On an accelerator it leaves the gradient in p.grad (`taking`), unless more is due: for the first gradient of a
+    backward, for the last one of a bucket, for one that a placeholder has captured, and where the current stream has
+    changed. To leave it takes no lock: a bucket is on one device, for which autograd has one thread.
+    """
+
+    __slots__ = ("_bucket", "_leaves", "_slot", "owner")
 
     def __init__(self, owner: GradientHooks, bucket: Bucket, slot: int) -> None:
         self.owner, self._bucket, self._slot = weakref.ref(owner), weakref.ref(bucket), slot
+        self._leaves = is_launched(torch.device(bucket.spec.device))
 
     @untraced
     def __call__(self, parameter: Tensor) -> None:
-        owner, bucket = self.owner(), self._bucket()
-        listener = None if owner is None else owner.listener()
-        if owner is None or listener is None or bucket is None:
+        owner, bucket, slot = self.owner(), self._bucket(), self._slot
+        if owner is None or bucket is None:
+            return
+        if (
+            self._leaves
+            and bucket.published[slot] is None
+            and bucket.grad.missing > 1
+            and current_graph_task_id() == owner.task
+            and not (owner.streams.exist and owner.streams.changed())
+        ):
+            if parameter.requires_grad:  # else frozen since its forward: autograd has discarded the gradient
+                bucket.leave(slot)
+            return
+        listener = owner.listener()
+        if listener is None:
             return
         with owner.lock:
-            if not parameter.requires_grad:  # frozen since its forward: autograd has discarded the gradient
+            if not parameter.requires_grad:
                 return
             gradient = parameter.grad
             if isinstance(gradient, ShardedGradient):
@@ -65,8 +89,8 @@ class _PostAccumulateHook:
                 placeholder.capture = None
             assert gradient is not None
             if current_graph_task_id() != owner.task:
-                owner.begin(listener, bucket.spec.slots[self._slot].parameter, parameter)
-            listener.gradient_ready(bucket, self._slot, gradient.detach() if gradient.requires_grad else gradient)
+                owner.begin(listener, bucket.spec.slots[slot].parameter, parameter)
+            listener.gradient_ready(bucket, slot, gradient.detach() if gradient.requires_grad else gradient)
 
 
 @untraced_methods
@@ -80,13 +104,20 @@ class GradientHooks:
     """
 
     def __init__(
-        self, listener: GradientListener, backwards: BackwardTracker, *, exclusive: bool = False, ahead: bool = False
+        self,
+        listener: GradientListener,
+        backwards: BackwardTracker,
+        streams: Streams,
+        *,
+        exclusive: bool = False,
+        ahead: bool = False,
     ) -> None:
         """Create an object that watches no parameter yet.
 
         Args:
             listener: receives the events; held weakly.
             backwards: reports when a graph task ends.
+            streams: on which gradients come.
             exclusive: the parameters cannot be taken over: `check_free` raises for them.
             ahead: keep a pre-accumulation hook on every parameter, so that ``backward_is_near`` always comes before
                 the first accumulation. It costs about a microsecond per parameter in every backward. Without it, only
@@ -95,7 +126,7 @@ class GradientHooks:
         """
         self.superseded, self.exclusive, self._ahead = False, exclusive, ahead
         self.listener = weakref.ref(listener)
-        self.lock = threading.RLock()
+        self.lock, self.streams = threading.RLock(), streams
         self._backwards = backwards
         backwards.watch_gradients(self._ended)
         self._handles: list[Any] = []
@@ -125,9 +156,8 @@ class GradientHooks:
         trainable = parameter.requires_grad
         parameter.requires_grad_(True)
         try:
-            self._handles.append(
-                _untyped(parameter).register_post_accumulate_grad_hook(_PostAccumulateHook(self, bucket, slot))
-            )
+            hook = _PostAccumulateHook(self, bucket, slot)
+            self._handles.append(_untyped(parameter).register_post_accumulate_grad_hook(hook))
             self._watch_ahead(parameter, bucket.spec.slots[slot].parameter)
         finally:
             parameter.requires_grad_(trainable)
@@ -156,7 +186,10 @@ class GradientHooks:
                     parameter.requires_grad_(trainable)
 
     def remove(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks. No gradient stays left in p.grad."""
+        listener = self.listener()
+        if listener is not None:
+            listener.take_left()
         for handle in (*self._handles, *self._before.values()):
             handle.remove()
         self._handles, self._before = [], {}

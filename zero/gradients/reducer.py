@@ -19,7 +19,6 @@ from torch import Tensor
 
 from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport
 
-from ..core.parameter_specs import changed
 from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
@@ -36,6 +35,7 @@ from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
 from .join import JoinProtocol, Options
 from .reduced_grads import FoundInf, ReducedGrads
+from .taking import GradientTaking
 
 
 class Reducer:
@@ -63,13 +63,14 @@ class Reducer:
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
         self.means, self._division = ReducedGrads(buckets), Division()
         self._publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
+        self._taking = GradientTaking(transport.rank, self._publisher.make_placeholder)
         self.agreement = Agreement(transport, shard_group.world_size, unit_order)
         events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
         self._sync, self._found = True, FoundInf()
         self._assigned: str | None = None  # the error for a gradient that the user assigned before a backward
         exclusive = stage.parameters is Placement.SHARD
-        self.hooks = GradientHooks(self, backwards, exclusive=exclusive, ahead=self.means_are_shown)
+        self.hooks = GradientHooks(self, backwards, streams, exclusive=exclusive, ahead=self.means_are_shown)
 
     @property
     def means_are_shown(self) -> bool:
@@ -111,25 +112,19 @@ class Reducer:
         self.schedule.begin(is_round=self._sync)
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
-        if self._streams.exist:
+        if self._streams.exist and self._streams.changed():
             self._streams.wait_for_previous()
-        if gradient.layout is not torch.strided:
-            bucket.parameters[slot].grad = None
-            raise RuntimeError(
-                f"rank {self._transport.rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
-                "sparse gradients are not supported; build the Embedding with sparse=False"
-            )
-        try:
-            bucket.take_gradient(slot, self._publisher.make_placeholder)
-        except RuntimeError as refused:
-            bucket.publish(slot, None)
-            problem = changed(bucket.parameters[slot], bucket.specs[slot])
-            raise RuntimeError(
-                f"rank {self._transport.rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
-            ) from refused
-        bucket.grad.add(slot, gradient)
+        if bucket.left:
+            self._taking.take_left(bucket)
+        self._taking.take(bucket, slot, gradient)
+        bucket.grad.missing -= 1
         if not bucket.grad.missing:
             self.schedule.arrived(bucket)
+
+    def take_left(self) -> None:
+        for bucket in self._buckets:
+            if bucket.left:
+                self._taking.take_left(bucket)
 
     def backward_ended(self) -> None:
         self._streams.wait_for_previous()
@@ -145,6 +140,7 @@ class Reducer:
     def _complete(self) -> None:
         """Complete the reductions of the backward under way, and, at stage 0, the means. After an interrupt, call this
         again."""
+        self.take_left()
         try:
             if self.schedule.complete():
                 if self.means_are_shown:
@@ -183,6 +179,7 @@ class Reducer:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
+        self.take_left()
         cleared = self._publisher.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
@@ -327,6 +324,7 @@ class Reducer:
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
+            self.take_left()  # means may be published, in a hook
             self._publisher.detect_changes()
         self.schedule.set_divisor(value)
         if self.means_are_shown and self.schedule.is_open:

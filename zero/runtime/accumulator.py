@@ -116,7 +116,6 @@ class GradAccumulator:
             raise RuntimeError(f"{self._specs[slot].name!r} received two gradients in one backward")
         self.arrived[slot] = gradient
         self._versions[slot] = gradient._version
-        self.missing -= 1
 
     def flush(self, *, final: bool) -> None:
         """Add the stashed gradients to this rank's contribution. A slot's first gradient is assigned, as by autograd.

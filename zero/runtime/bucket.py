@@ -56,6 +56,8 @@ class Bucket(StoredBucket):
         published: the tensor that was put into p.grad; None if none was.
         placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
 
+    ``left``: slots whose gradient of the backward under way, or of an interrupted one, is in p.grad, until
+    `gradients.taking` takes them out of here.
     ``means``: what is put into p.grad for a mean, by slot: a view of the mean that nothing else uses; empty until there
     are means. ``addresses``: of their memory.
 
@@ -69,6 +71,7 @@ class Bucket(StoredBucket):
         self.used, self.trainable, self.seen, self.stale = (bytearray(slots) for _ in range(4))
         self.published: list[Tensor | None] = [None] * slots
         self.placeholders: list[Tensor | None] = [None] * slots
+        self.left: list[int] = []
         self.means: list[Tensor] = []
         self.addresses: list[int] = []
 
@@ -96,6 +99,11 @@ class Bucket(StoredBucket):
         if placeholder is None:
             placeholder = self.placeholder(slot, make)
         self.parameters[slot].grad = self.published[slot] = placeholder
+
+    def leave(self, slot: int) -> None:
+        """Note that the backward under way has a gradient, which stays in p.grad until it is taken."""
+        self.left.append(slot)
+        self.grad.missing -= 1
 
     def set_used(self, used: bytearray) -> None:
         """Set which parameters any rank has used."""

@@ -92,7 +92,7 @@ class BucketStates:
         """Create the states of an interval; there are none yet.
 
         Args:
-            instance: of the user's class, for this bucket alone.
+            instance: of the user's class, for this bucket alone or for all that are stepped with it.
             bucket: the bucket.
             parameters: of the interval.
             groups: the number of each slot's param group.
@@ -126,13 +126,14 @@ class BucketStates:
             return self._parameters
         return self.master.synced()
 
-    def cast(self, present: bytes) -> None:
-        """Cast the master weights of the pieces that were ``present`` in a step to the parameters."""
+    def casts(self, present: bytes) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters of the pieces that were ``present`` in a step, and the master weights to round into
+        them."""
         if self.master is not None:
             for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
                 members = [piece for piece, _ in pieces]
                 if is_present:
-                    self.master.cast(members[0].begin - self.begin, members[-1].end - self.begin)
+                    yield from self.master.casts(members[0].begin - self.begin, members[-1].end - self.begin)
 
     def plan(self, present: bytes, cut: frozenset[int]) -> None:
         """Make the runs over the pieces that are ``present``. ``cut``: the groups of which long runs are cut."""

@@ -11,7 +11,7 @@ Where units are gathered on an accelerator, the owner keeps no parameters beside
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,31 +67,22 @@ class MasterWeights:
 
     def sync_from_param(self) -> None:
         """Take over the elements that were written into the parameters since the last cast."""
-        if self._master is None:
-            return
-        kernels = kernels_of(self._param.device)
-        if kernels is not None and kernels.can_follow(self._master, self._param):
-            kernels.follow([self._master], [self._param])
-            return
-        at_once = host_readable(self._param.device)
-        block = _BLOCK if at_once else max(1, self._param.numel())
-        for begin in range(0, self._param.numel(), block):
-            param, master = self._param[begin : begin + block], self._master[begin : begin + block]
-            rounded = master.to(param.dtype)
-            if at_once and same_bits(rounded, param):
-                continue
-            as_integers = INTEGERS[param.itemsize]
-            written = rounded.view(as_integers) != param.view(as_integers)
-            written &= ~(rounded.isnan() & param.isnan())  # a cast makes different NaNs at different places of a tensor
-            master.copy_(torch.where(written, param.to(master.dtype), master))
+        sync_from_params([self])
+
+    def compared(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the master weights and the parameters that they follow; nothing if they are equal to these."""
+        return [] if self._master is None else [(self._master, self._param)]
+
+    def followed(self) -> None:
+        """Note that the master weights have followed the parameters."""
 
     def forget(self) -> None:
         """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
 
-    def cast(self, begin: int, end: int) -> None:
-        """Round the master weights of elements ``begin`` to ``end`` into the parameters, after an update."""
-        self._param[begin:end].copy_(self.master[begin:end])
+    def casts(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters ``begin`` to ``end``, and the master weights to round into them after an update."""
+        return [(self._param[begin:end], self.master[begin:end])]
 
 
 class RoundedShard(FlatBuffer):
@@ -153,18 +144,55 @@ class MastersAlone(MasterWeights):
 
     def synced(self) -> Tensor:
         followed = self._shard.master.clone()
-        for written in self._shard.kept():
-            MasterWeights(written, followed.dtype, followed).sync_from_param()
+        _follow([(followed, written) for written in self._shard.kept()])
         return followed
 
-    def sync_from_param(self) -> None:
-        for written in self._shard.kept():
-            MasterWeights(written, self._dtype, self._shard.master).sync_from_param()
-            self._shard.drop()
+    def compared(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self._shard.master, written) for written in self._shard.kept()]
+
+    def followed(self) -> None:
+        self._shard.drop()
 
     def forget(self) -> None:
         """Make the master weights equal to the parameters."""
         self._shard.master.copy_(self._shard.data)
 
-    def cast(self, begin: int, end: int) -> None:
-        """Do nothing: parameters are rounded where they are read."""
+    def casts(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return nothing: parameters are rounded where they are read."""
+        return []
+
+
+def sync_from_params(masters: Sequence[MasterWeights]) -> None:
+    """Let each take over what was written into its parameters since the last cast."""
+    _follow([pair for master in masters for pair in master.compared()])
+    for master in masters:
+        master.followed()
+
+
+def _follow(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Let master weights follow parameters. A kernel takes all of a device in one launch."""
+    by_kernel: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
+    for master, param in pairs:
+        kernels = kernels_of(param.device)
+        if kernels is not None and kernels.can_follow(master, param):
+            by_kernel.setdefault(param.device, []).append((master, param))
+        else:
+            _follow_by_operators(master, param)
+    for device, together in by_kernel.items():
+        kernels = kernels_of(device)
+        assert kernels is not None
+        kernels.follow([master for master, _ in together], [param for _, param in together])
+
+
+def _follow_by_operators(all_masters: Tensor, all_params: Tensor) -> None:
+    at_once = host_readable(all_params.device)
+    block = _BLOCK if at_once else max(1, all_params.numel())
+    for begin in range(0, all_params.numel(), block):
+        param, master = all_params[begin : begin + block], all_masters[begin : begin + block]
+        rounded = master.to(param.dtype)
+        if at_once and same_bits(rounded, param):
+            continue
+        as_integers = INTEGERS[param.itemsize]
+        written = rounded.view(as_integers) != param.view(as_integers)
+        written &= ~(rounded.isnan() & param.isnan())  # a cast makes different NaNs at different places of a tensor
+        master.copy_(torch.where(written, param.to(master.dtype), master))

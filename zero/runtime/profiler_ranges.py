@@ -17,7 +17,8 @@ buckets and units are registered. No event belongs to a single parameter.
     zero::catch_up                     a reduction of the other ranks for which this rank ran no backward
     zero::unscale, zero::clip          the whole call
     zero::step                         the whole step, with these inside:
-      zero::update bucket B            the optimizer class on this rank's interval of a bucket
+      zero::update bucket B            the optimizer class on this rank's interval of a bucket; on accelerators of a
+                                       group of buckets, of which B is the first
       zero::all_gather bucket B        stages 1 and 2: launch the all-gather of its parameters, and `wait_for_...`
       zero::prefetch, evict bucket B   `offload`: read the states of a bucket, and write them back
 

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from collectives.torch_internals import current_raw_stream
+
 
 class Streams:
     """The streams on which one optimizer enqueues work."""
@@ -24,6 +26,7 @@ class Streams:
     def __init__(self) -> None:
         self.exist = False  # some device has streams
         self._last: dict[torch.device, torch.Stream | None] = {}  # of each device with streams
+        self._numbers: dict[torch.device, int | None] = {}  # of these streams; None: not known
         self._several = False  # work was enqueued on more than one stream of a device
 
     def use(self, devices: Iterable[torch.device]) -> None:
@@ -42,6 +45,10 @@ class Streams:
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
             )
         self._follow()
+
+    def changed(self) -> bool:
+        """Return whether a current stream may be another one than after the last wait, without torch's objects."""
+        return any(last is None or _number(device) != last for device, last in self._numbers.items())
 
     def end_on_current(self) -> None:
         """Let the current streams wait in the same way at the end of a forward or a block, which must be able to end.
@@ -62,7 +69,7 @@ class Streams:
             if last is not None and last != current:
                 current.wait_stream(last)
                 self._several = True
-            self._last[device] = current
+            self._last[device], self._numbers[device] = current, _number(device)
 
     @contextmanager
     def block(self) -> Iterator[None]:
@@ -86,6 +93,11 @@ class Streams:
 
 def _current(device: torch.device) -> torch.Stream:
     return torch.accelerator.current_stream(device)
+
+
+def _number(device: torch.device) -> int | None:
+    """Return the number of the current stream; None if torch has none for this kind of device."""
+    return current_raw_stream(device.index) if device.type == "cuda" and current_raw_stream is not None else None
 
 
 def _is_recorded(device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""The user's optimizer class, run over the flat pieces of parameters that this rank steps, bucket by bucket.
+"""The user's optimizer class, run over the flat pieces of parameters that this rank steps, by groups of buckets.
 
 Knows: the class's instances, their options, and how a step changes these. Does not know: how runs and states are laid
 out (`flat_states`), ranks, the origin of gradients, communication.
@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from collectives.torch_internals import foreach_copy_
+
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
+from ..runtime.master_weights import sync_from_params
 
 NO_OPTIONS = ("params", "param_names", "optimizer_class")  # keys of a param group that the class does not see
 
@@ -37,7 +40,7 @@ class BucketUpdate:
         states: of the interval.
         gradient: the mean over the interval; None if the bucket has none.
         present: whether each piece is stepped, in a byte, 0 or 1.
-        event: returns the context of the step.
+        event: returns the context of the step; of a group's buckets, that of the first is used.
         done: called after the step.
         begin: called before the step; None: there is nothing to call.
         optimizer_class: the number of the class that steps it.
@@ -53,11 +56,12 @@ class BucketUpdate:
 
 
 class UserOptimizer:
-    """The user's class: one instance for each bucket, whose parameters are the bucket's runs.
+    """The user's class: one instance for each group of buckets, whose parameters are the runs of these.
 
-    So buckets can be stepped one after the other, while counters that the class keeps for itself are as if it had been
-    called once. The ``groups`` given to the methods are the user's own param groups that have this class, by their
-    numbers: their options are used, their parameters are not. ``arguments`` are those of the class's constructor.
+    So groups can be stepped one after the other, while counters that the class keeps for itself are as if it had been
+    called once. `core.step_groups` says which buckets are a group; they have one instance. The ``groups`` given to the
+    methods are the user's own param groups that have this class, by their numbers: their options are used, their
+    parameters are not. ``arguments`` are those of the class's constructor.
     """
 
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
@@ -122,7 +126,7 @@ class UserOptimizer:
         late = states.master is not None and not states.master.exists
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
-            built = self.optimizer_class(_param_groups(states, groups), **self.arguments)
+            built = self.optimizer_class(_param_groups([states], groups), **self.arguments)
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late and states.master is not None:
@@ -143,33 +147,64 @@ class UserOptimizer:
             The options that the class changed, by the group's number.
         """
         cut = frozenset(number for number, group in groups.items() if not group.get("fused"))
-        found: list[tuple[BucketStates, dict[int, tuple[Options, Options]]]] = []
+        found: list[_Stepped] = []
         ahead = (update.states for update in updates if 1 in update.present)
         for states in itertools.islice(ahead, STATES_AHEAD):
             states.prefetch()
         behind: deque[BucketStates] = deque()  # their states may be copied back while the next bucket is stepped
         try:
-            for update in updates:
-                states = update.states
-                if 1 in update.present and (later := next(ahead, None)) is not None:
-                    later.prefetch()
-                if update.begin is not None:
-                    update.begin()
-                with update.event():
-                    found.append((states, _step(update, cut, groups)))
-                    states.adopt_states(self.elementwise)
-                    states.cast(update.present)
-                    states.evict()
-                if 1 in update.present:
-                    if len(behind) == STATES_BEHIND:
-                        behind.popleft().free_copies()
-                    behind.append(states)
-                update.done()
+            for together in _by_instance(updates):
+                for update in together:
+                    if 1 in update.present and (later := next(ahead, None)) is not None:
+                        later.prefetch()
+                    if update.begin is not None:
+                        update.begin()
+                with together[0].event():
+                    found.append(_step(together, cut, groups))
+                    self._adopt(together)
+                for update in together:
+                    if 1 in update.present:
+                        if len(behind) == STATES_BEHIND:
+                            behind.popleft().free_copies()
+                        behind.append(update.states)
+                    update.done()
         finally:
             for update in updates:
                 update.states.free_copies()
         changed = {number: _changed(number, group, found) for number, group in groups.items()}
         return {number: options for number, options in changed.items() if options}
+
+    def _adopt(self, together: Sequence[BucketUpdate]) -> None:
+        """Take the states that the class has made, and round the master weights into the parameters."""
+        casts: list[tuple[Tensor, Tensor]] = []
+        for update in together:
+            update.states.adopt_states(self.elementwise)
+            casts += update.states.casts(update.present)
+        if casts:
+            foreach_copy_([parameter for parameter, _ in casts], [master for _, master in casts])
+        for update in together:
+            update.states.evict()
+
+
+@dataclass(frozen=True)
+class _Stepped:
+    """A step of one instance.
+
+    Attributes:
+        groups: the numbers of the param groups of which it stepped a parameter.
+        options: by each param group's number, its options after the step, and the copies that the instance was given.
+    """
+
+    groups: frozenset[int]
+    options: Mapping[int, tuple[Options, Options]]
+
+
+def _by_instance(updates: Sequence[BucketUpdate]) -> list[list[BucketUpdate]]:
+    """Return the buckets that have one instance together, in the order of the first of each."""
+    found: dict[int, list[BucketUpdate]] = {}
+    for update in updates:
+        found.setdefault(id(update.states.instance), []).append(update)
+    return list(found.values())
 
 
 def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
@@ -192,43 +227,45 @@ class NotElementwiseError(ValueError):
         self.why = why
 
 
-def _step(
-    update: BucketUpdate, cut: frozenset[int], groups: Mapping[int, Options]
-) -> dict[int, tuple[Options, Options]]:
-    """Step a bucket. Return each group's options after the step, and the copies that the instance was given.
+def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping[int, Options]) -> _Stepped:
+    """Step the buckets of one instance. The class may edit tensors among the copies of options in place."""
+    groups, instance = {n: _apart(group) for n, group in groups.items()}, together[0].states.instance
+    every = [update.states for update in together]
+    try:
+        sync_from_params([states.master for states in every if states.master is not None])
+        for update in together:
+            _prepare(update, cut)
+        instance.param_groups = param_groups = _param_groups(every, groups)
+        unhooked_step(instance)()
+    finally:
+        for states in every:
+            for run in states.runs:
+                run.parameter.grad = None
+        instance.param_groups = []
+    options = {n: (after, given) for (n, given), after in zip(groups.items(), param_groups, strict=True)}
+    return _Stepped(frozenset().union(*(states.stepped_groups for states in every)), options)
 
-    The class may edit tensors among these copies in place.
-    """
-    groups, states, gradient = {n: _apart(group) for n, group in groups.items()}, update.states, update.gradient
-    if states.master is not None:
-        states.master.sync_from_param()
+
+def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
+    """Make the runs of a bucket, and give them their gradients."""
+    states, gradient = update.states, update.gradient
     states.plan(update.present, cut)
     states.ready()
     wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
         run.parameter.grad = run.of(wide)
-    states.instance.param_groups = param_groups = _param_groups(states, groups)
-    try:
-        unhooked_step(states.instance)()
-    finally:
-        for run in states.runs:
-            run.parameter.grad = None
-        states.instance.param_groups = []
-    return {n: (after, given) for (n, given), after in zip(groups.items(), param_groups, strict=True)}
 
 
-def _changed(
-    number: int, live: Options, found: Sequence[tuple[BucketStates, dict[int, tuple[Options, Options]]]]
-) -> Options:
+def _changed(number: int, live: Options, found: Sequence[_Stepped]) -> Options:
     """Return the options that the class replaced in a group; copy tensors that it may have edited into ``live``.
 
     They are taken from an instance that stepped a parameter of the group, if there is one; else from the first.
     """
     if not found:
         return {}
-    stepped = [pairs for states, pairs in found if number in states.stepped_groups]
-    after, given = (stepped or [pairs for _, pairs in found])[0][number]
+    stepped = [each for each in found if number in each.groups]
+    after, given = (stepped or found)[0].options[number]
     changed: Options = {}
     for key, value in after.items():
         if key != "params" and value is not given.get(key):
@@ -238,12 +275,12 @@ def _changed(
     return changed
 
 
-def _param_groups(states: BucketStates, groups: Mapping[int, Options]) -> list[Options]:
-    """Return the groups with a bucket's runs as their parameters."""
+def _param_groups(every: Sequence[BucketStates], groups: Mapping[int, Options]) -> list[Options]:
+    """Return the groups with the runs of these buckets as their parameters."""
     result = []
     for number, group in groups.items():
         options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
-        runs = [run.parameter for run in states.runs if states.groups[run.first] == number]
+        runs = [run.parameter for states in every for run in states.runs if states.groups[run.first] == number]
         result.append({**options, "params": runs})
     return result
 
