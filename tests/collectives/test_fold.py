@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import BucketQueue, Collective, Fold, Pairwise, Transport, Work
-from collectives.algorithms import fold as fold_module
+from collectives.algorithms import plans
 from collectives.algorithms.plans import folded
 from collectives.topology import _fold_by_nccl
 from zero import ZeroOptimizer
@@ -53,7 +53,7 @@ SUMS = {  # hosts, bounds, dtype of contributions
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fold_module, "CHUNK_OF_A_FOLD", 7)
+    monkeypatch.setattr(plans, "LEAST_OF_A_FOLD", 7)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -139,10 +139,8 @@ def test_training_on_two_hosts_has_the_bits_of_the_plain_loop(name: str, way: st
 @pytest.mark.parametrize(("stage", "precision"), rows([(1, "bf16"), (3, "fp32")], [(0, "fp32"), (2, "bf16")]))
 @pytest.mark.parametrize("way", only(WAYS, "groups"))
 def test_what_is_described_is_what_is_sent_and_bounds_the_buckets_under_way(
-    stage: int, precision: str, way: str, monkeypatch: pytest.MonkeyPatch
+    stage: int, precision: str, way: str
 ) -> None:
-    monkeypatch.setattr(fold_module, "CHUNK_OF_A_FOLD", 1000)
-
     def program(transport: Transport) -> tuple[Any, int]:
         model = seeded(0, lambda: nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(5))))
         arguments: dict[str, Any] = {"collective": WAYS[way], "bucket_cap_mb": 0.015}
