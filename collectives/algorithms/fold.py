@@ -31,7 +31,7 @@ from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole, chunks
 from .base import ADDING_UP, nothing
 from .ordered_sum import ordered_sum
-from .plans import CHUNK_OF_A_FOLD, Lanes
+from .plans import Lanes, chunk_of_fold
 
 
 class Together(Protocol):
@@ -292,8 +292,9 @@ class _OnDevice:
     def _pieces(self, numel: int) -> list[tuple[int, int, Pending | None]]:
         """Return where each chunk lies, and expect it from the host before."""
         found = list[tuple[int, int, Pending | None]]()
-        for low in range(0, numel, CHUNK_OF_A_FOLD):
-            high = min(low + CHUNK_OF_A_FOLD, numel)
+        length = chunk_of_fold(numel)
+        for low in range(0, numel, length):
+            high = min(low + length, numel)
             taken = None
             if self._lanes.host:
                 taken = self._lane.take_from(as_bytes(self._operands.sums[low:high]), self._lanes.host - 1)

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CHUNK_OF_A_FOLD = 1 << 22  # elements of a sum that go from host to host at a time, on devices
+CHUNKS_OF_A_FOLD = 16  # at most, in which the sums of a lane go from host to host on devices: each is three launches
+LEAST_OF_A_FOLD = 1 << 18  # elements of a chunk, which take longer than a message without any
 
 
 class Hosts:
@@ -162,6 +163,11 @@ def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: 
         min(crossing(home, stops) for stops in {0, 1, home, home + 1, min(home + 2, hosts), hosts})
         for home in range(hosts)
     )
+
+
+def chunk_of_fold(numel: int) -> int:
+    """Return how many elements of a lane's sums go from host to host at a time, on devices."""
+    return max(LEAST_OF_A_FOLD, -(-numel // CHUNKS_OF_A_FOLD))
 
 
 def folded(hosts: int, *, started: bool = False) -> float:

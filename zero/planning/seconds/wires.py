@@ -21,7 +21,7 @@ import math
 from dataclasses import dataclass, replace
 
 from collectives import algorithm_for
-from collectives.algorithms.plans import CHUNK_OF_A_FOLD, equal_hosts, folded
+from collectives.algorithms.plans import chunk_of_fold, equal_hosts, folded
 
 from ..hardware import Cluster
 
@@ -156,7 +156,7 @@ class Wires:
         hosts, local = group.hosts, group.per_host
         inner = self.exchange(elements * travel, RankGroup(round(local), 1))
         lane = elements * accumulate / local
-        chunk = min(lane, CHUNK_OF_A_FOLD * accumulate)
+        chunk = min(lane, chunk_of_fold(round(elements / local)) * accumulate)
         adding = (chunk * travel / accumulate * local + 2 * chunk) / self.memory
         far = (hosts - 1) / hosts * lane / self.rail  # to the first host, and from the last one
         hops = (hosts - 1) * (self.network.ring_step + chunk / self.rail + adding) + (lane - chunk) / self.rail
