@@ -35,6 +35,7 @@ from .messages import (
 from .queue import BucketQueue
 from .topology import CPU, Choice, algorithm_for, choose, hierarchical, replicate, route_by_hosts, shared
 from .transport import Transport, as_a_whole
+from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
@@ -67,6 +68,7 @@ def build(
     """
     choice = _build(transport, algorithm, device, factor)
     route_by_hosts(choice.collective.transport)
+    watch(choice.collective.transport, choice.shard_group.world_size, device)
     LOG.info(
         "%s of %d: collective %s (%s)",
         transport.rank_label,
@@ -114,6 +116,7 @@ __all__ = [
     "Work",
     "algorithm_for",
     "as_a_whole",
+    "behind_a_meeting",
     "build",
     "check_name",
     "on_threads",

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
+from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work, behind_a_meeting
 
 from ..core.norm import PowerSum
 from ..core.stage import GATHERS_IN_FLIGHT, Stage
@@ -134,8 +134,9 @@ class Update:
             )
 
         self._storage.stepping()
-        changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
-        queue.finish()
+        with behind_a_meeting(self._transport):
+            changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
+            queue.finish()
         self._pool.drop_cheap()
         self._storage.stepped()
         return changed
