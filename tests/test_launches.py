@@ -25,7 +25,8 @@ SHAPE = replace(NARROW, layers=4)
 class Budget:
     """The most launches of one gather, one release and one reduction, and of all divisions, clips and steps together.
 
-    ``looks``: at values of the device, with and without a clip. ``rounds``: headers of collectives that are awaited.
+    ``looks``: at values of the device, with and without a clip. ``rounds``: headers of collectives: of the gate, and of
+    the first reduction of a round.
     ``control``: meetings and exchanges, with and without a clip.
     """
 
@@ -41,10 +42,10 @@ class Budget:
 
 
 BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
-    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=284, step=117, looks=(32, 0), rounds=18),
-    1: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=18),
-    2: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=18),
-    3: Budget(gather=2, release=6, reduce=55, divide=5, clip=250, step=65, looks=(36, 1), rounds=13),
+    0: Budget(gather=2, release=0, reduce=31, divide=0, clip=284, step=117, looks=(32, 0), rounds=1),
+    1: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=1),
+    2: Budget(gather=1, release=0, reduce=31, divide=9, clip=285, step=117, looks=(38, 0), rounds=1),
+    3: Budget(gather=2, release=6, reduce=55, divide=5, clip=250, step=65, looks=(36, 1), rounds=2),
 }
 
 
