@@ -238,6 +238,22 @@ def test_a_history_finds_the_first_difference_among_the_last_launches() -> None:
     assert compare([longer, longer, other, other], 2) is None, "replicas may gather other units"
 
 
+def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:
+    def program(transport: Transport) -> list[tuple[int, int]]:
+        assert transport.launches is not None
+        found = []
+        for bounds, dtype in ((BOUNDS, torch.float32), ([0, 1, 4, 6], torch.float32), (BOUNDS, torch.bfloat16)):
+            transport.launches.ledger = Ledger()
+            buffer = torch.zeros(6, dtype=dtype)
+            ALGORITHMS["all_to_all"](transport).all_gather(buffer, bounds, tag=gather(1)).wait()
+            found.append(transport.launches.ledger.state)
+        return found
+
+    first, *others = on_streams(3, program)
+    assert others == [first] * 2
+    assert len(set(first)) == 3
+
+
 # -- the sentinel ------------------------------------------------------------------------------------------------------
 
 
