@@ -47,6 +47,7 @@ from .topology import (
     shared,
 )
 from .transport import Transport, as_a_whole
+from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
@@ -80,6 +81,7 @@ def build(
     """
     choice = _build(transport, algorithm, device, factor)
     route_by_hosts(choice.collective.transport)
+    watch(choice.collective.transport, choice.shard_group.world_size, device)
     LOG.info(
         "%s of %d: collective %s (%s)",
         transport.rank_label,
@@ -133,6 +135,7 @@ __all__ = [
     "algorithm_for",
     "all_gather_from",
     "as_a_whole",
+    "behind_a_meeting",
     "build",
     "check_name",
     "on_threads",

@@ -6,11 +6,13 @@ Knows: the ranks and slots of a backend. Does not know: headers, or what is sent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
+
+from .launches.board import Board
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-legacy"})  # torch's names for it: after 2.13 there are two implementations
 
@@ -20,6 +22,13 @@ class Pending(Protocol):
 
     def wait(self, timeout: float) -> None:
         """Return when the tensor may be used again. Raise `PeerError` if that cannot happen any more."""
+
+
+class DevicePending(Pending, Protocol):
+    """A collective on a device, for which a stream waits and the host does not."""
+
+    def ended(self) -> bool:
+        """Return whether a stream was told to wait for it and it has ended. Any thread may ask."""
 
 
 class PendingBytes(Protocol):
@@ -61,6 +70,7 @@ class Backend(ABC):
     rank: int
     world_size: int
     timeout: float  # seconds
+    stall_limit: float = 10.0  # seconds for which a rank waits on a device, or for messages, before it asks why
 
     @abstractmethod
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending: ...
@@ -162,6 +172,18 @@ class Backend(ABC):
     def take_from(self, tensor: Tensor, source: int) -> Pending:
         """Receive what a rank sends by `pass_to`."""
         raise NotImplementedError
+
+    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
+        """Return what the sentinels of these ranks write and read; None if there is no such place. Collective.
+
+        ``exchange``: returns every rank's bytes, in rank order.
+        """
+        return None
+
+    def interrupt(self) -> None:
+        """End the waits for messages that are under way in other threads, by an error, if the backend can. No further
+        message is sure to arrive then."""
+        return
 
     def abort_collectives(self) -> bool:
         """End the collectives under way on devices, which may wait for a lost rank for ever. Return whether there were

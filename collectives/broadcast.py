@@ -17,13 +17,15 @@ Knows: the order of chunks. Does not know: what the tensors are, how a message t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from .algorithms.base import begun, nothing
+from .algorithms.base import begun, noted, nothing
+from .backend import Pending
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
@@ -43,7 +45,10 @@ def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) ->
     everyone = transport.backend_ranks(range(transport.world_size)) == list(range(backend.world_size))
     for buffer in buffers:
         if buffer.numel() and everyone and backend.has_collectives and backend.stays_on(buffer.device):
-            begun(transport, tag, partial(backend.broadcast, as_bytes(buffer), 0), nothing).wait()
+            call: Callable[[], Pending | None] = partial(backend.broadcast, as_bytes(buffer), 0)
+            if transport.launches is not None:
+                call = partial(noted, transport.launches, replace(tag, index=buffer.numel()), call)
+            begun(transport, tag, call, nothing).wait()
             last, first = transport.rank + 1 == transport.world_size, transport.rank == 0
             transport.count_payload(buffer.nbytes * (not last), buffer.nbytes * (not first))
             continue

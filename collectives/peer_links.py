@@ -36,6 +36,7 @@ from contextlib import suppress
 from torch import Tensor
 
 from .backend import Backend, Pending, PendingBytes
+from .launches.gate import Launches
 from .messages import (
     HEADER_BYTES,
     REPORT_BYTES,
@@ -109,6 +110,7 @@ class PeerLinks:
         self._family: list[weakref.ref[PeerLinks]] = [] if like is None else like._family
         self._family.append(weakref.ref(self))
         self.advice: str = "" if like is None else like.advice  # what errors of ranks in different collectives end with
+        self.launches: Launches | None = None if like is None else like.launches  # on devices
         self.broken: str | None = None
         self._aborted_collectives = False
         self._process = os.getpid()
@@ -136,15 +138,24 @@ class PeerLinks:
             member = reference()
             if member is not None:
                 member.counted, member._family, member.advice = self.counted, self._family, self.advice
+                member.launches = self.launches
                 member.labels = tuple(self.labels[ranks[label]] for label in member.labels)
                 self._family.append(reference)
 
+    def watch(self, launches: Launches) -> None:
+        """Note launches on devices from now on, over these links and those attached."""
+        for member in self._members():
+            member.launches = launches
+
     def advise(self, text: str) -> None:
         """Let errors of ranks in different collectives end with a text, too, over these links and those attached."""
-        for reference in self._family:
-            member = reference()
-            if member is not None and text not in member.advice:
-                member.advice += text
+        for member in self._members():
+            member.advice += text if text not in member.advice else ""
+            if member.launches is not None:
+                member.launches.advice = member.advice
+
+    def _members(self) -> list[PeerLinks]:
+        return [member for reference in self._family if (member := reference()) is not None]
 
     def slot(self, port: int) -> int:
         return self.number * PORTS + port
@@ -154,6 +165,7 @@ class PeerLinks:
         if self.broken is None and os.getpid() == self._process:
             return
         self.check_process()
+        self._raise_verdict()
         where = " over a new process group, as this one's collectives on devices were aborted"
         raise CollectiveError(
             f"{self.rank_label}: this communicator is closed since an earlier failure ({self.broken}); "
@@ -168,6 +180,12 @@ class PeerLinks:
                 "which alone may communicate with the other ranks: evaluate or save a copy of the model that was made "
                 "before the fork, at stage 3 inside 'with optimizer.gathered():'"
             )
+
+    def _raise_verdict(self) -> None:
+        """Raise the sentinel's error, once."""
+        verdict = None if self.launches is None else self.launches.take_verdict()
+        if verdict is not None:
+            raise verdict
 
     # -- short messages -------------------------------------------------------------------------------------------
 
@@ -221,6 +239,7 @@ class PeerLinks:
         return error
 
     def _no_answer(self, peer: int, tag: Tag, begin: float, error: PeerError) -> CollectiveError:
+        self._raise_verdict()
         failure = self._failure_report(peer, error)
         if failure is not None:
             return self._peer_failed(tag, failure)
@@ -275,6 +294,7 @@ class PeerLinks:
 
     def fail(self, error: CollectiveError, failure: Failure | None = None) -> CollectiveError:
         self.abort(str(error), failure)
+        self._raise_verdict()
         return error
 
     def abort(self, reason: str, failure: Failure | None = None) -> list[int]:
@@ -283,16 +303,15 @@ class PeerLinks:
         if os.getpid() != self._process:
             return list(self.peers)
         unreached: list[int] = []
-        for reference in self._family:
-            member = reference()
-            if member is not None and member.broken is None:
+        for member in self._members():
+            if member.broken is None:
                 found = member._abort(reason, failure or Failure(self.labels[self.rank], reason))
                 unreached = found if member is self else unreached
         self._abort_collectives()  # when all reports are out: it may take its time
         return unreached
 
     def _abort_collectives(self) -> None:
-        members = [member for reference in self._family if (member := reference()) is not None]
+        members = self._members()
         for backend in {id(member.backend): member.backend for member in members}.values():
             with suppress(Exception):  # the failure that is reported is the one to raise
                 if backend.abort_collectives():
@@ -301,6 +320,8 @@ class PeerLinks:
 
     def _abort(self, reason: str, failure: Failure) -> list[int]:
         self.broken, unreached = reason, list[int]()
+        if self.launches is not None:
+            self.launches.failure = reason
         report, header = failure.pack(), Tag(Kind.ABORT, "abort").pack(0)
         # What was sent must outlive this object until its receivers have it.
         kept = [*self.unsent.values(), *(exposed for state in self.states for exposed in state.exposed.values())]

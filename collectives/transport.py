@@ -20,8 +20,10 @@ from torch import Tensor, UntypedStorage
 from .backend import Backend, Region
 from .control_plane import Mesh, Tree
 from .exposed_buffers import ExposedBuffer, PeerBuffers
+from .launches.gate import Launches
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
 from .messenger import DeferredSends, Messenger
+from .peer_links import PeerLinks
 from .pool import Pool
 
 LOG = logging.getLogger("collectives")
@@ -96,9 +98,8 @@ class Transport:
             raise self._messenger.cut_off(error, 0, tag) from error
         problems = self.exchange(b"" if regions is not None else b"none", tag)
         found = None if any(problems) else regions
-        LOG.debug(
-            "%s: %d bytes of common memory: %s", self.rank_label, sum(sizes), "no room" if found is None else "made"
-        )
+        said = "no room" if found is None else "made"
+        LOG.debug("%s: %d bytes of common memory: %s", self.rank_label, sum(sizes), said)
         return found
 
     # -- groups ---------------------------------------------------------------------------------------------------
@@ -167,11 +168,10 @@ class Transport:
         """
         self.check()
         work = self._messenger.send(_parts(tensor, in_one_part), to, tag, one_way=one_way)
-        size = tensor.numel() * tensor.itemsize
         if control:
-            self._messenger.counted.control_sent += size
+            self._messenger.counted.control_sent += tensor.nbytes
         else:
-            self._messenger.counted.payload_sent += size
+            self._messenger.counted.payload_sent += tensor.nbytes
         return work
 
     def irecv(
@@ -201,11 +201,10 @@ class Transport:
         """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
         self.check()
         works = self._messenger.recv(_parts(tensor, in_one_part), source, tag, one_way=one_way)
-        size = tensor.numel() * tensor.itemsize
         if control:
-            self._messenger.counted.control_received += size
+            self._messenger.counted.control_received += tensor.nbytes
         else:
-            self._messenger.counted.payload_received += size
+            self._messenger.counted.payload_received += tensor.nbytes
         return works
 
     def post_remaining(self) -> None:
@@ -243,9 +242,19 @@ class Transport:
         """
         self.check()
         self._log("exchanges bytes", tag)
-        messages = self._control.swap(data, tag)
+        messages = self._swap(data, tag)
         assert messages is not None, "no rank is behind in an exchange"
         return messages
+
+    @property
+    def launches(self) -> Launches | None:
+        """What this rank launches on devices, if its collectives there have no awaited headers each."""
+        return self._messenger.launches
+
+    @property
+    def links(self) -> PeerLinks:
+        """The links that its messages go over."""
+        return self._messenger
 
     def route(self, hosts: Sequence[Sequence[int]]) -> None:
         """Let exchanges and meetings go by a star in each of ``hosts`` and a tree between these, from now on. All ranks
@@ -261,6 +270,8 @@ class Transport:
         """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
         self.check()
         self._log("announces itself", tag)
+        if tag.kind is Kind.REDUCE_SCATTER:
+            self._announced_round = tag.round
         recvs = [self._messenger.recv((), source, tag)[0] for source in self.peers()]
         sends = [self._messenger.send((), to, tag) for to in self.peers()]
         return Chain([*recvs, DeferredSends(self._messenger, sends)])
@@ -270,7 +281,6 @@ class Transport:
         reduce-scatter, unless it sends a message to every other rank before it waits: `meet` relies on one of them."""
         if tag.round == self._announced_round:
             return Chain(())
-        self._announced_round = tag.round
         return self.announce(tag)
 
     def meet(self, tag: Tag, catch_up: Callable[[], None], message: Callable[[], bytes] = bytes) -> list[bytes]:
@@ -291,12 +301,16 @@ class Transport:
         self.check()
         self._log("meets all ranks", tag)
         while True:
-            messages = self._control.swap(message(), tag)
+            messages = self._swap(message(), tag)
             if messages is not None:
                 return messages
             self._log("catches up", tag)
             catch_up()
             tag = replace(tag, round=tag.round + 1)
+
+    def _swap(self, data: bytes, tag: Tag) -> list[bytes] | None:
+        swap = partial(self._control.swap, data, tag)
+        return swap() if self.launches is None else self.launches.meet(tag, swap)
 
     def _log(self, what: str, tag: Tag) -> None:
         if LOG.isEnabledFor(logging.DEBUG):
@@ -382,8 +396,5 @@ def chunks(numel: int) -> Iterator[tuple[int, int]]:
 
 def _parts(tensor: Tensor, in_one_part: bool) -> list[Tensor]:
     data, size = as_bytes(tensor), tensor.itemsize
-    if not tensor.numel():
-        return []
-    if in_one_part:
-        return [data]
-    return [data[begin * size : end * size] for begin, end in chunks(tensor.numel())]
+    spans = [(0, tensor.numel())] if in_one_part else chunks(tensor.numel())
+    return [data[begin * size : end * size] for begin, end in spans if end]  # an empty tensor has no part

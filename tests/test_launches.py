@@ -26,8 +26,8 @@ SHAPE = replace(NARROW, layers=4)
 class Budget:
     """The most launches of one gather, one release and one reduction, and of all divisions, clips and steps together.
 
-    ``looks``: at values of the device, ``rounds``: headers of collectives that are awaited, ``control``: meetings and
-    exchanges; each with and without a clip.
+    ``looks``: at values of the device, ``rounds``: headers of collectives (of the gate, and of the first reduction of a
+    round), ``control``: meetings and exchanges; each with and without a clip.
     """
 
     gather: int
@@ -42,10 +42,10 @@ class Budget:
 
 
 BUDGETS = {  # by stage; of the default sizes of buckets on a device: 9 buckets, at stage 3 5
-    0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=4, looks=(0, 0), rounds=(19, 18)),
-    1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(19, 18)),
-    2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(19, 18)),
-    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=2, looks=(1, 1), rounds=(14, 13)),
+    0: Budget(gather=2, release=0, reduce=3, divide=0, clip=6, step=4, looks=(0, 0), rounds=(1, 1)),
+    1: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(1, 1)),
+    2: Budget(gather=1, release=0, reduce=3, divide=1, clip=6, step=16, looks=(0, 0), rounds=(1, 1)),
+    3: Budget(gather=2, release=2, reduce=3, divide=1, clip=6, step=2, looks=(1, 1), rounds=(2, 2)),
 }
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +30,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from collectives import Tag, Transport, pool
 from collectives.algorithms import ordered_sum
 from collectives.backend import Pending, PendingBytes
-from collectives.backends.gloo import GlooBackend
+from collectives.backends.gloo import GlooBackend, _UnderWay
 from collectives.control_plane import pack_messages
+from collectives.launches.board import MemoryBoard
 from collectives.messages import with_offset
 from collectives.messenger import MARKER
 from collectives.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
@@ -64,6 +65,16 @@ class _Answer:
         return self._sent.popleft()
 
 
+class _Streams(_UnderWay):
+    """Streams of devices; on the CPU a collective has ended when it is awaited."""
+
+    def awaited(self, device: torch.device) -> torch.Event | None:
+        if device.type != "cpu":
+            return super().awaited(device)
+        self._not_awaited -= 1
+        return None
+
+
 class AnsweredBackend(GlooBackend):
     """The last rank of a "fake" process group, whose peers answer at once. See the module.
 
@@ -74,6 +85,7 @@ class AnsweredBackend(GlooBackend):
 
     def __init__(self, group: Any) -> None:
         super().__init__(group, TIMEOUT)
+        self._on_streams = _Streams()
         self._sent: defaultdict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self._last_header = b""
         self._answer_size: dict[tuple[int, int], int] = {}  # by the rank and the slot of its header
@@ -96,6 +108,13 @@ class AnsweredBackend(GlooBackend):
     def device_backend(self, device: torch.device) -> str:
         """Return what a group of ranks with GPUs has: its collectives are awaited in streams."""
         return "gloo" if device.type == "cpu" else "nccl"
+
+    def stays_on(self, device: torch.device) -> bool:
+        return True
+
+    def board(self, exchange: Callable[[bytes], list[bytes]]) -> MemoryBoard:
+        """Return a board on which no sentinel asks: nothing is ever late."""
+        return MemoryBoard()
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Any:
         raise NotImplementedError("the last rank sends no values in a broadcast, nor in an all-to-all")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from ..backend import Pending
-from ..messages import PeerError, Tag, Work
+from ..launches.gate import Launches
+from ..launches.ledger import Ledger
+from ..messages import Chain, CollectiveError, Kind, PeerError, Tag, Work
 from ..transport import Transport, as_a_whole
 
 
@@ -101,6 +105,69 @@ class Several:
         for pending in self._pendings:
             pending.wait(timeout)
 
+    def ended(self) -> bool:
+        """See `DevicePending`."""
+        return all(_ended(pending) for pending in self._pendings)
+
+
+def _ended(pending: Pending) -> bool:
+    ended: Callable[[], bool] | None = getattr(pending, "ended", None)
+    return ended is None or ended()
+
+
+class _Noted:
+    """A launch of a ledger: a stream waits for it when its rank does."""
+
+    def __init__(self, pending: Pending, ledger: Ledger, number: int) -> None:
+        self._pending, self._ledger, self._number = pending, ledger, number
+
+    def wait(self, timeout: float) -> None:
+        self._ledger.awaited(self._number, partial(_ended, self._pending))
+        self._pending.wait(timeout)
+
+
+def launched(
+    transport: Transport,
+    tag: Tag,
+    device: torch.device,
+    call: Callable[[], Pending | None],
+    finish: Callable[[], None],
+) -> Work:
+    """Launch a collective of the backend among all ranks of a transport. ``finish`` runs when it is done.
+
+    It begins when all ranks have sent its header. Where a ledger notes launches on devices, only a gate does so. There
+    the first reduction of a round sends a header that is read when it is awaited: `Transport.meet` relies on it.
+    ``tag``: its digest is that of all that the ranks must have in common.
+    """
+    launches = transport.launches if transport.backend.stays_on(device) else None
+    if launches is None:
+        transport.announce(tag).wait()
+        return begun(transport, tag, call, finish)
+    announced: Work = Chain(())
+    if launches.is_gate():
+        with launches.waiting(tag):
+            transport.announce(tag).wait()
+    elif tag.kind is Kind.REDUCE_SCATTER:
+        announced = _Waited(transport.announce_round(tag), launches, tag)
+    return Chain([announced, begun(transport, tag, partial(noted, launches, tag, call), finish)])
+
+
+def noted(launches: Launches, tag: Tag, call: Callable[[], Pending | None]) -> Pending | None:
+    """Launch a collective that a ledger notes."""
+    number, pending = launches.ledger.add(tag), call()
+    return None if pending is None else _Noted(pending, launches.ledger, number)
+
+
+class _Waited:
+    """A wait for the headers of all ranks, of which the sentinel knows."""
+
+    def __init__(self, announced: Work, launches: Launches, tag: Tag) -> None:
+        self._announced, self._launches, self._tag = announced, launches, tag
+
+    def wait(self) -> None:
+        with self._launches.waiting(self._tag):
+            self._announced.wait()
+
 
 def begun(transport: Transport, tag: Tag, call: Callable[[], Pending | None], finish: Callable[[], None]) -> Running:
     """Begin a collective of the backend that the other ranks have begun, or will. ``finish`` runs when it is done."""
@@ -116,7 +183,7 @@ def nothing() -> None:
     """The end of a collective whose bytes are all that is wanted."""
 
 
-def lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
+def lost(transport: Transport, tag: Tag, error: PeerError) -> CollectiveError:
     """Abort after a failed collective of the backend, and return the error to raise.
 
     The backend does not report which rank failed. A rank that the abort cannot reach may be the one, so the error names
@@ -125,5 +192,8 @@ def lost(transport: Transport, tag: Tag, error: PeerError) -> PeerError:
     """
     reason = f"{transport.rank_label}, in {tag.label}: the process group's own collective failed ({error})"
     unreached = transport.abort(reason)
+    found = None if transport.launches is None else transport.launches.take_verdict()
+    if found is not None:
+        return found
     who = f"; no answer from rank {' or '.join(map(str, unreached))}" if unreached else ""
     return PeerError(reason + who)

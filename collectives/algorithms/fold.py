@@ -48,7 +48,7 @@ class Begins(Together, Protocol):
         self,
         tag: Tag,
         bounds: Sequence[int],
-        dtype: torch.dtype,
+        moved: Tensor,
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work: ...
@@ -116,7 +116,7 @@ class FoldOnDevices(Fold):
             copied = None if start is None else _copy(self, start)
             return _OnDevice(self, _Operands(self, source, bounds, out, copied))
 
-        return self._begins.begin(tag, bounds, source.dtype, call, nothing)
+        return self._begins.begin(tag, bounds, source, call, nothing)
 
 
 class _Operands:

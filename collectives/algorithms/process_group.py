@@ -1,8 +1,9 @@
 """Algorithms that are made of the backend's own collectives, and how such a collective is begun, awaited and aborted.
 
 Such a collective has no headers. Ranks that entered different ones would mix their bytes, or wait for each other until
-the time limit. So each rank first sends a header to all others, with a digest of bounds and dtype, and begins when it
-has read the same header from all. That also keeps the order in which the backend wants the collectives.
+the time limit. So on the host each rank first sends a header to all others, with a digest of bounds and dtype, and
+begins when it has read the same header from all. That also keeps the order in which the backend wants the collectives.
+On devices a ledger takes the place of most of these headers (`base.launched`).
 
 Knows: tags, and collectives of a backend. Does not know: what the backend is.
 """
@@ -10,18 +11,17 @@ Knows: tags, and collectives of a backend. Does not know: what the backend is.
 from __future__ import annotations
 
 import itertools
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from ..backend import Backend, Pending
+from ..launches.ledger import agreed_digest
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
-from .base import Running, Several, begun, nothing
+from .base import Running, Several, launched, nothing
 from .ordered_sum import ordered_sum
 
 MOST_PADDING = 0.5  # of the elements of an all-gather
@@ -69,7 +69,7 @@ class ProcessGroupAlgorithm(ABC):
             return Running(t, tag, None, lambda: ordered_sum([*before, source], out))
         exchange = self._exchange(source, bounds, out.numel())
         parts = [*before, *exchange.parts]
-        work = self._start(tag, bounds, source.dtype, exchange.call, lambda: ordered_sum(parts, out))
+        work = self._start(tag, bounds, source, exchange.call, lambda: ordered_sum(parts, out))
         t.count_payload(exchange.sent, exchange.received)
         return work
 
@@ -77,26 +77,27 @@ class ProcessGroupAlgorithm(ABC):
         self,
         tag: Tag,
         bounds: Sequence[int],
-        dtype: torch.dtype,
+        moved: Tensor,
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work:
-        """Begin ``call`` when all ranks are here. ``finish`` runs when it is done. An empty collective has no call."""
+        """Begin ``call``. ``finish`` runs when it is done. An empty collective has no call. ``moved``: has the dtype,
+        and the device, of what travels."""
         t = self.transport
-        agreed = zlib.crc32(repr((tag.digest, list(bounds), dtype)).encode())
-        t.announce(replace(tag, digest=agreed)).wait()
-        return begun(t, tag, lambda: call(t.backend) if bounds[-1] else None, finish)
+        digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
+        agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
+        return launched(t, agreed, moved.device, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def begin(
         self,
         tag: Tag,
         bounds: Sequence[int],
-        dtype: torch.dtype,
+        moved: Tensor,
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
     ) -> Work:
         """Begin collectives that another algorithm is made of, when all ranks are in the same. See `_start`."""
-        return self._start(tag, bounds, dtype, call, finish)
+        return self._start(tag, bounds, moved, call, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
@@ -138,7 +139,7 @@ class ProcessGroupAlgorithm(ABC):
                 target.copy_(arrived)
 
         work = self._start(
-            tag, bounds, buffer.dtype, lambda backend: backend.all_gather(as_bytes(padded), as_bytes(sent)), finish
+            tag, bounds, buffer, lambda backend: backend.all_gather(as_bytes(padded), as_bytes(sent)), finish
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
         t.count_payload(moved, moved)
@@ -152,7 +153,7 @@ class ProcessGroupAlgorithm(ABC):
         def call(backend: Backend) -> Pending:
             return Several([backend.broadcast(as_bytes(each), rank) for rank, each in shards])
 
-        work = self._start(tag, bounds, buffer.dtype, call, nothing)
+        work = self._start(tag, bounds, buffer, call, nothing)
         own = (bounds[t.rank + 1] - bounds[t.rank]) * buffer.itemsize
         t.count_payload((t.world_size - 1) * own, bounds[-1] * buffer.itemsize - own)
         return work

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import NCCL, Backend
+from ..launches.board import Board
 from ..messages import PeerError
 from ..transport import Transport
+from .store_board import BOARDS
 from .threads import solo
 
 _PASSED = zlib.crc32(b"pass_to") >> 1  # gloo's tag of tensors that are passed on; those of messages depend on a slot
@@ -53,24 +57,32 @@ class _Collective:
     NCCL begins when the current stream has reached this launch, and runs on a stream of its own. ``wait`` orders the
     current stream behind it. So gradients travel while the backward goes on, the host waits for nothing, and work that
     is enqueued on the same stream after the wait may use the memory. The only time limit is that of the group, at
-    which torch ends the process. If a peer died, the next header reports that before.
+    which torch ends the process. If a peer died, the next header or a sentinel reports that before.
     """
 
     def __init__(self, work: Any, under_way: _UnderWay | None, *held: Tensor) -> None:
         """``under_way``: of the streams that the work is on; None if it is on the host."""
         self._work, self._under_way = work, under_way
         self._held: tuple[Tensor, ...] = held
+        self._event: torch.Event | None = None  # behind it, on the stream that waits
+        self._awaited = False
         if under_way is not None:
             under_way.launched()
 
     def wait(self, timeout: float) -> None:
+        if self._awaited:
+            return
         try:
             self._work.wait() if self._under_way is not None else self._work.wait(timedelta(seconds=timeout))
         except RuntimeError as error:
             raise PeerError(" ".join(str(error).split())) from error
         if self._under_way is not None and self._held:
-            self._under_way.awaited(self._held[0].device)
-        self._held = ()
+            self._event = self._under_way.awaited(self._held[0].device)
+        self._held, self._work, self._awaited = (), None, True
+
+    def ended(self) -> bool:
+        """See `DevicePending`."""
+        return self._awaited and (self._event is None or self._event.query())
 
 
 class _UnderWay:
@@ -78,21 +90,24 @@ class _UnderWay:
 
     def __init__(self) -> None:
         self._not_awaited = 0  # by a stream
-        self._last: dict[torch.device, torch.Event] = {}  # behind the last that a stream of the device waits for
+        self._events: deque[torch.Event] = deque()  # behind each that a stream waits for and that may not have ended
 
     def launched(self) -> None:
         self._not_awaited += 1
 
-    def awaited(self, device: torch.device) -> None:
-        """Note that the current stream of a device waits for one."""
+    def awaited(self, device: torch.device) -> torch.Event | None:
+        """Note that the current stream of a device waits for one. Return the event behind it."""
         self._not_awaited -= 1
-        if device not in self._last:
-            self._last[device] = torch.Event(device)
-        self._last[device].record(torch.accelerator.current_stream(device))
+        while self._events and self._events[0].query():
+            self._events.popleft()
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        self._events.append(event)
+        return event
 
     def __bool__(self) -> bool:
         """Whether any may not have ended."""
-        return self._not_awaited > 0 or not all(event.query() for event in self._last.values())
+        return self._not_awaited > 0 or not all(event.query() for event in list(self._events))
 
 
 class GlooBackend(Backend):
@@ -173,6 +188,15 @@ class GlooBackend(Backend):
 
     def take_from(self, tensor: Tensor, source: int) -> _Collective:
         return self._held(_started(self.group.recv, [tensor], source, _PASSED), tensor)
+
+    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
+        return BOARDS.of(self.group, self.rank, exchange)
+
+    def interrupt(self) -> None:
+        """Let a time limit pass for each message: gloo then closes all connections of the group."""
+        for pending in list(self._under_way):
+            with suppress(PeerError):
+                pending.wait(0.001)
 
     def abort_collectives(self) -> bool:
         aborted = sum(part.abort_collectives() for part in self._parts) > 0

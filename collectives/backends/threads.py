@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ..backend import Backend, Pending
+from ..launches.board import Board, MemoryBoard
 from ..messages import GoneError, PeerError
 from ..transport import Transport
 
@@ -52,6 +53,8 @@ class _World:
         self._gone: dict[int, str] = {}
         self._closed_slots: set[tuple[int, int, int]] = set()  # sender, receiver, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
+        self.board = MemoryBoard()
+        self._interrupted: set[int] = set()
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
         own, other = (self._sends, self._recvs) if sending else (self._recvs, self._sends)
@@ -72,6 +75,8 @@ class _World:
             while not transfer.done and (transfer.source is None or transfer.target is None):
                 if key in self._closed_slots:
                     raise GoneError("it gave up")
+                if key[1] in self._interrupted:
+                    raise PeerError("the wait was ended")
                 if peer in self._gone:
                     raise PeerError(f"rank {peer} left: {self._gone[peer]}")
                 if not self._changed.wait(limit - time.monotonic()) and time.monotonic() >= limit:
@@ -85,6 +90,11 @@ class _World:
     def close_slot(self, key: tuple[int, int, int]) -> None:
         with self._changed:
             self._closed_slots.add(key)
+            self._changed.notify_all()
+
+    def interrupt(self, rank: int) -> None:
+        with self._changed:
+            self._interrupted.add(rank)
             self._changed.notify_all()
 
     def mark_gone(self, rank: int, why: str) -> None:
@@ -118,6 +128,12 @@ class ThreadBackend(Backend):
 
     def offset_of(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
+
+    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
+        return self._world.board
+
+    def interrupt(self) -> None:
+        self._world.interrupt(self.rank)
 
     def map_peer(self, source: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """Return the elements at an address, as another process would see them: this does not keep them alive."""

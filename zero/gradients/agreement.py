@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from collectives import Kind, Tag, Transport
+from collectives.launches.ledger import History
+from collectives.launches.verdict import compare
 
 from ..runtime.unit_order import SAME_UNITS, UnitOrder
 
@@ -36,6 +38,8 @@ class Record:
             gradients are means already; or the message of a save.
         reports: of `Agreement.report`.
         order: of the units that this rank has used beside its training since the last agreement, as a digest.
+        launched: how many collectives this rank has launched on devices, and a digest of them; None: all were agreed
+            on one by one.
     """
 
     divisor: float
@@ -49,6 +53,7 @@ class Record:
     attachment: bytes = b""
     reports: dict[str, str] = field(default_factory=dict)
     order: int = 0
+    launched: tuple[int, int] | None = None
 
     def pack(self) -> bytes:
         head = {
@@ -63,6 +68,8 @@ class Record:
         }
         if self.order:
             head["order"] = self.order
+        if self.launched is not None:
+            head["launched"] = self.launched
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod
@@ -70,12 +77,14 @@ class Record:
         head, _, rest = data.partition(b"\0")
         fields = json.loads(head)
         count, divisor, pending = fields.pop("parameters"), fields.pop("divisor"), fields.pop("pending")
+        launched = fields.pop("launched", None)
         return cls(
             divisor=float.fromhex(divisor),
             pending=tuple(pending),
             used=rest[:count],
             trainable=rest[count : 2 * count],
             attachment=rest[2 * count :],
+            launched=None if launched is None else tuple(launched),
             **fields,
         )
 
@@ -128,9 +137,25 @@ class Agreement:
         messages = self.meet(purpose, rounds, catch_up, lambda: replace(record(), **also).pack())
         records = [Record.unpack(data) for data in messages]
         self.reports = [record.reports for record in records]
+        if all(record.error is None for record in records):
+            self.compare_launches(records)
         check(records, purpose, name)
         self._compare_orders([record.order for record in records], purpose)
         return records
+
+    def compare_launches(self, records: Sequence[Record]) -> None:
+        """Raise `MismatchError` on every rank, and close the group, if ranks that share a copy have launched different
+        collectives on devices. Collective. ``records``: of all ranks, of one meeting."""
+        launches, blocks = self._transport.launches, range(0, len(records), self._sharing)
+        of_block = [{record.launched for record in records[first : first + self._sharing]} for first in blocks]
+        if launches is None or all(len(states) == 1 for states in of_block):
+            return
+        told = self._transport.exchange(launches.ledger.history().pack(), Tag(Kind.EXCHANGE, "what was launched"))
+        found = compare([History.unpack(data) for data in told], self._sharing, launches.advice)
+        assert found is not None, "records of ranks that have launched the same are equal"
+        error = found.error(self._transport.rank_label)
+        self._transport.abort(str(error))
+        raise error
 
     def _compare_orders(self, orders: Sequence[int], purpose: str) -> None:
         """Warn, once and on rank 0, if ranks that share a copy have used other units beside their training."""

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport
+from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport, behind_a_meeting
 
 from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
@@ -154,6 +154,7 @@ class Reducer:
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self.schedule.number)
         with self._agreeing():
             records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
+            self.agreement.compare_launches(records)
         self.schedule.agree_used([record.used for record in records])
         if all(
             record.divisor == self.schedule.divisor for record in records
@@ -163,9 +164,10 @@ class Reducer:
     def _gather_means(self) -> None:
         """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist."""
         summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
-        Chain(
-            grad.gather_means(self._collective, self.schedule.number, self.schedule.divisor) for grad in summed
-        ).wait()
+        with behind_a_meeting(self._transport):
+            Chain(
+                grad.gather_means(self._collective, self.schedule.number, self.schedule.divisor) for grad in summed
+            ).wait()
         self.schedule.means_gathered()
 
     def _empty_round(self, also: Sequence[int] = ()) -> None:
@@ -220,7 +222,8 @@ class Reducer:
             return attached if len(set(used)) == 1 else []
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
-            self._empty_round(pending)
+            with behind_a_meeting(self._transport):
+                self._empty_round(pending)
         self.schedule.agree_used(used)
         if self._stage.grads_replicated:
             if self.schedule.means_divisor != self.schedule.divisor:
@@ -266,7 +269,10 @@ class Reducer:
 
     def _record(self) -> Record:
         known = self.schedule
-        return Record(known.divisor, known.phase.name.lower(), known.pending, known.used(), known.trainable())
+        launches = self._transport.launches
+        launched = None if launches is None else launches.ledger.state
+        phase, used, trainable = known.phase.name.lower(), known.used(), known.trainable()
+        return Record(known.divisor, phase, known.pending, used, trainable, launched=launched)
 
     def _name(self, number: int) -> str:
         """Return the name of a parameter by its number among the flags of a record."""

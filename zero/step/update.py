@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work
+from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work, behind_a_meeting
 from collectives.kernels import NORM_TYPES, kernels_of
 
 from ..core.norm import PowerSum
@@ -136,7 +136,8 @@ class Update:
         kernels = kernels_of(device)
         assert kernels is not None
         shards = self._means.shards()
-        return clip_on_device(kernels, device, shards, gradients, max_norm, self._shard_group, self._collective)
+        with behind_a_meeting(self._transport):
+            return clip_on_device(kernels, device, shards, gradients, max_norm, self._shard_group, self._collective)
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
         """Update every parameter that some rank used. Collective.
@@ -165,8 +166,9 @@ class Update:
             )
 
         self._storage.stepping()
-        changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
-        queue.finish()
+        with behind_a_meeting(self._transport):
+            changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
+            queue.finish()
         self._pool.drop_cheap()
         self._storage.stepped()
         return changed

@@ -10,8 +10,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,16 +22,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from collectives import CollectiveError, Kind, Tag, topology
+from collectives import CollectiveError, Kind, MismatchError, Tag, Transport, topology
 from collectives.algorithms.process_group import AllToAll, Native
 from collectives.backends.gloo import connect
 from collectives.pool import Pool, holders
+from collectives.watching import watch
 from zero import ZeroOptimizer
 from zero.commands.train.model import Shape
 from zero.commands.train.model import build as build_gpt
 from zero.commands.train.model import loss_fn as cross_entropy
+from zero.gradients.agreement import Agreement, Record
+from zero.runtime.joining import Joining
+from zero.runtime.unit_order import UnitOrder
 
-from ...support.devices import DEVICE, Ranks, deterministic, deterministic_products, on, whole_program
+from ...support.devices import DEVICE, GPU, HAS_GPU, Ranks, deterministic, deterministic_products, on, whole_program
 from ...support.models import build, odd_batches, odd_loss
 from ...support.narrowed import PRECISIONS
 from ...support.plain import assert_same_model, assert_same_states, plain_step, share
@@ -266,3 +271,85 @@ def test_a_failed_rank_is_named_and_the_gpu_is_free_again(ranks: Ranks, case: tu
     blocked = ranks.device == "cpu" and (stage, fault) == (3, "raises")
     assert "rank 1" in message or (blocked and "the process group's own collective failed" in message), message
     assert ("over a new process group" in closed) == (ranks.device != "cpu")
+
+
+# -- without a header for each collective ------------------------------------------------------------------------------
+
+ON_A_GPU = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU")
+UNIT = Tag(Kind.ALL_GATHER, "a unit", 0, 1)
+
+
+def watched(group: dist.ProcessGroup, limit: float) -> Transport:
+    """Return a transport with a ledger, whose sentinel asks after ``limit`` seconds."""
+    transport = connect(group).fork()
+    transport.backend.stall_limit = limit
+    watch(transport, transport.world_size, torch.device(GPU))
+    assert transport.launches is not None
+    return transport
+
+
+def gather(transport: Transport, tag: Tag) -> Tensor:
+    size = transport.world_size
+    whole = torch.full((1000 * size,), float(transport.rank), device=GPU)
+    bounds = [1000 * rank for rank in range(size + 1)]
+    AllToAll(transport).all_gather(whole, bounds, tag=tag).wait()
+    return whole
+
+
+def late(group: dist.ProcessGroup, rank: int, limit: float, seconds: float) -> float:
+    group._get_backend(torch.device(GPU))._set_default_timeout(timedelta(seconds=limit))
+    transport = watched(group, 2.0)
+    gather(transport, UNIT)
+    transport.exchange(b"", Tag(Kind.EXCHANGE, "a step"))
+    if rank == 1:
+        time.sleep(seconds)
+    return float(gather(transport, replace(UNIT, index=2)).sum().item())
+
+
+@ON_A_GPU
+def test_a_rank_may_be_late_by_more_than_the_time_limit_of_nccl(ranks: Ranks) -> None:
+    """The others wait at the gate, on the host. A kernel that waits for so long ends its process."""
+    assert ranks.run(late, 20.0, 40.0, world_size=2) == [1000.0] * 2
+
+
+def in_vain(group: dist.ProcessGroup, rank: int) -> tuple[str, float]:
+    """Rank 0's host is inside `item()`, behind a gather that rank 1 does not launch, since it is inside a meeting."""
+    transport = watched(group, 2.0)
+    gather(transport, UNIT)
+    begin = time.monotonic()
+    if rank == 0:
+        with suppress(RuntimeError):  # of the device, whose collective is aborted
+            gather(transport, replace(UNIT, index=2)).sum().item()
+    with pytest.raises(CollectiveError) as caught:
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "a step"))
+    seconds = time.monotonic() - begin
+    torch.cuda.synchronize()
+    return str(caught.value), seconds
+
+
+@ON_A_GPU
+def test_a_host_that_waits_for_its_device_in_vain_comes_back_and_learns_why(ranks: Ranks) -> None:
+    for message, seconds in ranks.run(in_vain, world_size=2):
+        assert "rank 0 is in a unit [all_gather, round 0, index 2], but rank 1 is in a step" in message
+        assert seconds < 2.0 + 2.0 + SOON / 10
+    ranks.pool.stop()  # its group is lost
+
+
+def other_units(group: dist.ProcessGroup, rank: int) -> str:
+    """The bytes of two gathers are mixed, and no rank waits. The next meeting tells."""
+    transport = watched(group, SOON)
+    gather(transport, UNIT)
+    gather(transport, replace(UNIT, index=2 + rank)).sum().item()
+    launches = transport.launches
+    assert launches is not None
+    record = Record(1.0, "open", (), b"", b"", launched=launches.ledger.state)
+    with pytest.raises(MismatchError) as caught:
+        Agreement(transport, 2, UnitOrder(Joining())).agree("step()", 0, lambda: None, lambda: record, str)
+    return str(caught.value)
+
+
+@ON_A_GPU
+def test_mixed_bytes_are_told_before_anything_that_is_kept_has_changed(ranks: Ranks) -> None:
+    for message in ranks.run(other_units, world_size=2):
+        assert "rank 0 is in a unit [all_gather, round 0, index 2], but rank 1 is in a unit" in message
+    ranks.pool.stop()  # its group is lost

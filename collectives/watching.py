@@ -1,0 +1,59 @@
+"""Gives the ranks of a group a ledger, a board and a sentinel each, if their collectives stay on devices.
+
+`ZERO_CHECK_EACH=1` in the environment of all ranks keeps the awaited header of each collective instead. So does a group
+without a board.
+
+Knows: transports, and what opens a board. Does not know: what is launched.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from .launches.gate import Launches, Ranks
+from .launches.sentinel import SENTINEL, Post
+from .messages import Kind, Tag
+from .transport import Transport
+
+CHECK_EACH = "ZERO_CHECK_EACH"
+_OPENING = Tag(Kind.EXCHANGE, "opening the sentinels' board")
+
+
+def watch(transport: Transport, sharing: int, device: torch.device) -> None:
+    """Note launches from now on, if collectives of a device stay there, and let a sentinel watch them. Collective.
+
+    ``sharing``: how many neighbouring ranks share one copy of what is gathered.
+    """
+    backend, links, size = transport.backend, transport.links, transport.world_size
+    if size == 1 or transport.launches is not None or not (backend.has_collectives and backend.stays_on(device)):
+        return
+    if os.environ.get(CHECK_EACH) == "1":
+        return
+    board = backend.board(lambda data: transport.exchange(data, _OPENING))
+    problem, post = "" if board is not None else f"{transport.rank_label} has none", None
+    if board is not None:
+        ranks = Ranks(transport.rank, size, sharing, links.number, backend.stall_limit, backend.timeout)
+        launches = Launches(ranks, board, weakref.WeakMethod(links.abort), weakref.WeakMethod(backend.interrupt))
+        post = Post(launches)
+        try:
+            post.open()
+        except (OSError, RuntimeError) as error:
+            problem = f"{transport.rank_label}: {type(error).__name__}: {error}"
+    problems = [data.decode(errors="replace") for data in transport.exchange(problem.encode(), _OPENING) if data]
+    if problems or post is None:
+        if transport.rank == 0:
+            text = f"no board for the sentinels ({problems[0]}): each collective on devices awaits all ranks' headers"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return
+    links.watch(launches)
+    SENTINEL.watch(post)
+
+
+def behind_a_meeting(transport: Transport) -> AbstractContextManager[None]:
+    """Return the context of collectives that follow a meeting of the same call. All ranks enter it alike."""
+    return nullcontext() if transport.launches is None else transport.launches.behind_a_meeting()

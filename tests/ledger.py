@@ -1,0 +1,331 @@
+"""Trainings whose ranks part: each divergence is named on every rank in time, and a late rank changes nothing.
+
+    python -m tests.ledger [DIVERGENCES, by default 60 [LATE, by default 6 [LIMIT in seconds, by default 0.5]]]
+
+draws stages, ranks, threads or processes, a rank and a moment, and what this rank does there: it runs units in another
+order, or another unit, raises, runs out of memory, is lost, ends, or stops. Every other rank must raise within the
+sentinels' limit and `SOON`. Then come ranks that are late by three limits: nothing may be raised, and the weights are
+those of a training without delay. Collectives run on a stream of each rank (`support.streamed`), as on a GPU.
+
+Knows: trainings of a few blocks. Does not know: how a divergence is found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from collectives import CollectiveError, Transport
+from collectives.launches.sentinel import SENTINEL
+from zero import ZeroOptimizer
+
+from .support.models import seeded
+from .support.streamed import StoreMail, StreamedGloo, StreamedLoopback
+
+SOON = 2.0  # seconds beyond the limit in which every rank raises
+PATIENCE = 60.0  # seconds for processes to start and to end, and of the group
+STEPS, WIDTH, BLOCKS = 4, 8, 4
+DIVERGENCES = ("order", "unit", "raise", "memory", "lost", "ends", "stops")
+
+
+class Lost(BaseException):
+    """Ends a rank that is a thread, of which nothing is heard any more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training in which rank ``victim`` does something else in a step, before block ``block`` of its forward.
+
+    ``what``: one of `DIVERGENCES`, "late", or nothing. ``processes``: ranks are processes, else threads. ``rounds``:
+    backwards of a step. ``limit``: of the sentinels, in seconds.
+    """
+
+    what: str
+    stage: int
+    ranks: int
+    victim: int
+    step: int
+    block: int
+    rounds: int = 1
+    clips: bool = True
+    processes: bool = False
+    limit: float = 0.5
+
+
+class Model(nn.Module):
+    """Blocks, which run in an order that the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+
+    def forward(self, x: Tensor, order: Sequence[int], before: Callable[[int], None]) -> Tensor:
+        for place, block in enumerate(order):
+            before(place)
+            x = self.blocks[block](x).tanh()
+        return x
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw: its error, empty if it raised none; when, by the clock of all processes; a digest of weights."""
+
+    error: str
+    at: float
+    digest: str = ""
+
+
+def order_of(case: Case, diverges: bool) -> list[int]:
+    order = list(range(BLOCKS))
+    if diverges and case.what == "order":
+        other = (case.block + 1) % BLOCKS
+        order[case.block], order[other] = order[other], order[case.block]
+    if diverges and case.what == "unit":
+        order[case.block] = (case.block + 2) % BLOCKS
+    return order
+
+
+def end(case: Case, transport: Transport) -> None:
+    """Do what the victim does in the middle of a forward."""
+    match case.what:
+        case "raise":
+            transport.abort(f"{transport.rank_label}: KeyError in the step of the library")
+            raise KeyError("a bug")
+        case "memory":
+            raise torch.OutOfMemoryError("no memory is left for a gather")
+        case "lost" | "ends" | "stops" if not case.processes:
+            raise Lost
+        case "lost":
+            os._exit(1)
+        case "ends":
+            sys.exit(1)
+        case "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "late":
+            time.sleep(3 * case.limit)
+
+
+def train(case: Case, transport: Transport, diverging: Callable[[], None]) -> Seen:
+    """Train, and return what this rank saw. ``diverging``: is called at the moment of the divergence."""
+    model = seeded(0, Model)
+    optimizer_of: Callable[..., ZeroOptimizer] = ZeroOptimizer
+    optimizer = optimizer_of(
+        model,
+        torch.optim.SGD,
+        stage=case.stage,
+        process_group=transport,
+        collective="all_to_all",
+        bucket_cap_mb=1e-4,
+        lr=0.1,
+    )
+    try:
+        for step in range(STEPS):
+            for number in range(case.rounds):
+                diverges = (transport.rank, step, number) == (case.victim, case.step, case.rounds - 1)
+
+                def before(place: int, diverges: bool = diverges) -> None:
+                    if diverges and place == case.block:
+                        diverging()
+                        end(case, optimizer._engine.parts.transport)
+
+                batch = torch.ones(2, WIDTH) * (1 + transport.rank + step + number)
+                model(batch, order_of(case, diverges), before).square().mean().backward()
+            if case.clips:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        with optimizer.gathered():
+            data = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+        return Seen("", time.monotonic(), hashlib.sha256(data).hexdigest())
+    except (CollectiveError, KeyError, torch.OutOfMemoryError) as error:
+        if isinstance(error, torch.OutOfMemoryError) and transport.rank == case.victim:
+            raise Lost from error  # the program ends
+        return Seen(f"{type(error).__name__}: {error}", time.monotonic())
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
+    """Return when the ranks parted, and what each saw; None of one that was lost."""
+    loopback: StreamedLoopback[Any] = StreamedLoopback(case.ranks, limit=case.limit, timeout=PATIENCE)
+    parted = list[float]()
+
+    def program(transport: Transport) -> Seen | None:
+        try:
+            return train(case, transport, lambda: parted.append(time.monotonic()))
+        except Lost:
+            SENTINEL._posts = [post for post in SENTINEL._posts if not of(post, loopback, transport.rank)]
+            return None
+
+    found = loopback.run(program)
+    for backend in loopback.backends:
+        backend.end()
+    return (parted or [time.monotonic()])[0], found
+
+
+def of(post: Any, loopback: StreamedLoopback[Any], rank: int) -> bool:
+    """Return whether a post is that of a rank of these threads."""
+    return post._board is loopback._world.board and post._ranks.rank == rank
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def serve(rank: int, port: int, pipe: Any, case: Case) -> None:
+    """The program of a process: a rank of one case."""
+    torch.set_num_threads(1)
+    logging.getLogger("collectives").setLevel(logging.CRITICAL)
+    store = dist.TCPStore("127.0.0.1", port, None, False)
+    limit = timedelta(seconds=PATIENCE)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=case.ranks, timeout=limit
+    )
+    mail = StoreMail(dist.TCPStore("127.0.0.1", port, None, False))
+    transport = Transport(StreamedGloo(dist.group.WORLD, PATIENCE, mail, case.limit))
+    try:
+        pipe.send(train(case, transport, lambda: pipe.send(time.monotonic())))
+    except Lost:
+        sys.exit(1)
+    pipe.poll(PATIENCE)  # others must not learn from the end of this process
+
+
+def on_processes(case: Case) -> tuple[float, list[Seen | None]]:
+    """Do as `on_threads`. Processes are forks of one that has imported the library."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "torch._dynamo"])
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    pipes, processes = list[Any](), list[Any]()
+    for rank in range(case.ranks):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=serve, args=(rank, store.port, theirs, case), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    parted, found = time.monotonic(), [None] * case.ranks
+    try:
+        for rank, pipe in sorted(enumerate(pipes), key=lambda each: each[0] == case.victim):
+            seen: Any = None
+            while not isinstance(seen, Seen):
+                if isinstance(seen, float) and case.what == "stops":
+                    break
+                if not pipe.poll(PATIENCE):
+                    raise AssertionError(f"{case}: rank {rank} hangs")
+                try:
+                    seen = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    break
+                parted = seen if isinstance(seen, float) else parted
+            found[rank] = seen if isinstance(seen, Seen) else None
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        if case.what == "stops":
+            processes[case.victim].kill()
+        for process in processes:
+            process.join(PATIENCE)
+            code = process.exitcode
+            process.kill()
+            assert code in (0, 1) or case.what == "stops", f"{case}: a process ended with {code}"
+    return parted, found
+
+
+# -- what must be seen -------------------------------------------------------------------------------------------------
+
+
+def run(case: Case) -> tuple[float, str]:
+    """Run a case. Return the seconds until the last rank raised, and the errors' words of one rank; raise
+    `AssertionError` if a rank that must raise has not, or not in time, or names nobody."""
+    parted, found = (on_processes if case.processes else on_threads)(case)
+    longest, words = 0.0, ""
+    for rank, seen in enumerate(found):
+        if rank == case.victim and case.what not in ("order", "unit"):
+            continue
+        assert seen is not None, f"{case}: rank {rank} ended"
+        assert seen.error, f"{case}: rank {rank} raised nothing"
+        longest, words = max(longest, seen.at - parted), seen.error
+        assert seen.at - parted < case.limit + SOON, (
+            f"{case}: rank {rank} needed {seen.at - parted:.1f} s: {seen.error}"
+        )
+        assert f"rank {case.victim}" in seen.error, f"{case}: rank {rank}: {seen.error}"
+    return longest, words
+
+
+def run_late(case: Case) -> None:
+    """Run a case with a late rank, and without; raise `AssertionError` if any rank raises or has other weights."""
+    digests = set()
+    for each in (case, replace(case, what="", processes=False)):
+        _, found = (on_processes if each.processes else on_threads)(each)
+        for rank, seen in enumerate(found):
+            assert seen is not None, f"{each}: rank {rank} ended"
+            assert not seen.error, f"{each}: rank {rank}: {seen.error}"
+            digests.add(seen.digest)
+    assert len(digests) == 1, f"{case}: {len(digests)} different weights"
+
+
+def drawn(seed: int, limit: float = 0.5, *, late: bool = False) -> Case:
+    """Return a random case. Units exist at stage 3 alone, where a rank may run others than its peers."""
+    source = random.Random(seed)
+    what = "late" if late else source.choice(DIVERGENCES)
+    stage = 3 if what in ("order", "unit") else source.randrange(4)
+    ranks = source.randint(2, 4)
+    return Case(
+        what,
+        stage,
+        ranks,
+        source.randrange(ranks),
+        source.randrange(1, STEPS),
+        source.randrange(BLOCKS),
+        source.randint(1, 2),
+        source.random() < 0.5,
+        source.random() < 0.5,
+        limit,
+    )
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    begin = time.monotonic()
+    yield
+    print(f" in {time.monotonic() - begin:.0f} s")
+
+
+def main(divergences: int = 60, late: int = 6, limit: float = 0.5) -> None:
+    logging.getLogger("collectives").setLevel(logging.CRITICAL)
+    seconds, kinds, gone = list[float](), Counter[str](), 0
+    with told():
+        for seed in range(divergences):
+            case = drawn(seed, limit)
+            seconds.append(run(case)[0])
+            kinds[f"{case.what} ({'processes' if case.processes else 'threads'})"] += 1
+            print(f"\r{seed + 1} of {divergences} divergences", end="", flush=True)
+    if seconds:
+        print(f"named on every rank after {max(seconds):.1f} s at most; limit {limit} s and {SOON} s")
+        print(", ".join(f"{kind}: {count}" for kind, count in sorted(kinds.items())))
+    with told():
+        for seed in range(late):
+            run_late(drawn(seed, limit, late=True))
+            gone += 1
+            print(f"\r{gone} of {late} late ranks: nothing raised, same bits", end="", flush=True)
+
+
+if __name__ == "__main__":
+    kinds_of = (int, int, float)
+    main(*(kind(given) for kind, given in zip(kinds_of, sys.argv[1:], strict=False)))
