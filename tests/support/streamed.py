@@ -156,9 +156,9 @@ class _Streamed(Backend):
     def stays_on(self, device: torch.device) -> bool:
         return True
 
-    def all_to_all(self, out: Tensor, source: Tensor, out_splits: list[int], splits: list[int]) -> Pending:
-        parts = torch.split(source, splits)
-        return self.stream.launch(parts, out_splits, lambda arrived: out.copy_(torch.cat(arrived)))
+    def all_to_all(self, out: Tensor, source: Tensor, splits: tuple[list[int], list[int]] | None) -> Pending:
+        arriving, leaving = splits or ([source.numel() // self.world_size] * self.world_size,) * 2
+        return self.stream.launch(torch.split(source, leaving), arriving, lambda arrived: out.copy_(torch.cat(arrived)))
 
     def all_gather(self, out: Tensor, source: Tensor) -> Pending:
         sizes = [source.numel()] * self.world_size
