@@ -38,7 +38,7 @@ from .backends.hybrid import HybridBackend
 from .backends.rendezvous import HostListener, exchange_infos, host_key, join, machine_of
 from .backends.shared_memory import SharedMemoryBackend
 from .backends.threads import ThreadBackend
-from .control_plane import MESH_RANKS
+from .links.control_plane import MESH_RANKS
 from .messages import CollectiveError, Kind, Tag
 from .transport import Transport, as_a_whole
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .backend import Backend, Region
-from .control_plane import Mesh, Tree
-from .exposed_buffers import ExposedBuffer, PeerBuffers
 from .launches.gate import Launches
+from .links.control_plane import Mesh, Tree
+from .links.exposed_buffers import ExposedBuffer, PeerBuffers
+from .links.messenger import DeferredSends, Messenger
+from .links.peer_links import PeerLinks
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
-from .messenger import DeferredSends, Messenger
-from .peer_links import PeerLinks
 from .pool import Pool
 
 LOG = logging.getLogger("collectives")

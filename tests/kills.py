@@ -44,7 +44,7 @@ from collectives import (
     shared,
 )
 from collectives.backends.gloo import connect
-from collectives.control_plane import MESH_RANKS
+from collectives.links.control_plane import MESH_RANKS
 
 from .support.carried import folded
 from .support.sockets import routed

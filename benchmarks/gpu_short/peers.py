@@ -31,11 +31,11 @@ from collectives import Tag, Transport, pool
 from collectives.algorithms import ordered_sum
 from collectives.backend import Pending, PendingBytes
 from collectives.backends.gloo import GlooBackend, _UnderWay
-from collectives.control_plane import pack_messages
 from collectives.launches.board import MemoryBoard
+from collectives.links.control_plane import pack_messages
+from collectives.links.messenger import MARKER
+from collectives.links.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from collectives.messages import with_offset
-from collectives.messenger import MARKER
-from collectives.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from zero.core import bits, layout, norm, step_groups
 from zero.gradients import division, grad_publisher, hooks
 from zero.parameters import edit_detector

@@ -98,7 +98,7 @@ class FoldOnDevices(Fold):
         """``host``, ``lane``: this rank's."""
         super().__init__(transport, hosts, together)
         self._begins, self.host, self.lane = together, host, lane
-        self.exchange: _Exchange | None = None  # the last one
+        self.exchange: _HostExchange | None = None  # the last one
         self._aside: dict[torch.device, torch.Stream] = {}
 
     def aside(self, device: torch.device) -> torch.Stream | None:
@@ -114,7 +114,7 @@ class FoldOnDevices(Fold):
             if self.exchange is not None:
                 self.exchange.let_go(self.transport.timeout)
             copied = None if start is None else _copy(self, start)
-            return _OnDevice(self, _Operands(self, source, bounds, out, copied))
+            return _FoldUnderWay(self, _Operands(self, source, bounds, out, copied))
 
         return self._begins.begin(tag, bounds, source, call, nothing)
 
@@ -214,7 +214,7 @@ class _ByMessages:
         Chain([onward.irecv(part, owner, self._tag, one_way=True) for part, owner in owners]).wait()
 
 
-class _Exchange:
+class _HostExchange:
     """The exchange inside a host, which holds its input."""
 
     def __init__(self, pending: Pending, given: Tensor) -> None:
@@ -232,7 +232,7 @@ class _Exchange:
         self._pending = self._given = None
 
 
-class _OnDevice:
+class _FoldUnderWay:
     """A reduce-scatter of the backend's own collectives, as one that is pending.
 
     Where the device has streams, everything is launched at once, and sums are formed on a stream of their own: so a
@@ -249,7 +249,7 @@ class _OnDevice:
             as_bytes(operands.sorted),
             ([numel * itemsize] * lanes.width, [size * itemsize for size in operands.sizes]),
         )
-        self._exchange = fold.exchange = _Exchange(pending, operands.sorted)
+        self._exchange = fold.exchange = _HostExchange(pending, operands.sorted)
         del operands.sorted
         sent, received = sum(operands.sizes) - numel, (lanes.width - 1) * numel
         t.count_payload(sent * itemsize, received * itemsize)

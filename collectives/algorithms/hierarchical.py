@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..exposed_buffers import PeerBuffers
+from ..links.exposed_buffers import PeerBuffers
 from ..messages import Chain, Tag, Work
 from ..transport import Transport, as_a_whole, chunks
 from .base import ADDING_UP

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from ..exposed_buffers import ExposedBuffer, PeerBuffers
+from ..links.exposed_buffers import ExposedBuffer, PeerBuffers
 from ..messages import CollectiveError, Tag, Work
 from ..transport import Transport, as_a_whole
 from .ordered_sum import ordered_sum

@@ -19,7 +19,7 @@ class SlowError(OSError):
     """A call has not returned in time, or an earlier one has not returned yet."""
 
 
-class _Call:
+class _Made:
     def __init__(self, call: Callable[[], object]) -> None:
         self._call, self.done = call, threading.Event()
         self.result: object = None
@@ -38,14 +38,14 @@ class Caller:
     """Makes one call at a time, each with a limit."""
 
     def __init__(self) -> None:
-        self._under_way: _Call | None = None
+        self._under_way: _Made | None = None
 
     def call(self, limit: float, call: Callable[[], T]) -> T:
         """Return the result of a call. Raise its error, or `SlowError`; it is then left to itself, and others are slow
         until it has returned."""
         if self._under_way is not None and not self._under_way.done.is_set():
             raise SlowError("an earlier call has not returned")
-        made = _Call(call)
+        made = _Made(call)
         self._under_way = made
         LEFT.start(made)
         if not made.done.wait(limit):
@@ -62,14 +62,14 @@ class _Left:
     def __init__(self) -> None:
         self._threads = weakref.WeakSet[threading.Thread]()
 
-    def start(self, call: _Call) -> None:
+    def start(self, call: _Made) -> None:
         thread = threading.Thread(target=call.run, name="zero: a call of the sentinel", daemon=True)
         self._threads.add(thread)
         thread.start()
 
     def alone(self, call: Callable[[], object]) -> None:
         """Make a call that nobody waits for."""
-        self.start(_Call(call))
+        self.start(_Made(call))
 
     def finish(self, patience: float = PATIENCE) -> None:
         """Wait for the calls under way, at the end of the process."""

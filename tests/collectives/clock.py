@@ -15,8 +15,9 @@ from typing import TypeVar
 
 import pytest
 
-from collectives import Loopback, PeerError, Transport, control_plane, peer_links
+from collectives import Loopback, PeerError, Transport
 from collectives.backends.threads import Interference, ThreadBackend, _Transfer, _World
+from collectives.links import control_plane, peer_links
 
 T = TypeVar("T")
 

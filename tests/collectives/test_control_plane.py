@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from collectives import CollectiveError, Kind, Loopback, Pairwise, Tag, Transport
 from collectives import build as build_collective
-from collectives.control_plane import MESH_RANKS
-from collectives.messenger import SMALL
+from collectives.links.control_plane import MESH_RANKS
+from collectives.links.messenger import SMALL
 
 from ..support.carried import FEWER, hosts_of, jitter
 from .clock import Clocked

@@ -36,11 +36,11 @@ from collectives import (
     Tag,
     Transport,
     broadcast,
-    messenger,
     transport,
 )
 from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _World
+from collectives.links import messenger
 from collectives.messages import GoneError
 from zero.core.cuts import EvenCuts
 from zero.state.gather import gather_to

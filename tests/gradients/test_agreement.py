@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from collectives.messenger import Messenger
+from collectives.links.messenger import Messenger
 from zero import ZeroOptimizer
 from zero.gradients.agreement import LONGEST_REPORT
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .messages import Tag
+from ..messages import Tag
 from .messenger import Messenger
 from .peer_links import RELEASE_PORT, Expected
 

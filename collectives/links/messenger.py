@@ -30,8 +30,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .backend import Backend, Pending, PendingBytes
-from .messages import Kind, Tag, header_offset, is_abort
+from ..backend import Backend, Pending, PendingBytes
+from ..messages import Kind, Tag, header_offset, is_abort
 from .peer_links import (
     ACK,
     ACK_PORT,

@@ -35,9 +35,9 @@ from contextlib import suppress
 
 from torch import Tensor
 
-from .backend import Backend, Pending, PendingBytes
-from .launches.gate import Launches
-from .messages import (
+from ..backend import Backend, Pending, PendingBytes
+from ..launches.gate import Launches
+from ..messages import (
     HEADER_BYTES,
     REPORT_BYTES,
     CollectiveError,

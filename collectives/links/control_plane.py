@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .messages import Kind, Tag
+from ..messages import Kind, Tag
 from .messenger import SMALL, ControlRecv, DeferredSends, Messenger, Send
 from .peer_links import GRACE
 
