@@ -18,6 +18,8 @@ from zero import ZeroOptimizer
 from ...support.devices import DEVICE, HAS_GPU, deterministic_products
 from ...support.plain import assert_same_model
 
+pytestmark = pytest.mark.contract
+
 STEPS, WIDTH = 4, 64
 STAGES = (0, 1, 2) if HAS_GPU else (2,)
 
