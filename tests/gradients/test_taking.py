@@ -21,7 +21,7 @@ from ..support.programs import locked_build
 from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("launched", "unseen")]
+pytestmark = [pytest.mark.usefixtures("launched", "unseen")]
 
 
 @pytest.mark.parametrize(("stage", "world_size"), rows([(0, 2), (3, 2)], [(1, 1), (2, 3)]))

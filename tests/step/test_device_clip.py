@@ -20,7 +20,7 @@ from ..support.programs import Program, Round, Step, check
 from ..support.rows import rows
 from ..support.small import blocks
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("unseen")]
+pytestmark = [pytest.mark.usefixtures("unseen")]
 INF = float("inf")
 
 
