@@ -18,7 +18,6 @@ from ..support.plain import assert_same_model, assert_same_states
 from ..support.rows import rows
 from .whole import Mixed, made, on_ranks, shared, train, train_plainly
 
-pytestmark = pytest.mark.contract
 STEPS = 3
 
 
