@@ -107,10 +107,11 @@ class Several:
 
     def ended(self) -> bool:
         """See `DevicePending`."""
-        return all(_ended(pending) for pending in self._pendings)
+        return all(has_ended(pending) for pending in self._pendings)
 
 
-def _ended(pending: Pending) -> bool:
+def has_ended(pending: Pending) -> bool:
+    """Return what `DevicePending` says; True if it is not one."""
     ended: Callable[[], bool] | None = getattr(pending, "ended", None)
     return ended is None or ended()
 
@@ -122,7 +123,7 @@ class _Noted:
         self._pending, self._ledger, self._number = pending, ledger, number
 
     def wait(self, timeout: float) -> None:
-        self._ledger.awaited(self._number, partial(_ended, self._pending))
+        self._ledger.awaited(self._number, partial(has_ended, self._pending))
         self._pending.wait(timeout)
 
 

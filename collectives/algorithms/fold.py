@@ -29,7 +29,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole, chunks
-from .base import ADDING_UP, nothing
+from .base import ADDING_UP, has_ended, nothing
 from .ordered_sum import ordered_sum
 from .plans import Lanes, chunk_of_fold
 
@@ -258,6 +258,7 @@ class _FoldUnderWay:
         self._left = deque(self._pieces(numel))
         self._sends = list[Pending]()
         self._home: Pending | None = None
+        self._awaited = False
         device = operands.sums.device
         self._aside = fold.aside(device)
         if self._aside is not None:
@@ -266,6 +267,8 @@ class _FoldUnderWay:
                 self._fold_here(t.timeout)
 
     def wait(self, timeout: float) -> None:
+        if self._awaited:
+            return
         if self._home is None:
             self._fold_here(timeout)
         assert self._home is not None
@@ -275,7 +278,12 @@ class _FoldUnderWay:
             each.wait(timeout)
         if self._aside is not None:
             torch.accelerator.current_stream(self._operands.sums.device).wait_stream(self._aside)
-        self._sends = []
+        self._awaited = True
+        del self._operands  # a ledger keeps this object longer than its caller
+
+    def ended(self) -> bool:
+        """See `DevicePending`. What comes before the sends and the way home has ended with these."""
+        return self._awaited and all(map(has_ended, [*self._sends, *([] if self._home is None else [self._home])]))
 
     def _gather(self, start: Tensor) -> Pending:
         """Send the sum so far of this rank's shard to the first host."""

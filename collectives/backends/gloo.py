@@ -71,6 +71,8 @@ class _Collective:
 
     def wait(self, timeout: float) -> None:
         if self._awaited:
+            if self._event is not None:  # the current stream may be another one than at the first wait
+                torch.accelerator.current_stream(self._event.device).wait_event(self._event)
             return
         try:
             self._work.wait() if self._under_way is not None else self._work.wait(timedelta(seconds=timeout))

@@ -18,7 +18,7 @@ from collectives import Transport
 from collectives.backend import Pending, PendingBytes
 from collectives.backends.threads import _World
 
-from ..support.late import LateBackend, LateLoopback
+from ..support.late import LateBackend, LateLoopback, _NoStreams
 from .stream_checker import Clock, Stream, here, is_on, off
 
 T = TypeVar("T")
@@ -34,6 +34,18 @@ class _OnStream:
         here().current().wait_clock(self._end)
         with off():
             self._work.wait(30.0 if timeout is None else timeout)
+
+
+class _Event:
+    """An event behind the first wait of a collective."""
+
+    def __init__(self, clock: Clock, device: torch.device) -> None:
+        self.clock, self.device = clock, device
+
+
+class _Streams(_NoStreams):
+    def awaited(self, device: torch.device) -> Any:
+        return _Event(dict(here().current().clock), device)
 
 
 class _Received:
@@ -104,7 +116,7 @@ class StreamBackend(LateBackend):
         stream.wait_stream(here().current())
         here().note(source, stream, name, writes=False)
         here().note(out, stream, name, writes=True)
-        made._work = _OnStream(made._work, dict(stream.clock))
+        made._work, made._under_way = _OnStream(made._work, dict(stream.clock)), _Streams()
         pending: Pending = made
         return pending
 

@@ -71,6 +71,9 @@ class Stream:
         for stream, time in clock.items():
             self.clock[stream] = max(time, self.clock.get(stream, 0))
 
+    def wait_event(self, event: Any) -> None:
+        self.wait_clock(event.clock)
+
     def __enter__(self) -> None:
         self._device.enter(self)
 
