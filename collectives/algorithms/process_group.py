@@ -21,6 +21,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
+from .aside import AddedAside, Aside
 from .base import Running, Several, begun, nothing
 from .ordered_sum import ordered_sum
 
@@ -39,7 +40,10 @@ class _Exchange:
 
 
 class ProcessGroupAlgorithm(ABC):
-    """An algorithm that is made of a backend's own collectives; a single rank needs none."""
+    """An algorithm that is made of a backend's own collectives; a single rank needs none.
+
+    Where these stay on a device, sums are formed on its stream of ``aside``. None: in the wait.
+    """
 
     name: str
     exact: bool
@@ -47,6 +51,7 @@ class ProcessGroupAlgorithm(ABC):
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a torch.distributed process group of exactly its ranks."""
         self.transport, backend = transport, transport.backend
+        self.aside: Aside | None = Aside()
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
@@ -71,7 +76,16 @@ class ProcessGroupAlgorithm(ABC):
         parts = [*before, *exchange.parts]
         work = self._start(tag, bounds, source.dtype, exchange.call, lambda: ordered_sum(parts, out))
         t.count_payload(exchange.sent, exchange.received)
-        return work
+        stream = self._stream(source.device)
+        if stream is None:
+            return work
+        return AddedAside(t, work, stream, source.device, (source, exchange, parts, out))
+
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        """Return the stream on which sums are formed at the launch; None if they are formed in the wait."""
+        if self.aside is None or not self.transport.backend.stays_on(device):
+            return None
+        return self.aside.of(device)
 
     def _start(
         self,

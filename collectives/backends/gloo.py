@@ -78,7 +78,7 @@ class _UnderWay:
 
     def __init__(self) -> None:
         self._not_awaited = 0  # by a stream
-        self._last: dict[torch.device, torch.Event] = {}  # behind the last that a stream of the device waits for
+        self._last: dict[torch.Stream, torch.Event] = {}  # behind the last that each stream waits for
 
     def launched(self) -> None:
         self._not_awaited += 1
@@ -86,9 +86,10 @@ class _UnderWay:
     def awaited(self, device: torch.device) -> None:
         """Note that the current stream of a device waits for one."""
         self._not_awaited -= 1
-        if device not in self._last:
-            self._last[device] = torch.Event(device)
-        self._last[device].record(torch.accelerator.current_stream(device))
+        stream = torch.accelerator.current_stream(device)
+        if stream not in self._last:
+            self._last[stream] = torch.Event(device)
+        self._last[stream].record(stream)
 
     def __bool__(self) -> bool:
         """Whether any may not have ended."""

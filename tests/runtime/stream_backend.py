@@ -55,6 +55,9 @@ class StreamBackend(LateBackend):
         super().__init__(world, rank, world_size, timeout)
         self._streams: dict[str, Stream] = {}
 
+    def stays_on(self, device: torch.device) -> bool:
+        return True
+
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if is_on():
             here().note(tensor, here().current(), f"send to rank {to}", writes=False)

@@ -17,7 +17,6 @@ from zero.runtime.offload import HostOffload, OffloadedStates
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
 from ..support.rows import only, rows
-from .stream_checker import here
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -57,10 +56,8 @@ def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> N
 
 
 def on_two_hosts(transport: Transport) -> Collective:
-    """Return `fold` by process groups of two hosts, on a stream of its own."""
-    fold, aside = _fold_by_nccl(transport, equal_hosts(transport), CPU), here().stream("sums")
-    vars(fold)["aside"] = lambda device: aside
-    return fold
+    """Return `fold` by process groups of two hosts."""
+    return _fold_by_nccl(transport, equal_hosts(transport), CPU)
 
 
 @pytest.mark.parametrize(("pattern", "stage"), rows([("two towers", 2)], [("each part", 0), ("in turn", 3)]))

@@ -36,6 +36,7 @@ class Record:
             gradients are means already; or the message of a save.
         reports: of `Agreement.report`.
         order: of the units that this rank has used beside its training since the last agreement, as a digest.
+        gathered: the divisor of the means that were gathered while a backward ran; None if none are right.
     """
 
     divisor: float
@@ -49,6 +50,7 @@ class Record:
     attachment: bytes = b""
     reports: dict[str, str] = field(default_factory=dict)
     order: int = 0
+    gathered: float | None = None
 
     def pack(self) -> bytes:
         head = {
@@ -63,6 +65,8 @@ class Record:
         }
         if self.order:
             head["order"] = self.order
+        if self.gathered is not None:
+            head["gathered"] = self.gathered
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod
