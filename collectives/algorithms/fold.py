@@ -29,7 +29,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole, chunks
-from .aside import Aside, end_of, enqueued
+from .aside import Aside, enqueued
 from .base import ADDING_UP, nothing
 from .ordered_sum import ordered_sum
 from .plans import CHUNK_OF_A_FOLD, Lanes
@@ -257,21 +257,18 @@ class _OnDevice:
         self._home: Pending | None = None
         device = operands.sums.device
         stream = None if fold.aside is None else fold.aside.of(device)
-        self._end: Callable[[], object] = nothing
         if stream is not None:
             with enqueued(stream, device):
                 self._fold_here(t.timeout)
-            self._end = end_of(self, stream, device)
 
     def wait(self, timeout: float) -> None:
         if self._home is None:
             self._fold_here(timeout)
         assert self._home is not None
         self._exchange.let_go(timeout)
-        self._home.wait(timeout)
+        self._home.wait(timeout)  # it was launched behind all additions
         for each in self._sends:
             each.wait(timeout)
-        self._end()
         self._sends = []
 
     def _gather(self, start: Tensor) -> Pending:

@@ -30,9 +30,11 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stag
     [
         ("two towers", 2, 2, {}),
         ("each part", 1, 0, {}),
-        ("each part", 2, 0, {"collective": "pairwise"}),
+        ("each part", 2, 0, {}),
     ],
     [
+        ("each part", 2, 0, {"collective": "pairwise"}),
+        ("in turn", 2, 1, {}),
         ("each part", 2, 3, {}),
         ("in turn", 1, 3, BF16),
         ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),

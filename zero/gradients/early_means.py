@@ -26,21 +26,27 @@ class EarlyMeans:
     def __init__(self, collective: Collective) -> None:
         self._collective = collective
         self._divisor: float | None = None  # of the round; None: it gathers none
-        self._summed: dict[GradAccumulator, int] = {}  # those gathered, with the version of the sum
+        self._gathered: set[GradAccumulator] = set()
+        self._are_right = True
         self._flying: deque[Work] = deque()
 
     def begin(self, divisor: float | None) -> None:
         """Begin a round. ``divisor``: None if means are not gathered before its end."""
-        self._divisor, self._summed = divisor if self._collective.transport.world_size > 1 else None, {}
+        self._divisor = divisor if self._collective.transport.world_size > 1 else None
+        self._gathered, self._are_right = set(), True
 
     def summed(self, gradients: GradAccumulator, round_: int) -> None:
         """Launch the gather of a bucket that is summed. All ranks call it in the same order."""
-        if self._divisor is None or gradients in self._summed or not is_launched(torch.device(gradients.bucket.device)):
+        if (
+            self._divisor is None
+            or gradients in self._gathered
+            or not is_launched(torch.device(gradients.bucket.device))
+        ):
             return
         while len(self._flying) >= GATHERS_IN_FLIGHT:
             self._land()
         self._flying.append(gradients.gather_means(self._collective, round_, self._divisor))
-        self._summed[gradients] = gradients.sum_version()
+        self._gathered.add(gradients)
 
     def finish(self) -> None:
         """Wait for the gathers."""
@@ -54,13 +60,18 @@ class EarlyMeans:
     def abandon(self) -> None:
         """Forget the round, after a failure that makes waiting useless."""
         self._flying.clear()
-        self._divisor, self._summed = None, {}
+        self._divisor, self._gathered = None, set()
+
+    def distrust(self) -> None:
+        """Note that a sum is about to be changed, perhaps inside a backward. Gathers write where a contribution lies,
+        so this waits for those under way."""
+        self.finish()
+        self._are_right = False
 
     @property
     def divisor(self) -> float | None:
-        """The divisor of the means that were gathered; None if none were, or if a sum has changed since."""
-        changed = any(gradients.sum_version() != version for gradients, version in self._summed.items())
-        return None if changed or not self._summed else self._divisor
+        """The divisor of the means that were gathered; None if none were, or if a sum may have changed since."""
+        return self._divisor if self._gathered and self._are_right else None
 
     def __contains__(self, gradients: GradAccumulator) -> bool:
-        return gradients in self._summed
+        return gradients in self._gathered

@@ -133,6 +133,7 @@ class Reducer:
         self._publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
+        self.schedule.early.distrust()
         self._publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------

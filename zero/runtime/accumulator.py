@@ -288,10 +288,6 @@ class GradAccumulator:
             return None
         return self._saved_sum if self._saved_sum is not None else self._sum()
 
-    def sum_version(self) -> int:
-        """Return a number that each write to the sum changes, but for a reduction."""
-        return self._sum().data._version
-
     def final_grad(self) -> FlatBuffer | None:
         """Return the gradients of the interval that this rank updates; None before the first reduction."""
         if not self.has_sum:
