@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from collectives import Collective, Transport
+from collectives import Collective, Transport, solo
+from collectives.algorithms.aside import AddedAside, Aside
 from collectives.topology import _fold_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
@@ -17,6 +19,7 @@ from zero.runtime.offload import HostOffload, OffloadedStates
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
 from ..support.rows import only, rows
+from .stream_checker import StreamChecker
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -53,8 +56,40 @@ def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> N
         with training.optimizer.no_sync():
             training.backwards(PATTERNS[pattern])
         training.step(PATTERNS[pattern])
+        if world_size > 1 and "collective" not in options:
+            adds_aside(training)
 
     check(world_size, stage, program, **options)
+
+
+def adds_aside(training: Training) -> None:
+    """Assert that sums were formed on one stream beside all others."""
+    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
+    assert aside.clock[aside]
+
+
+class Adds:
+    """A work that adds on the current stream."""
+
+    def __init__(self, source: Tensor, out: Tensor) -> None:
+        self._source, self._out = source, out
+
+    def wait(self) -> None:
+        torch.add(self._source, 1, out=self._out)
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: bool) -> None:
+    with StreamChecker() as device:
+        source, out, stream = torch.ones(4), torch.ones(4), Aside().of(CPU)
+        assert stream is not None
+        work = AddedAside(solo(), Adds(source, out), stream, CPU, (source, out))
+        assert stream not in device.default.clock, "the current stream has not waited"
+        if is_awaited:
+            work.wait()
+        del work
+        source.zero_()
+        out.zero_()
 
 
 def on_two_hosts(transport: Transport) -> Collective:
@@ -66,6 +101,7 @@ def on_two_hosts(transport: Transport) -> Collective:
 def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: str, stage: int) -> None:
     def program(training: Training) -> None:
         training.steps(PATTERNS[pattern], PATTERNS[pattern])
+        adds_aside(training)
 
     check(4, stage, program, collective=on_two_hosts)
 
