@@ -37,7 +37,7 @@ from collectives.links.messenger import MARKER
 from collectives.links.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from collectives.messages import with_offset
 from zero.core import bits, layout, norm, step_groups
-from zero.gradients import division, grad_publisher, hooks
+from zero.gradients import division, early_means, grad_publisher, hooks
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, master_weights
 
@@ -251,7 +251,7 @@ def device_paths() -> Iterator[None]:
             patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))
-        for module in (step_groups, hooks):
+        for module in (step_groups, hooks, early_means):
             patches.enter_context(mock.patch.object(module, "is_launched", return_value=True))
         patches.enter_context(mock.patch.object(layout, "device_type", return_value="cuda"))
         for owner, name, wide in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -127,13 +128,25 @@ class _Noted:
         self._pending.wait(timeout)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A collective of the backend that is under way. ``announced``: the headers that are read when it is awaited."""
+
+    announced: Work
+    running: Running
+
+    def wait(self) -> None:
+        self.announced.wait()
+        self.running.wait()
+
+
 def launched(
     transport: Transport,
     tag: Tag,
     device: torch.device,
     call: Callable[[], Pending | None],
     finish: Callable[[], None],
-) -> Work:
+) -> Launched:
     """Launch a collective of the backend among all ranks of a transport. ``finish`` runs when it is done.
 
     It begins when all ranks have sent its header. Where a ledger notes launches on devices, only a gate does so. There
@@ -143,14 +156,14 @@ def launched(
     launches = transport.launches if transport.backend.stays_on(device) else None
     if launches is None:
         transport.announce(tag).wait()
-        return begun(transport, tag, call, finish)
+        return Launched(Chain(()), begun(transport, tag, call, finish))
     announced: Work = Chain(())
     if launches.is_gate():
         with launches.waiting(tag):
             transport.announce(tag).wait()
     elif tag.kind is Kind.REDUCE_SCATTER:
         announced = _Waited(transport.announce_round(tag), launches, tag)
-    return Chain([announced, begun(transport, tag, partial(noted, launches, tag, call), finish)])
+    return Launched(announced, begun(transport, tag, partial(noted, launches, tag, call), finish))
 
 
 def noted(launches: Launches, tag: Tag, call: Callable[[], Pending | None]) -> Pending | None:

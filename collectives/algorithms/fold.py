@@ -29,6 +29,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole, chunks
+from .aside import Aside, enqueued
 from .base import ADDING_UP, has_ended, nothing
 from .ordered_sum import ordered_sum
 from .plans import Lanes, chunk_of_fold
@@ -42,7 +43,11 @@ class Together(Protocol):
 
 
 class Begins(Together, Protocol):
-    """An algorithm that begins collectives of the backend when all ranks are in the same."""
+    """An algorithm that begins collectives of the backend when all ranks are in the same.
+
+    Its stream aside is used here, too."""
+
+    aside: Aside | None
 
     def begin(
         self,
@@ -99,15 +104,7 @@ class FoldOnDevices(Fold):
         super().__init__(transport, hosts, together)
         self._begins, self.host, self.lane = together, host, lane
         self.exchange: _HostExchange | None = None  # the last one
-        self._aside: dict[torch.device, torch.Stream] = {}
-
-    def aside(self, device: torch.device) -> torch.Stream | None:
-        """Return the stream on which sums are formed beside the backward; None on the CPU."""
-        if device.type == "cpu":
-            return None
-        if device not in self._aside:
-            self._aside[device] = torch.Stream(device)
-        return self._aside[device]
+        self.aside = together.aside
 
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
         def call(_: Backend) -> Pending:
@@ -260,10 +257,9 @@ class _FoldUnderWay:
         self._home: Pending | None = None
         self._awaited = False
         device = operands.sums.device
-        self._aside = fold.aside(device)
-        if self._aside is not None:
-            self._aside.wait_stream(torch.accelerator.current_stream(device))
-            with self._aside:
+        stream = None if fold.aside is None else fold.aside.of(device)
+        if stream is not None:
+            with enqueued(stream, device):
                 self._fold_here(t.timeout)
 
     def wait(self, timeout: float) -> None:
@@ -273,11 +269,9 @@ class _FoldUnderWay:
             self._fold_here(timeout)
         assert self._home is not None
         self._exchange.let_go(timeout)
-        self._home.wait(timeout)
+        self._home.wait(timeout)  # it was launched behind all additions
         for each in self._sends:
             each.wait(timeout)
-        if self._aside is not None:
-            torch.accelerator.current_stream(self._operands.sums.device).wait_stream(self._aside)
         self._awaited = True
         del self._operands  # a ledger keeps this object longer than its caller
 

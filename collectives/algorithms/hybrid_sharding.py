@@ -30,6 +30,7 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole
+from .aside import AddsAside
 from .base import Collective, all_gather_from, begun, nothing
 
 PASSING = "while passing a sum on"
@@ -141,6 +142,8 @@ class Replicated:
         """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks. ``owners``: of
         `_OnDevice`, if sums go from device to device."""
         self.transport, self.inner, self.shard_group = transport, inner, inner.transport
+        if isinstance(inner, AddsAside):
+            inner.aside = None  # a sum of other replicas comes after the launch
         width = self.shard_group.world_size
         first = transport.rank - self.shard_group.rank
         transport.attach(self.shard_group, range(first, first + width))

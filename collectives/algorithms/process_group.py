@@ -15,13 +15,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ..backend import Backend, Pending
 from ..launches.ledger import agreed_digest
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
-from .base import Running, Several, launched, nothing
+from .aside import AddedAside, Aside
+from .base import Launched, Running, Several, launched, nothing
 from .ordered_sum import ordered_sum
 
 MOST_PADDING = 0.5  # of the elements of an all-gather
@@ -39,7 +41,10 @@ class _Exchange:
 
 
 class ProcessGroupAlgorithm(ABC):
-    """An algorithm that is made of a backend's own collectives; a single rank needs none."""
+    """An algorithm that is made of a backend's own collectives; a single rank needs none.
+
+    Where these stay on a device, sums are formed on its stream of ``aside``. None: in the wait.
+    """
 
     name: str
     exact: bool
@@ -47,6 +52,7 @@ class ProcessGroupAlgorithm(ABC):
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a torch.distributed process group of exactly its ranks."""
         self.transport, backend = transport, transport.backend
+        self.aside: Aside | None = Aside()
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
@@ -71,7 +77,16 @@ class ProcessGroupAlgorithm(ABC):
         parts = [*before, *exchange.parts]
         work = self._start(tag, bounds, source, exchange.call, lambda: ordered_sum(parts, out))
         t.count_payload(exchange.sent, exchange.received)
-        return work
+        stream = self._stream(source.device)
+        if stream is None:
+            return work
+        return AddedAside(t, work, stream, source.device, (source, exchange, parts, out))
+
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        """Return the stream on which sums are formed at the launch; None if they are formed in the wait."""
+        if self.aside is None or not self.transport.backend.stays_on(device):
+            return None
+        return self.aside.of(device)
 
     def _start(
         self,
@@ -80,7 +95,7 @@ class ProcessGroupAlgorithm(ABC):
         moved: Tensor,
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
-    ) -> Work:
+    ) -> Launched:
         """Begin ``call``. ``finish`` runs when it is done. An empty collective has no call. ``moved``: has the dtype,
         and the device, of what travels."""
         t = self.transport

@@ -19,7 +19,7 @@ from collectives.backend import Pending, PendingBytes
 from collectives.backends.threads import _World
 
 from ..support.late import LateBackend, LateLoopback, _NoStreams
-from .stream_checker import Clock, Stream, here, is_on, off
+from .stream_checker import Clock, Event, Stream, here, is_on, off
 
 T = TypeVar("T")
 
@@ -36,16 +36,9 @@ class _OnStream:
             self._work.wait(30.0 if timeout is None else timeout)
 
 
-class _Event:
-    """An event behind the first wait of a collective."""
-
-    def __init__(self, clock: Clock, device: torch.device) -> None:
-        self.clock, self.device = clock, device
-
-
 class _Streams(_NoStreams):
     def awaited(self, device: torch.device) -> Any:
-        return _Event(dict(here().current().clock), device)
+        return Event(dict(here().current().clock), device)
 
 
 class _Received:
@@ -66,6 +59,9 @@ class StreamBackend(LateBackend):
     def __init__(self, world: _World, rank: int, world_size: int, timeout: float) -> None:
         super().__init__(world, rank, world_size, timeout)
         self._streams: dict[str, Stream] = {}
+
+    def stays_on(self, device: torch.device) -> bool:
+        return True
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
         if is_on():

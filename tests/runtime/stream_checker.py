@@ -35,8 +35,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
+from collectives.algorithms import aside
 from zero.core import step_groups
-from zero.gradients import hooks
+from zero.gradients import early_means, hooks
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import accumulator, staging, streams
 from zero.runtime.offload import OffloadedStates
@@ -56,6 +57,17 @@ _HERE = threading.local()  # the checker of each rank, which is a thread
 Clock = dict["Stream", int]
 
 
+@dataclass(frozen=True)
+class Event:
+    """The clock of a stream at a moment."""
+
+    clock: Clock
+    device: torch.device | None = None
+
+    def query(self) -> bool:
+        return True  # nothing runs
+
+
 class Stream:
     """A stream of a rank's device that runs nothing, and has a vector clock."""
 
@@ -66,13 +78,16 @@ class Stream:
     def wait_stream(self, other: Stream) -> None:
         self.wait_clock(other.clock)
 
+    def record_event(self) -> Event:
+        return Event(dict(self.clock))
+
+    def wait_event(self, event: Event) -> None:
+        self.wait_clock(event.clock)
+
     def wait_clock(self, clock: Clock) -> None:
         """Order all further work behind the work that a clock counts."""
         for stream, time in clock.items():
             self.clock[stream] = max(time, self.clock.get(stream, 0))
-
-    def wait_event(self, event: Any) -> None:
-        self.wait_clock(event.clock)
 
     def __enter__(self) -> None:
         self._device.enter(self)
@@ -352,12 +367,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "use", use)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: False)
     monkeypatch.setattr(streams, "_number", lambda device: id(here().current()))
-    for module in (step_groups, hooks):
+    for module in (step_groups, hooks, early_means):
         monkeypatch.setattr(module, "is_launched", lambda device: True)
     monkeypatch.setattr(pool, "_current_stream", lambda device: here().current() if is_on() else None)
     for module in (pool, accumulator):
         monkeypatch.setattr(module, "worth_keeping", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here().current())
+    monkeypatch.setattr(aside, "_made", lambda device: here().stream("aside"))
     monkeypatch.setattr(staging, "_line_on", lambda device: here().stream(f"copies {len(here().streams)}"))
     monkeypatch.setattr(OffloadedStates, "wait_for_copies", lambda self: here().synchronize())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: here().record_stream(self, stream))

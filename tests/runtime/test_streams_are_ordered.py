@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from collectives import Collective, Transport
+from collectives import Chain, Collective, Transport, solo
+from collectives.algorithms.aside import AddedAside, Aside
+from collectives.algorithms.base import Launched
 from collectives.topology import _fold_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
@@ -17,7 +20,7 @@ from zero.runtime.offload import HostOffload, OffloadedStates
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
 from ..support.rows import only, rows
-from .stream_checker import here
+from .stream_checker import StreamChecker
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -31,9 +34,11 @@ ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stag
     [
         ("two towers", 2, 2, {}),
         ("each part", 1, 0, {}),
-        ("each part", 2, 0, {"collective": "pairwise"}),
+        ("each part", 2, 0, {}),
     ],
     [
+        ("each part", 2, 0, {"collective": "pairwise"}),
+        ("in turn", 2, 1, {}),
         ("each part", 2, 3, {}),
         ("in turn", 1, 3, BF16),
         ("side stream", 2, 1, {"mixed_precision": PRECISIONS["fp32, sent in bf16"]}),
@@ -52,21 +57,55 @@ def test_parts_of_a_step_are_ordered_on_whatever_streams_they_are(row: Any) -> N
         with training.optimizer.no_sync():
             training.backwards(PATTERNS[pattern])
         training.step(PATTERNS[pattern])
+        if world_size > 1 and "collective" not in options:
+            adds_aside(training)
 
     check(world_size, stage, program, **options)
 
 
+def adds_aside(training: Training) -> None:
+    """Assert that sums were formed on one stream beside all others."""
+    (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
+    assert aside.clock[aside]
+
+
+class Adds:
+    """A work that adds on the current stream."""
+
+    def __init__(self, source: Tensor, out: Tensor) -> None:
+        self._source, self._out = source, out
+
+    def wait(self) -> None:
+        torch.add(self._source, 1, out=self._out)
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(is_awaited: bool) -> None:
+    with StreamChecker() as device:
+        source, out, stream = torch.ones(4), torch.ones(4), Aside().of(CPU)
+        assert stream is not None
+        adds: Any = Adds(source, out)
+        work = AddedAside(solo(), Launched(Chain(()), adds), stream, CPU, (source, out))
+        assert stream not in device.default.clock, "the current stream has not waited"
+        if is_awaited:
+            work.wait()
+        del work
+        source.zero_()
+        out.zero_()
+
+
 def on_two_hosts(transport: Transport) -> Collective:
-    """Return `fold` by process groups of two hosts, on a stream of its own."""
-    fold, aside = _fold_by_nccl(transport, equal_hosts(transport), CPU), here().stream("sums")
-    vars(fold)["aside"] = lambda device: aside
-    return fold
+    """Return `fold` by process groups of two hosts."""
+    return _fold_by_nccl(transport, equal_hosts(transport), CPU)
 
 
-@pytest.mark.parametrize(("pattern", "stage"), rows([("side stream", 2)], [("two towers", 2), ("each part", 0), ("in turn", 3)]))
+@pytest.mark.parametrize(
+    ("pattern", "stage"), rows([("side stream", 2)], [("two towers", 2), ("each part", 0), ("in turn", 3)])
+)
 def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: str, stage: int) -> None:
     def program(training: Training) -> None:
         training.steps(PATTERNS[pattern], PATTERNS[pattern])
+        adds_aside(training)
 
     check(4, stage, program, collective=on_two_hosts)
 

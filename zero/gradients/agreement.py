@@ -40,6 +40,7 @@ class Record:
         order: of the units that this rank has used beside its training since the last agreement, as a digest.
         launched: how many collectives this rank has launched on devices, and a digest of them; None: all were agreed
             on one by one.
+        gathered: the divisor of the means that were gathered while a backward ran; None if none are right.
     """
 
     divisor: float
@@ -54,6 +55,7 @@ class Record:
     reports: dict[str, str] = field(default_factory=dict)
     order: int = 0
     launched: tuple[int, int] | None = None
+    gathered: float | None = None
 
     def pack(self) -> bytes:
         head = {
@@ -70,6 +72,8 @@ class Record:
             head["order"] = self.order
         if self.launched is not None:
             head["launched"] = self.launched
+        if self.gathered is not None:
+            head["gathered"] = self.gathered
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod

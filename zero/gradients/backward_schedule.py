@@ -23,6 +23,7 @@ from ..core.flags import either
 from ..core.stage import Stage, buckets_in_flight, sums_under_way
 from ..runtime.bucket import Bucket
 from ..runtime.joining import Joining
+from .early_means import EarlyMeans
 
 
 class Phase(Enum):
@@ -55,12 +56,12 @@ class BackwardSchedule:
         joining: Joining,
     ) -> None:
         """``buckets``: the list itself, which may grow; ``replicas``: groups of ranks that hold one copy each."""
-        self.buckets = buckets
+        self.buckets, self.early = buckets, EarlyMeans(collective)
         self._transport, self._collective, self._joining = transport, collective, joining
         self.number = 0  # rounds that this rank entered
         self._rounds_since_clear = 0  # part of a label, so that a rank that skips a step alone has another tag
         self.has_new_gradients = False  # since the last step, or since gradients were cleared
-        self._in_round = False  # the backward under way is a round
+        self._in_round = self._shows_means = False  # the backward under way is a round, and p.grad is then the mean
         self._entered = False  # the round has been entered
         self._active: list[Bucket] = []
         self.phase = Phase.OPEN
@@ -84,10 +85,10 @@ class BackwardSchedule:
         """The buckets for which this rank has a contribution that was not reduced."""
         return tuple(bucket.spec.index for bucket in self.buckets if bucket.grad.pending)
 
-    def begin(self, *, is_round: bool, also: Sequence[int] = ()) -> None:
+    def begin(self, *, is_round: bool, shows_means: bool, also: Sequence[int] = ()) -> None:
         """Begin a backward. Its buckets are those with a parameter that is trainable now, those that were active since
-        their last reduction, and those in ``also``."""
-        self._in_round, self._entered = is_round, False
+        their last reduction, and those in ``also``. ``shows_means``: after a round, p.grad is the mean."""
+        self._in_round, self._shows_means, self._entered = is_round, shows_means, False
         self.has_new_gradients = True
         self._activate(also)
         if is_round and not self._joining.gathers_are_broadcast:
@@ -97,6 +98,7 @@ class BackwardSchedule:
         self._entered = True
         self.number += 1
         self._rounds_since_clear += 1
+        self.early.begin(self.divisor if self._shows_means else None)
         self._queue.begin_round([bucket.spec.index for bucket in self._active])
 
     def _activate(self, also: Sequence[int]) -> None:
@@ -113,7 +115,7 @@ class BackwardSchedule:
     def _launch(self, index: int) -> Work:
         bucket = self.buckets[index]
         label = f"backward {self._rounds_since_clear} since zero_grad(), {bucket.grad.label}"
-        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable)
+        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable, self.early.summed)
 
     def complete(self) -> bool:
         """Finish the backward under way, if there is one. Under `no_sync`: flush. In a round: launch the rest, wait and
@@ -126,6 +128,7 @@ class BackwardSchedule:
         if not self._entered:
             self._enter()
         self._queue.finish()
+        self.early.finish()
         self.means_divisor = None  # the sums have changed
         return True
 
@@ -143,6 +146,7 @@ class BackwardSchedule:
     def abandon(self) -> None:
         """Abandon the reductions under way: the transport is broken."""
         self._queue.abandon()
+        self.early.abandon()
         self.end_round()
 
     def clear(self) -> None:

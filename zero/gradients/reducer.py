@@ -109,7 +109,7 @@ class Reducer:
         except RuntimeError:
             self._publisher.publish()
             raise
-        self.schedule.begin(is_round=self._sync)
+        self.schedule.begin(is_round=self._sync, shows_means=self.means_are_shown)
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
         if self._streams.exist and self._streams.changed():
@@ -133,6 +133,7 @@ class Reducer:
         self._publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
+        self.schedule.early.distrust()
         self._publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -150,20 +151,24 @@ class Reducer:
             raise MismatchError(f"{error} ({self.schedule.frozen_here()})") from error
 
     def _agree_on_means(self) -> None:
-        """Agree which gradients exist, and gather the new means."""
+        """Agree which gradients exist, and gather the new means that are not gathered yet."""
         tag = Tag(Kind.EXCHANGE, "which parameters were used", self.schedule.number)
         with self._agreeing():
-            records = [Record.unpack(r) for r in self._transport.exchange(self._record().pack(), tag)]
+            own = replace(self._record(), gathered=self.schedule.early.divisor)
+            records = [Record.unpack(r) for r in self._transport.exchange(own.pack(), tag)]
             self.agreement.compare_launches(records)
         self.schedule.agree_used([record.used for record in records])
         if all(
             record.divisor == self.schedule.divisor for record in records
         ):  # otherwise `finalize_grads` agrees on one
-            self._gather_means()
+            self._gather_means(are_early=all(record.gathered == record.divisor for record in records))
 
-    def _gather_means(self) -> None:
-        """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist."""
+    def _gather_means(self, *, are_early: bool = False) -> None:
+        """Give every rank the means. Ranks have agreed on the divisor, and which gradients exist. ``are_early``: those
+        that were gathered in the round are right."""
         summed = [bucket.grad for bucket in self._buckets if bucket.grad.has_sum]
+        if are_early:
+            summed = [grad for grad in summed if grad not in self.schedule.early]
         with behind_a_meeting(self._transport):
             Chain(
                 grad.gather_means(self._collective, self.schedule.number, self.schedule.divisor) for grad in summed
@@ -173,7 +178,7 @@ class Reducer:
     def _empty_round(self, also: Sequence[int] = ()) -> None:
         """Take part in a round of the other ranks: contribute what is pending here, and -0.0 otherwise."""
         with self._catching_up():
-            self.schedule.begin(is_round=True, also=also)
+            self.schedule.begin(is_round=True, shows_means=self.means_are_shown, also=also)
             self._complete()
             self._publisher.publish()
 

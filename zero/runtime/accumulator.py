@@ -211,16 +211,31 @@ class GradAccumulator:
 
     # -- reduction ------------------------------------------------------------------------------------------------
 
-    def launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
+    def launch(
+        self,
+        collective: Collective,
+        label: str,
+        round_: int,
+        trainable: bytes | bytearray,
+        then: Callable[[GradAccumulator, int], None],
+    ) -> Work:
         """Launch the reduce-scatter of this rank's contribution. All owners of the bucket must call it.
 
         ``trainable``: whether each slot's parameter is trainable; must be equal on all ranks. ``label`` and ``round_``
-        are part of the tag, which errors quote.
+        are part of the tag, which errors quote. ``then``: is called with this object and ``round_`` in the wait, when
+        the sum is complete.
         """
         with self._launching():
-            return self._launch(collective, label, round_, trainable)
+            return self._launch(collective, label, round_, trainable, then)
 
-    def _launch(self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray) -> Work:
+    def _launch(
+        self,
+        collective: Collective,
+        label: str,
+        round_: int,
+        trainable: bytes | bytearray,
+        then: Callable[[GradAccumulator, int], None],
+    ) -> Work:
         self.flush(final=True)
         self._open(final=True)
         assert self._local is not None
@@ -235,7 +250,12 @@ class GradAccumulator:
         before = self.running_sum()
         start = None if before is None else before.data
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
-        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, self._reduced)
+
+        def reduced() -> None:
+            self._reduced()
+            then(self, round_)
+
+        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, reduced)
 
     def _passed_on(self) -> None:
         """Note that the contribution is part of a sum: its memory, and that of the running sum, is free."""
