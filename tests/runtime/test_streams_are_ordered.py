@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import Collective, Transport, solo
+from collectives import Choice, Collective, Transport, solo
 from collectives.algorithms.aside import AddedAside, Aside
-from collectives.topology import _fold_by_nccl
+from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
 
@@ -104,6 +104,16 @@ def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: s
         adds_aside(training)
 
     check(4, stage, program, collective=on_two_hosts)
+
+
+def test_sums_that_go_from_replica_to_replica_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are formed in the wait: the sum of the replicas before comes after the launch."""
+
+    def build(group: Transport, *_: Any) -> Choice:
+        return _replicas_by_nccl(group, [range(2), range(2, 4)])
+
+    monkeypatch.setattr(setup, "build_collective", build)
+    check(4, 2, lambda training: training.steps(EACH), sharding_factor=2)
 
 
 class Apart(HostOffload):
