@@ -18,7 +18,9 @@ from zero.runtime.offload import HostOffload, OffloadedStates
 
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
+from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
+from .stream_backend import on_streams
 from .stream_checker import StreamChecker
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
@@ -28,6 +30,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, unseen: None) -> None:
     watch(monkeypatch)
 
 
+STEPS = (Step((Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
 ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stage, options
     [
@@ -66,6 +69,19 @@ def adds_aside(training: Training) -> None:
     """Assert that sums were formed on one stream beside all others."""
     (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
     assert aside.clock[aside]
+
+
+@pytest.mark.parametrize("stage", only(range(4), 0, 3))
+def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> None:
+    program = Program(2, stage, "adamw fused", collective="all_to_all", steps=STEPS)
+
+    def rank(transport: Transport) -> Any:
+        with StreamChecker() as device:
+            result = run_rank(program, transport)
+        assert "aside" in map(repr, device.streams)
+        return result
+
+    compare(program, on_streams(2, rank))
 
 
 class Adds:
