@@ -40,7 +40,7 @@ class Collective(Protocol):
         ``out``: as long as this rank's shard, in the accumulator's dtype. It may share memory with this rank's own
         shard of ``source``, or be ``start``.
         ``start``: the sum so far, in ``out``'s dtype, or None. The algorithm may overwrite it, too, and reads it only
-        in ``wait``; `FoldOnDevices`, which is in no replica, at the launch.
+        in ``wait``; at the launch where it adds up aside, which it does not in a replica (`aside.AddsAside`).
         If `exact` is True, the sum is formed in rank order: ((start + x_0) + x_1) + ...
 
         The first call of a round must send a header to every other rank before it waits for one, whatever the bounds:

@@ -170,3 +170,19 @@ def test_collectives_that_may_not_have_ended_are_aborted_with_the_group(
     expected = launched > 0 and (awaited < launched or not ended)
     assert backend.abort_collectives() == (expected or of_a_part)
     assert of_device.abort.call_count == expected
+
+
+def test_a_collective_that_a_stream_waits_for_is_known_also_when_another_stream_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when sums wait on a stream aside, and units on that of a backward."""
+    events = [mock.Mock(), mock.Mock()]
+    events[0].query.return_value, events[1].query.return_value = False, True
+    made, streams, device = iter(events), iter(["aside", "of the backward"]), torch.device("cuda", 0)
+    monkeypatch.setattr(torch, "Event", lambda of: next(made))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: next(streams))
+    under_way = gloo_backend._UnderWay()
+    for _ in events:
+        under_way.launched()
+        under_way.awaited(device)
+    assert under_way

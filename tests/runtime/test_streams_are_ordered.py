@@ -10,16 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from collectives import Chain, Collective, Transport, solo
+from collectives import Chain, Choice, Collective, Transport, solo
 from collectives.algorithms.aside import AddedAside, Aside
 from collectives.algorithms.base import Launched
-from collectives.topology import _fold_by_nccl
+from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
 
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
+from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
+from .stream_backend import on_streams
 from .stream_checker import StreamChecker
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
@@ -29,6 +31,7 @@ def accelerator(monkeypatch: pytest.MonkeyPatch, unseen: None) -> None:
     watch(monkeypatch)
 
 
+STEPS = (Step((Round(), Round()), clips=((0.1, 2.0),)), Step((Round(sync=False), Round()), clear="zeros"))
 BF16 = {"mixed_precision": PRECISIONS["bf16"]}
 ROWS: list[tuple[str, int, int, dict[str, Any]]] = rows(  # pattern, ranks, stage, options
     [
@@ -67,6 +70,19 @@ def adds_aside(training: Training) -> None:
     """Assert that sums were formed on one stream beside all others."""
     (aside,) = (stream for stream in training.device.streams if stream.name == "aside")
     assert aside.clock[aside]
+
+
+@pytest.mark.parametrize("stage", only(range(4), 0, 3))
+def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> None:
+    program = Program(2, stage, "adamw fused", collective="all_to_all", steps=STEPS)
+
+    def rank(transport: Transport) -> Any:
+        with StreamChecker() as device:
+            result = run_rank(program, transport)
+        assert "aside" in map(repr, device.streams)
+        return result
+
+    compare(program, on_streams(2, rank))
 
 
 class Adds:
@@ -108,6 +124,16 @@ def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: s
         adds_aside(training)
 
     check(4, stage, program, collective=on_two_hosts)
+
+
+def test_sums_that_go_from_replica_to_replica_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are formed in the wait: the sum of the replicas before comes after the launch."""
+
+    def build(group: Transport, *_: Any) -> Choice:
+        return _replicas_by_nccl(group, [range(2), range(2, 4)])
+
+    monkeypatch.setattr(setup, "build_collective", build)
+    check(4, 2, lambda training: training.steps(EACH), sharding_factor=2)
 
 
 class Apart(HostOffload):

@@ -16,6 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
 
 from collectives import BucketQueue, Collective, Transport, Work
 
@@ -115,7 +116,8 @@ class BackwardSchedule:
     def _launch(self, index: int) -> Work:
         bucket = self.buckets[index]
         label = f"backward {self._rounds_since_clear} since zero_grad(), {bucket.grad.label}"
-        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable, self.early.summed)
+        then = partial(self.early.summed, bucket.grad, self.number)  # no reference back to this schedule
+        return bucket.grad.launch(self._collective, label, self.number, bucket.trainable, then)
 
     def complete(self) -> bool:
         """Finish the backward under way, if there is one. Under `no_sync`: flush. In a round: launch the rest, wait and

@@ -212,30 +212,18 @@ class GradAccumulator:
     # -- reduction ------------------------------------------------------------------------------------------------
 
     def launch(
-        self,
-        collective: Collective,
-        label: str,
-        round_: int,
-        trainable: bytes | bytearray,
-        then: Callable[[GradAccumulator, int], None],
+        self, collective: Collective, label: str, round_: int, trainable: bytes | bytearray, then: Callable[[], None]
     ) -> Work:
         """Launch the reduce-scatter of this rank's contribution. All owners of the bucket must call it.
 
         ``trainable``: whether each slot's parameter is trainable; must be equal on all ranks. ``label`` and ``round_``
-        are part of the tag, which errors quote. ``then``: is called with this object and ``round_`` in the wait, when
-        the sum is complete.
+        are part of the tag, which errors quote. ``then``: is called in the wait, when the sum is complete.
         """
         with self._launching():
-            return self._launch(collective, label, round_, trainable, then)
+            tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(trainable))
+            return self._launch(collective, tag, then)
 
-    def _launch(
-        self,
-        collective: Collective,
-        label: str,
-        round_: int,
-        trainable: bytes | bytearray,
-        then: Callable[[GradAccumulator, int], None],
-    ) -> Work:
+    def _launch(self, collective: Collective, tag: Tag, then: Callable[[], None]) -> Work:
         self.flush(final=True)
         self._open(final=True)
         assert self._local is not None
@@ -246,14 +234,13 @@ class GradAccumulator:
             narrow = self._reduce_buffer()
             narrow.data.copy_(self._local.data)
             self._local = narrow
-        tag = Tag(Kind.REDUCE_SCATTER, label, round_, self.bucket.index, zlib.crc32(trainable))
         before = self.running_sum()
         start = None if before is None else before.data
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
 
         def reduced() -> None:
             self._reduced()
-            then(self, round_)
+            then()
 
         return WaitedInStages(work, self._passing, self._passed_on, self._waiting, reduced)
 
