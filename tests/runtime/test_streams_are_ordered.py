@@ -63,7 +63,10 @@ def on_two_hosts(transport: Transport) -> Collective:
     return fold
 
 
-@pytest.mark.parametrize(("pattern", "stage"), rows([("side stream", 2)], [("two towers", 2), ("each part", 0), ("in turn", 3)]))
+FURTHER = [("two towers", 2), ("each part", 0), ("in turn", 3)]
+
+
+@pytest.mark.parametrize(("pattern", "stage"), rows([("side stream", 2)], FURTHER))
 def test_sums_that_go_from_host_to_host_beside_a_backward_are_ordered(pattern: str, stage: int) -> None:
     def program(training: Training) -> None:
         training.steps(PATTERNS[pattern], PATTERNS[pattern])
