@@ -23,6 +23,7 @@ from ..backend import NCCL, Backend
 from ..launches.board import Board
 from ..messages import PeerError
 from ..transport import Transport
+from .captures import has_ended
 from .store_board import BOARDS
 from .threads import solo
 
@@ -84,7 +85,7 @@ class _Collective:
 
     def ended(self) -> bool:
         """See `DevicePending`."""
-        return self._awaited and (self._event is None or self._event.query())
+        return self._awaited and (self._event is None or has_ended(self._event))
 
 
 class _UnderWay:

@@ -22,13 +22,14 @@ from collectives.launches.gate import Launches, Ranks
 from collectives.launches.ledger import KEPT, History, Ledger
 from collectives.launches.sentinel import Post
 from collectives.launches.verdict import Line, Verdict, compare, first_difference, judge
+from collectives.topology import _fold_by_nccl
 from collectives.watching import CHECK_EACH, watch
 from zero.gradients.agreement import Agreement, Record
 from zero.runtime.joining import Joining
 from zero.runtime.unit_order import UnitOrder
 
 from ..ledger import DIVERGENCES, Case, on_threads, run, run_late
-from ..support.carried import CPU
+from ..support.carried import CPU, equal_hosts
 from ..support.limits import BOUND, PATIENT
 from ..support.plain import assert_same_states
 from ..support.programs import Program, Round, Step, run_rank
@@ -187,6 +188,21 @@ def test_so_it_does_without_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("collectives.backends.threads.ThreadBackend.board", lambda self, exchange: None)
     with pytest.warns(RuntimeWarning, match="no board for the sentinels"):
         assert on_streams(2, lambda transport: transport.launches) == [None, None]
+
+
+def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_and_holds_no_memory_then() -> None:
+    def program(transport: Transport) -> bool:
+        fold, launches = _fold_by_nccl(transport, equal_hosts(transport), CPU), transport.launches
+        assert launches is not None
+        tag = Tag(Kind.REDUCE_SCATTER, "bucket 0", 1)
+        fold.reduce_scatter(torch.ones(8), [0, 2, 4, 6, 8], torch.empty(2), start=None, tag=tag).wait()
+        under_way = launches.ledger._waited[-1][1].args[0]  # type: ignore[attr-defined]
+        assert launches.ledger.oldest() == 0
+        assert not hasattr(under_way, "_operands")
+        under_way._home = mock.Mock(ended=lambda: False)
+        return launches.ledger.oldest() == 1
+
+    assert on_streams(4, program) == [True] * 4
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
