@@ -146,6 +146,17 @@ def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(
         assert masters.view(torch.int32).tolist() == ([0x7F812345] * 3 + [params.float()[3].view(torch.int32)]) * 4
 
 
+@pytest.mark.parametrize("place", [0, 64, 65])
+def test_the_sum_of_more_parts_than_a_launch_adds_may_be_written_to_any_of_them(
+    place: int, kernels: DeviceKernels, device: torch.device
+) -> None:
+    parts = [awkward(33, torch.float32, device, 3 * number) for number in range(66)]
+    expected = torch.empty_like(parts[0])
+    check.plain_sum(parts, expected)
+    kernels.ordered_sum(parts, parts[place])
+    assert same(parts[place], expected)
+
+
 def test_empty_tensors_launch_nothing() -> None:
     launched: list[str] = []
     kernels, empty = built_kernels(launched.append), torch.empty(0)

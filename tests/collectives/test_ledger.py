@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from collectives import ALGORITHMS, Kind, MismatchError, PeerError, Tag, Transport
-from collectives.launches.at_exit import Caller, SlowError
+from collectives.backends import store_board
+from collectives.backends.threads import ThreadBackend
+from collectives.launches.at_exit import LEFT, Caller, SlowError
 from collectives.launches.board import MemoryBoard
 from collectives.launches.gate import Launches, Ranks
 from collectives.launches.ledger import KEPT, History, Ledger
@@ -184,9 +186,12 @@ def test_each_collective_awaits_its_headers_if_the_environment_says_so(monkeypat
     assert all(on_streams(3, program))
 
 
-def test_so_it_does_without_a_board(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.backends.threads.ThreadBackend.board", lambda self, exchange: None)
-    with pytest.warns(RuntimeWarning, match="no board for the sentinels"):
+@pytest.mark.parametrize("without", [(0, 1), (1,)], ids=str)
+def test_so_it_does_on_every_rank_if_one_has_no_board(without: tuple[int, ...], monkeypatch: Any) -> None:
+    board = ThreadBackend.board
+    found = lambda self, exchange: None if self.rank in without else board(self, exchange)  # noqa: E731
+    monkeypatch.setattr(ThreadBackend, "board", found)
+    with pytest.warns(RuntimeWarning, match=f"no board for the sentinels .rank {without[0]} has none"):
         assert on_streams(2, lambda transport: transport.launches) == [None, None]
 
 
@@ -203,6 +208,14 @@ def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_an
         return launches.ledger.oldest() == 1
 
     assert on_streams(4, program) == [True] * 4
+
+
+def test_a_store_with_another_secret_is_not_the_board() -> None:
+    """Another job, or another container, may answer at the address."""
+    store, told = store_board._held()
+    assert store_board._connected(told) is not None
+    store.set(store_board.SECRET, "another")
+    assert store_board._connected(told) is None
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -350,6 +363,8 @@ def test_an_error_of_the_device_is_told_to_every_rank() -> None:
     every[1].ledger.awaited(1, fails)
     for post in posts[::-1]:
         post.look()
+    LEFT.finish()
+    assert len(aborted) == 2
     errors = [each.take_verdict() for each in every]
     assert all(isinstance(error, PeerError) and "rank 1: its device failed" in str(error) for error in errors)
 

@@ -205,6 +205,21 @@ def test_an_edit_on_a_device_is_told_after_any_number_of_forwards(monkeypatch: p
         assert_same_model(model, plain(1))
 
 
+@pytest.mark.usefixtures("unseen")
+def test_an_edit_on_a_device_is_told_by_the_step_behind_a_clip() -> None:
+    """The clip would wait for the device."""
+
+    def act(model: Net, optimizer: ZeroOptimizer) -> tuple[str, str]:
+        with optimizer.gathered():
+            PAST(model.block(1).weight)
+        return error_of(CLIP, optimizer), error_of(STEP, optimizer)
+
+    for (clipped, stepped), model in on_ranks("travel", act):
+        assert clipped == "nothing"
+        assert TOLD in stepped
+        assert_same_model(model, plain(1))
+
+
 # -- memory that moves ------------------------------------------------------------------------------------------------
 
 

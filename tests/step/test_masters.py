@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
+from zero.runtime.master_weights import MasterWeights
 
 from ..support.built_kernels import built_kernels, put_in
 from ..support.narrowed import BF16
@@ -105,6 +106,16 @@ def test_what_is_written_far_behind_and_a_zeros_sign_count(stage: int) -> None:
     assert master[:: 1 << 15].tolist() == [3.0] * 8
     assert master[-1] == 5.0
     assert_same_bits(optimizer.full_master(model.bias), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(dtype: torch.dtype) -> None:
+    """A cast makes different NaNs at different places of a tensor."""
+    first, kept = {BF16: 0x7F81, torch.float16: 0x7C01}[dtype], 0x7F812345
+    params = torch.tensor([first, first - 0x8000, 0x7FFF, 0x3C00] * 4, dtype=torch.int16).view(dtype)
+    masters = torch.full((16,), kept, dtype=torch.int32).view(torch.float32)
+    MasterWeights(params, torch.float32, masters).sync_from_param()
+    assert masters.view(torch.int32).tolist() == ([kept] * 3 + [params.float()[3].view(torch.int32)]) * 4
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -24,7 +24,7 @@ class Bug:
     """A bug that some library had, or could have: a row of the table.
 
     Attributes:
-        name: also that of its function in `wrong_training` or `wrong_checkpoints`, unless ``change`` makes it.
+        name: also that of its function in one of ``wrong_*.py``, unless ``change`` makes it.
         entry: those that it stands for, of ``entries.csv``, with blanks between them.
         published: links to reports.
         seam: the function that is wrong.
@@ -62,9 +62,10 @@ def apply(name: str) -> None:
     if made.change:
         live.rewrite(made.seam, pattern_of(made.change))
         return
-    from . import wrong_checkpoints, wrong_training  # here: they import what they are wrong about
+    from . import wrong_checkpoints, wrong_devices, wrong_training  # here: they import what they are wrong about
 
-    known = vars(wrong_training) | vars(wrong_checkpoints) | wrong_training.WRONG | wrong_checkpoints.WRONG
+    modules = (wrong_training, wrong_devices, wrong_checkpoints)
+    known = {key: value for module in modules for key, value in (vars(module) | module.WRONG).items()}
     live.replace(made.seam, known.get(name) or known[name.replace("-", "_")])
 
 

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 from ...mutants import sites
-from ...zoo import live, wrong_checkpoints, wrong_training
+from ...zoo import live, wrong_checkpoints, wrong_devices, wrong_training
 from ...zoo.bug import bugs, entries, pattern_of
 from ...zoo.judge import How, judge
 
@@ -85,7 +85,7 @@ def test_every_entry_has_a_bug_or_a_reason_and_every_bug_a_change() -> None:
     known = entries()
     covered = {entry for each in bugs().values() for entry in each.entry.split()}
     assert covered == {entry for entry, row in known.items() if not row["no bug here, because"]}
-    modules = (wrong_training, wrong_checkpoints)
+    modules = (wrong_training, wrong_devices, wrong_checkpoints)
     functions = {name.replace("_", "-") for module in modules for name in (*vars(module), *module.WRONG)}
     assert len(bugs()) <= 150
     for each in bugs().values():
