@@ -9,6 +9,7 @@ Knows: tags, and collectives of a backend. Does not know: what the backend is.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 from abc import ABC, abstractmethod
@@ -106,7 +107,7 @@ class ProcessGroupAlgorithm(ABC):
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `base.GathersFromElsewhere`. Shards that are not equally long begin in their places."""
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        width, _ = _longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
             return self.all_gather(buffer, bounds, tag=tag)
@@ -119,7 +120,7 @@ class ProcessGroupAlgorithm(ABC):
         t = self.transport
         if t.world_size == 1:
             return Chain(())
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        width, _ = _longest_and_shortest(bounds)
         if width * t.world_size > (1 + MOST_PADDING) * bounds[-1]:
             return self._all_broadcast(buffer, bounds, tag)
         sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
@@ -158,6 +159,20 @@ class ProcessGroupAlgorithm(ABC):
         return work
 
 
+def _longest_and_shortest(bounds: Sequence[int]) -> tuple[int, int]:
+    """Return the elements of the longest shard, and of the shortest. Bounds that can be a key are looked at once."""
+    try:
+        return _of_shards(bounds)
+    except TypeError:  # a list
+        return _of_shards(tuple(bounds))
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_shards(bounds: Sequence[int]) -> tuple[int, int]:
+    lengths = [high - low for low, high in itertools.pairwise(bounds)]
+    return max(lengths), min(lengths)
+
+
 class AllToAll(ProcessGroupAlgorithm):
     """Direct exchange by the backend's own all-to-all, and the sum in rank order.
 
@@ -179,16 +194,18 @@ class AllToAll(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Receive W shards, this rank's own among them, into scratch memory."""
         t = self.transport
-        sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
-        own = sizes[t.rank]
+        longest, shortest = _longest_and_shortest(bounds)
+        own, splits = numel * source.itemsize, None
+        if longest != shortest:
+            sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
+            splits = [own] * t.world_size, sizes
         arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
-        splits = None if len(set(sizes)) == 1 else ([own] * t.world_size, sizes)
 
         def call(backend: Backend) -> Pending:
             return backend.all_to_all(as_bytes(arrived), as_bytes(source), splits)
 
         parts = arrived.view(t.world_size, numel).unbind()
-        return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
+        return _Exchange(call, parts, bounds[-1] * source.itemsize - own, (t.world_size - 1) * own)
 
 
 class Native(ProcessGroupAlgorithm):
@@ -204,7 +221,7 @@ class Native(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Add up in ``source``'s dtype. The sum is in scratch memory, and so are shards that must be padded."""
         t = self.transport
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        width, _ = _longest_and_shortest(bounds)
         padded = source
         if width * t.world_size != bounds[-1]:
             padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()
