@@ -30,7 +30,7 @@ MOST_PADDING = 0.5  # of the elements of an all-gather
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How this rank gets the contributions to its shard. ``parts``: to be added up, in this order, when ``call`` is
+    """How this rank gets the contributions to its shard. ``parts``: of `ordered_sum`, to be added up when ``call`` is
     done. ``sent`` and ``received``: bytes of payload."""
 
     call: Callable[[Backend], Pending]
@@ -106,7 +106,7 @@ class ProcessGroupAlgorithm(ABC):
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `base.GathersFromElsewhere`. Shards that are not equally long begin in their places."""
+        """See `base.all_gather_from`. Shards that are not equally long begin in their places."""
         width, _ = _longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
@@ -204,8 +204,9 @@ class AllToAll(ProcessGroupAlgorithm):
         def call(backend: Backend) -> Pending:
             return backend.all_to_all(as_bytes(arrived), as_bytes(source), splits)
 
-        parts = arrived.view(t.world_size, numel).unbind()
-        return _Exchange(call, parts, bounds[-1] * source.itemsize - own, (t.world_size - 1) * own)
+        return _Exchange(
+            call, [arrived.view(t.world_size, numel)], bounds[-1] * source.itemsize - own, (t.world_size - 1) * own
+        )
 
 
 class Native(ProcessGroupAlgorithm):
