@@ -46,10 +46,6 @@ class Collective(Protocol):
         """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""
 
 
-def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-    """Do as `Collective.all_gather`, with ``own`` as this rank's shard. It must not change before the wait."""
-
-
 def all_gather_from(collective: Collective, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
     """Fill each shard of ``buffer`` with its owner's values. All ranks of ``collective``.
 

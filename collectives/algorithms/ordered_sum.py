@@ -19,8 +19,9 @@ DEVICE_BLOCK = 1 << 26  # on an accelerator without kernels, where a launch cost
 def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-    All tensors are 1-D of one length; a part of two dimensions stands for its rows. ``out`` may be one of the parts, or share exactly its memory. Nothing else is
-    written. A device with kernels adds three parts or more, or two of different dtypes, in one launch.
+    All tensors are 1-D of one length; a part of two dimensions stands for its rows. ``out`` may be one of the parts, or
+    share exactly its memory. Nothing else is written. A device with kernels adds three parts or more, or two of
+    different dtypes, in one launch.
     """
     count = sum(part.shape[0] if part.dim() == 2 else 1 for part in parts)
     in_one_launch = count > 2 or (count == 2 and parts[0].dtype != out.dtype)

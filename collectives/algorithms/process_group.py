@@ -9,11 +9,10 @@ Knows: tags, and collectives of a backend. Does not know: what the backend is.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -48,6 +47,7 @@ class ProcessGroupAlgorithm(ABC):
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a torch.distributed process group of exactly its ranks."""
         self.transport, backend = transport, transport.backend
+        self._lengths: dict[Hashable, tuple[int, int]] = {}  # of the longest and the shortest shard
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
@@ -56,6 +56,16 @@ class ProcessGroupAlgorithm(ABC):
             raise CollectiveError(
                 f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
             )
+
+    def _longest_and_shortest(self, bounds: Sequence[int]) -> tuple[int, int]:
+        """Return the elements of the longest shard, and of the shortest. Cuts are looked at once, lists each time."""
+        known = self._lengths.get(bounds) if isinstance(bounds, Hashable) else None
+        if known is None:
+            lengths = [high - low for low, high in itertools.pairwise(bounds)]
+            known = max(lengths), min(lengths)
+            if isinstance(bounds, Hashable):
+                self._lengths[bounds] = known
+        return known
 
     @abstractmethod
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
@@ -107,7 +117,7 @@ class ProcessGroupAlgorithm(ABC):
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `base.all_gather_from`. Shards that are not equally long begin in their places."""
-        width, _ = _longest_and_shortest(bounds)
+        width, _ = self._longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
             return self.all_gather(buffer, bounds, tag=tag)
@@ -120,7 +130,7 @@ class ProcessGroupAlgorithm(ABC):
         t = self.transport
         if t.world_size == 1:
             return Chain(())
-        width, _ = _longest_and_shortest(bounds)
+        width, _ = self._longest_and_shortest(bounds)
         if width * t.world_size > (1 + MOST_PADDING) * bounds[-1]:
             return self._all_broadcast(buffer, bounds, tag)
         sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
@@ -159,20 +169,6 @@ class ProcessGroupAlgorithm(ABC):
         return work
 
 
-def _longest_and_shortest(bounds: Sequence[int]) -> tuple[int, int]:
-    """Return the elements of the longest shard, and of the shortest. Bounds that can be a key are looked at once."""
-    try:
-        return _of_shards(bounds)
-    except TypeError:  # a list
-        return _of_shards(tuple(bounds))
-
-
-@functools.lru_cache(maxsize=1024)
-def _of_shards(bounds: Sequence[int]) -> tuple[int, int]:
-    lengths = [high - low for low, high in itertools.pairwise(bounds)]
-    return max(lengths), min(lengths)
-
-
 class AllToAll(ProcessGroupAlgorithm):
     """Direct exchange by the backend's own all-to-all, and the sum in rank order.
 
@@ -194,7 +190,7 @@ class AllToAll(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Receive W shards, this rank's own among them, into scratch memory."""
         t = self.transport
-        longest, shortest = _longest_and_shortest(bounds)
+        longest, shortest = self._longest_and_shortest(bounds)
         own, splits = numel * source.itemsize, None
         if longest != shortest:
             sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
@@ -222,7 +218,7 @@ class Native(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Add up in ``source``'s dtype. The sum is in scratch memory, and so are shards that must be padded."""
         t = self.transport
-        width, _ = _longest_and_shortest(bounds)
+        width, _ = self._longest_and_shortest(bounds)
         padded = source
         if width * t.world_size != bounds[-1]:
             padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from collectives.algorithms.ordered_sum import ordered_sum
 from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
@@ -144,6 +145,16 @@ def test_a_master_weight_that_is_nan_keeps_its_bits_beside_any_nan(
         masters = torch.full((16,), 0x7F812345, dtype=torch.int32, device=device).view(torch.float32)
         kernels.follow([masters], [params])
         assert masters.view(torch.int32).tolist() == ([0x7F812345] * 3 + [params.float()[3].view(torch.int32)]) * 4
+
+
+def test_a_part_of_two_dimensions_stands_for_its_rows() -> None:
+    kernels, start, rows = built_kernels(), torch.rand(37), torch.rand(70, 37).bfloat16()
+    total, expected = torch.empty(37), torch.empty(37)
+    kernels.ordered_sum([start, rows], total)
+    kernels.ordered_sum([start, *rows], expected)
+    assert same(total, expected)
+    ordered_sum([start, rows], total)
+    assert same(total, expected)
 
 
 def test_empty_tensors_launch_nothing() -> None:
