@@ -31,6 +31,9 @@ class _Block:
     storage: UntypedStorage
     requested: int
 
+    def __post_init__(self) -> None:
+        self.device, self.nbytes = self.storage.device, self.storage.nbytes()  # known, they cost no call of torch
+
     @property
     def free(self) -> bool:
         return _uses(self.storage) == 1
@@ -97,7 +100,7 @@ class Pool:
     @property
     def held_bytes(self) -> int:
         """Bytes of all blocks, in use or free."""
-        return sum(block.storage.nbytes() for block in self._blocks)
+        return sum(block.nbytes for block in self._blocks)
 
     def storages(self) -> frozenset[int]:
         """Return the addresses of the blocks."""
@@ -110,11 +113,17 @@ class Pool:
         result = torch.empty(0, dtype=dtype, device=device)
         if need == 0:
             return result
-        self.drop_cheap()
-        free = [block for block in self._blocks if block.free]
-        in_use = sum(block.requested for block in self._blocks) - sum(block.requested for block in free)
+        free, in_use = list[_Block](), 0
+        for each in self._blocks:  # whether one is free is asked once
+            if each.free:
+                free.append(each)
+            else:
+                in_use += each.requested
+        if free and not self._exact:
+            self._drop([each for each in free if not worth_keeping(each.device)])
+            free = [each for each in free if worth_keeping(each.device)]
         self._most_requested = max(self._most_requested, in_use + need)
-        block = self._best(free, need, device)
+        block = self._best(free, need, device) if free else None
         if block is None:
             self._make_room(free, need, device)
             block = _Block(self._allocate(need, device), need)
@@ -126,7 +135,7 @@ class Pool:
     def drop_cheap(self) -> None:
         """Drop every free block that is not worth keeping, unless the pool is exact."""
         if not self._exact:
-            self._drop([block for block in self._blocks if block.free and not worth_keeping(block.storage.device)])
+            self._drop([block for block in self._blocks if block.free and not worth_keeping(block.device)])
 
     def trim(self) -> None:
         """Drop every free block."""
@@ -137,15 +146,13 @@ class Pool:
         fitting = [
             block
             for block in free
-            if block.storage.device == device
-            and (block.storage.nbytes() == need if self._exact else block.storage.nbytes() >= need)
+            if block.device == device and (block.nbytes == need if self._exact else block.nbytes >= need)
         ]
-        return min(fitting, key=lambda block: block.storage.nbytes(), default=None)
+        return min(fitting, key=lambda block: block.nbytes, default=None)
 
     def _make_room(self, free: list[_Block], need: int, device: torch.device) -> None:
         """Drop the free blocks that a new block replaces."""
-        here = (block for block in free if block.storage.device == device)
-        by_size = sorted(here, key=lambda block: block.storage.nbytes())
+        by_size = sorted((block for block in free if block.device == device), key=lambda block: block.nbytes)
         if not self._exact:
             self._drop(by_size[-1:])
             return
@@ -158,9 +165,9 @@ class Pool:
         """Give the memory of free blocks back to the allocator."""
         for block in blocks:
             self._blocks.remove(block)
-            stream = _current_stream(block.storage.device)
+            stream = _current_stream(block.device)
             if stream is not None:
-                whole = torch.empty(0, dtype=torch.uint8, device=block.storage.device).set_(block.storage)
+                whole = torch.empty(0, dtype=torch.uint8, device=block.device).set_(block.storage)
                 whole.record_stream(stream)
 
 

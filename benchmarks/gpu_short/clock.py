@@ -5,8 +5,11 @@ Knows: torch's devices. Does not know: what is measured.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ import torch
 from ..rank import forget_peak, resident
 
 GIB = 1 << 30
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of malloc.h
 NO_GPU = "no GPU: the CPU in its place"
 
 
@@ -112,6 +116,23 @@ class Cuda(Host):
         cuda: Any = torch.cuda
         properties, nccl = cuda.get_device_properties(self.device), ".".join(map(str, cuda.nccl.version()))
         return f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+@contextmanager
+def freed_memory_is_kept() -> Iterator[None]:
+    """Let the C library keep the CPU's freed memory in the block, as the caching allocator keeps a device's. Otherwise
+    each large tensor costs page faults. Where the library is not glibc, nothing is done."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
+        yield
+        return
+    set_option(_MMAP_THRESHOLD, 1 << 30)
+    set_option(_TRIM_THRESHOLD, (1 << 31) - 1)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, 128 << 10)  # the defaults, but that they adapt no more
+        set_option(_TRIM_THRESHOLD, 128 << 10)
 
 
 def clock(device: str) -> Host:

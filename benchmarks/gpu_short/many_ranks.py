@@ -26,7 +26,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,10 +38,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from collectives.kernels import DeviceKernels
 from zero import MixedPrecision, ZeroOptimizer
 
 from ..systems import fully_sharded
-from .clock import Host, clock
+from .clock import Host, clock, freed_memory_is_kept
+from .cpu_kernels import Launcher, library, put_in
 from .job import ROOT, Row, ShortJob
 from .peers import NARROW, SEVEN_BILLION, TINY, Llama, answered, build, device_paths, join_fake_group, tokens
 
@@ -51,6 +53,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PHASES = ("forward", "backward", "clip", "step")
 NARROW_TOKENS, WIDE_TOKENS = 4, 2048
 WARM, IN_A_ROW, NAMED_KERNELS = 3, 5, 12
+PROCESSORS = 2  # for which the kernels choose their blocks
 FILE, GPU = "tests/ci/gpu/test_nccl.py", "cuda:0"  # as the tests call it
 PROGRAMS = ("W2 stage 3, mixed", "W4 in replicas of 2, stage 3", "W2 stage 0")
 STAGES = (1, 3)  # of the tests with attention
@@ -125,8 +128,8 @@ def one_of_many(job: ShortJob) -> Iterator[Row]:
     for world_size in job.worlds:
         join_fake_group(world_size)
         try:
-            with device_paths() if job.device == "cpu" else nullcontext():
-                yield from _hosts(job, timer, world_size)
+            with _host_of_a_device() if job.device == "cpu" else nullcontext(timer) as host:
+                yield from _hosts(job, host, world_size)
         finally:
             gc.collect()
             dist.destroy_process_group()
@@ -142,6 +145,26 @@ def one_of_many(job: ShortJob) -> Iterator[Row]:
 
 
 # -- the host's time ---------------------------------------------------------------------------------------------------
+
+
+class _WithoutKernels(Host):
+    """The clock of the CPU, on which the kernels of `cpu_kernels` take no longer than their launches."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        super().__init__()
+        self._launcher = launcher
+
+    def processor_time(self) -> float:
+        return super().processor_time() - self._launcher.beyond_launches
+
+
+@contextmanager
+def _host_of_a_device() -> Iterator[Host]:
+    """Let the CPU do as the host of a GPU does: it takes the library's paths for devices, kernels among them, and gets
+    back memory that was freed without the help of the operating system. Yield its clock."""
+    launcher = Launcher(library())
+    with device_paths(), put_in(DeviceKernels(launcher, PROCESSORS)), freed_memory_is_kept():
+        yield _WithoutKernels(launcher)
 
 
 def _hosts(job: ShortJob, timer: Host, world_size: int) -> Iterator[Row]:

@@ -238,22 +238,35 @@ def tokens(shape: Llama, count: int, device: torch.device) -> Tensor:
 NARROWER = (NARROW.width / SEVEN_BILLION.width) ** 2
 
 
+def _no(device: torch.device) -> bool:
+    return False
+
+
+def _yes(device: torch.device) -> bool:
+    return True
+
+
+def _cuda(device: str) -> str:
+    return "cuda"
+
+
 @contextmanager
 def device_paths() -> Iterator[None]:
     """Let the library take its paths for devices, on the CPU and for the narrow model.
 
     Its places that ask whether a device is the CPU are `host_readable`, `device_type`, `worth_keeping`, `is_launched`
     and the sizes of blocks of elements, which are smaller here in proportion, so that a step launches what it would at
-    full width. What else a device decides (pinned memory, streams) stays as it is.
+    full width. The answers are plain functions: a mock would take longer than the call. What else a device decides
+    (pinned memory, streams) stays as it is.
     """
     with ExitStack() as patches:
         for module in (bits, division, edit_detector, grad_publisher, master_weights, norm):
-            patches.enter_context(mock.patch.object(module, "host_readable", return_value=False))
+            patches.enter_context(mock.patch.object(module, "host_readable", _no))
         for keeper in (pool, accumulator):
-            patches.enter_context(mock.patch.object(keeper, "worth_keeping", return_value=False))
+            patches.enter_context(mock.patch.object(keeper, "worth_keeping", _no))
         for module in (step_groups, hooks, early_means):
-            patches.enter_context(mock.patch.object(module, "is_launched", return_value=True))
-        patches.enter_context(mock.patch.object(layout, "device_type", return_value="cuda"))
+            patches.enter_context(mock.patch.object(module, "is_launched", _yes))
+        patches.enter_context(mock.patch.object(layout, "device_type", _cuda))
         for owner, name, wide in (
             (ordered_sum, "BLOCK", ordered_sum.DEVICE_BLOCK),
             (norm, "TILES", norm.DEVICE_TILES),

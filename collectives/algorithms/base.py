@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -51,21 +51,15 @@ class Collective(Protocol):
         """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""
 
 
-@runtime_checkable
-class GathersFromElsewhere(Protocol):
-    """An algorithm whose all-gather can read this rank's shard where it lies."""
-
-    def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """Do as `Collective.all_gather`, with ``own`` as this rank's shard. It must not change before the wait."""
-
-
 def all_gather_from(collective: Collective, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
     """Fill each shard of ``buffer`` with its owner's values. All ranks of ``collective``.
 
-    ``own``: this rank's shard, outside ``buffer`` and of its dtype. It must not change before the wait.
+    ``own``: this rank's shard, outside ``buffer`` and of its dtype. It must not change before the wait. An algorithm
+    that can read it where it lies has this function as a method.
     """
-    if isinstance(collective, GathersFromElsewhere):
-        return collective.all_gather_from(own, buffer, bounds, tag=tag)
+    from_elsewhere: Callable[..., Work] | None = getattr(collective, "all_gather_from", None)
+    if from_elsewhere is not None:  # a protocol that is checked at run time would take longer than the launch
+        return from_elsewhere(own, buffer, bounds, tag=tag)
     rank = collective.transport.rank
     buffer[bounds[rank] : bounds[rank + 1]].copy_(own)
     return collective.all_gather(buffer, bounds, tag=tag)

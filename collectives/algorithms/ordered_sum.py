@@ -19,20 +19,24 @@ DEVICE_BLOCK = 1 << 26  # on an accelerator without kernels, where a launch cost
 def ordered_sum(parts: Sequence[Tensor], out: Tensor) -> None:
     """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-    All tensors are 1-D of one length. ``out`` may be one of the parts, or share exactly its memory. Nothing else is
-    written. A device with kernels adds three parts or more, or two of different dtypes, in one launch.
+    All tensors are 1-D of one length; a part of two dimensions stands for its rows. ``out`` may be one of the parts, or
+    share exactly its memory. Nothing else is written. A device with kernels adds three parts or more, or two of
+    different dtypes, in one launch.
     """
+    count = sum(part.shape[0] if part.dim() == 2 else 1 for part in parts)
+    in_one_launch = count > 2 or (count == 2 and parts[0].dtype != out.dtype)
+    kernels = kernels_of(out.device) if in_one_launch else None
+    if kernels is not None and kernels.can_sum(parts, out):
+        kernels.ordered_sum(parts, out)
+        return
+    parts = [row for part in parts for row in (part.unbind() if part.dim() == 2 else (part,))]
     first, size = parts[0], out.numel()
-    if len(parts) == 1:
+    if count == 1:
         if first.data_ptr() != out.data_ptr() or first.dtype != out.dtype:
             out.copy_(first)
         return
-    if len(parts) == 2 and first.dtype == out.dtype:
+    if not in_one_launch:
         torch.add(first, parts[1], out=out)
-        return
-    kernels = kernels_of(out.device)
-    if kernels is not None and kernels.can_sum(parts, out):
-        kernels.ordered_sum(parts, out)
         return
     block = BLOCK if out.device.type == "cpu" else DEVICE_BLOCK
     running = torch.empty(min(block, size), dtype=out.dtype, device=out.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,7 +31,7 @@ MOST_PADDING = 0.5  # of the elements of an all-gather
 
 @dataclass(frozen=True)
 class _Exchange:
-    """How this rank gets the contributions to its shard. ``parts``: to be added up, in this order, when ``call`` is
+    """How this rank gets the contributions to its shard. ``parts``: of `ordered_sum`, to be added up when ``call`` is
     done. ``sent`` and ``received``: bytes of payload."""
 
     call: Callable[[Backend], Pending]
@@ -53,6 +53,7 @@ class ProcessGroupAlgorithm(ABC):
         """``transport``: over a torch.distributed process group of exactly its ranks."""
         self.transport, backend = transport, transport.backend
         self.aside: Aside | None = Aside()
+        self._lengths: dict[Hashable, tuple[int, int]] = {}  # of the longest and the shortest shard
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
@@ -61,6 +62,16 @@ class ProcessGroupAlgorithm(ABC):
             raise CollectiveError(
                 f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
             )
+
+    def _longest_and_shortest(self, bounds: Sequence[int]) -> tuple[int, int]:
+        """Return the elements of the longest shard, and of the shortest. Cuts are looked at once, lists each time."""
+        known = self._lengths.get(bounds) if isinstance(bounds, Hashable) else None
+        if known is None:
+            lengths = [high - low for low, high in itertools.pairwise(bounds)]
+            known = max(lengths), min(lengths)
+            if isinstance(bounds, Hashable):
+                self._lengths[bounds] = known
+        return known
 
     @abstractmethod
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
@@ -121,8 +132,8 @@ class ProcessGroupAlgorithm(ABC):
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `base.GathersFromElsewhere`. Shards that are not equally long begin in their places."""
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        """See `base.all_gather_from`. Shards that are not equally long begin in their places."""
+        width, _ = self._longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
             return self.all_gather(buffer, bounds, tag=tag)
@@ -135,7 +146,7 @@ class ProcessGroupAlgorithm(ABC):
         t = self.transport
         if t.world_size == 1:
             return Chain(())
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        width, _ = self._longest_and_shortest(bounds)
         if width * t.world_size > (1 + MOST_PADDING) * bounds[-1]:
             return self._all_broadcast(buffer, bounds, tag)
         sent, padded, copies = own, buffer, list[tuple[Tensor, Tensor]]()
@@ -195,16 +206,19 @@ class AllToAll(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Receive W shards, this rank's own among them, into scratch memory."""
         t = self.transport
-        sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
-        own = sizes[t.rank]
+        longest, shortest = self._longest_and_shortest(bounds)
+        own, splits = numel * source.itemsize, None
+        if longest != shortest:
+            sizes = [(high - low) * source.itemsize for low, high in itertools.pairwise(bounds)]
+            splits = [own] * t.world_size, sizes
         arrived = t.scratch(t.world_size * numel, source.dtype, source.device)
-        splits = None if len(set(sizes)) == 1 else ([own] * t.world_size, sizes)
 
         def call(backend: Backend) -> Pending:
             return backend.all_to_all(as_bytes(arrived), as_bytes(source), splits)
 
-        parts = arrived.view(t.world_size, numel).unbind()
-        return _Exchange(call, parts, sum(sizes) - own, (t.world_size - 1) * own)
+        return _Exchange(
+            call, [arrived.view(t.world_size, numel)], bounds[-1] * source.itemsize - own, (t.world_size - 1) * own
+        )
 
 
 class Native(ProcessGroupAlgorithm):
@@ -220,7 +234,7 @@ class Native(ProcessGroupAlgorithm):
     def _exchange(self, source: Tensor, bounds: Sequence[int], numel: int) -> _Exchange:
         """Add up in ``source``'s dtype. The sum is in scratch memory, and so are shards that must be padded."""
         t = self.transport
-        width = max(high - low for low, high in itertools.pairwise(bounds))
+        width, _ = self._longest_and_shortest(bounds)
         padded = source
         if width * t.world_size != bounds[-1]:
             padded = t.scratch(width * t.world_size, source.dtype, source.device).zero_()

@@ -96,23 +96,23 @@ class DeviceKernels:
     def ordered_sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
         """Write ``((parts[0] + parts[1]) + parts[2]) + ...`` to ``out``, each sum rounded to ``out``'s dtype.
 
-        The parts are 1-D of ``out``'s length, at least one, each of its own dtype (`can_sum`). ``out`` may be one of
-        them. One launch adds 64 parts.
+        The parts are 1-D of ``out``'s length, at least one, each of its own dtype (`can_sum`); one of two dimensions
+        stands for its rows. ``out`` may be one of them. One launch adds 64 parts.
         """
-        left = list(parts)
+        left = list(_rows(parts))
         running = out if len(left) <= _PARTS else torch.empty_like(out)  # a later part may be `out` itself
         while len(left) > _PARTS:
             self._sum(left[:_PARTS], running)
-            left = [running, *left[_PARTS:]]
+            left = [*_rows([running]), *left[_PARTS:]]
         self._sum(left, out)
         torch.autograd.graph.increment_version(out)
 
-    def _sum(self, parts: Sequence[Tensor], out: Tensor) -> None:
+    def _sum(self, rows: Sequence[tuple[int, int]], out: Tensor) -> None:
+        """``rows``: the address and the number of the dtype of each."""
         if not out.numel():
             return
-        arguments = SumArguments(out=out.data_ptr(), length=out.numel(), count=len(parts))
-        arguments.parts[: len(parts)] = [part.data_ptr() for part in parts]
-        arguments.types[: len(parts)] = [_TYPES[part.dtype] for part in parts]
+        arguments = SumArguments(out=out.data_ptr(), length=out.numel(), count=len(rows))
+        arguments.parts[: len(rows)], arguments.types[: len(rows)] = zip(*rows, strict=True)
         blocks = -(-out.numel() // (8 * THREADS))
         self._launch(_SUMS[out.dtype], min(blocks, 32 * self._processors), arguments)
 
@@ -173,6 +173,15 @@ class DeviceKernels:
         for arguments, chunks in _slices(masters, params, None):
             self._launch("follow", min(chunks, 8 * self._processors), arguments)
         torch.autograd.graph.increment_version(masters)
+
+
+def _rows(parts: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the address of each 1-D part, and of each row of a part of two dimensions, with the number of its dtype."""
+    for part in parts:
+        begin, number = part.data_ptr(), _TYPES[part.dtype]
+        width, count = part.shape[-1] * part.itemsize, part.shape[0] if part.dim() == 2 else 1
+        for row in range(count):
+            yield begin + row * width, number
 
 
 def _slices(

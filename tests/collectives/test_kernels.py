@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from collectives.algorithms.ordered_sum import ordered_sum
 from collectives.kernels import LIMBS, NORM_TYPES, DeviceKernels, found, kernels_of, nvrtc
 from collectives.kernels import self_check as check
 from collectives.kernels.device_kernels import source
@@ -155,6 +156,16 @@ def test_the_sum_of_more_parts_than_a_launch_adds_may_be_written_to_any_of_them(
     check.plain_sum(parts, expected)
     kernels.ordered_sum(parts, parts[place])
     assert same(parts[place], expected)
+
+
+def test_a_part_of_two_dimensions_stands_for_its_rows() -> None:
+    kernels, start, rows = built_kernels(), torch.rand(37), torch.rand(70, 37).bfloat16()
+    total, expected = torch.empty(37), torch.empty(37)
+    kernels.ordered_sum([start, rows], total)
+    kernels.ordered_sum([start, *rows], expected)
+    assert same(total, expected)
+    ordered_sum([start, rows], total)
+    assert same(total, expected)
 
 
 def test_empty_tensors_launch_nothing() -> None:

@@ -1,66 +1,26 @@
-"""The kernels' source, compiled by a C++ compiler: kernels for tensors on the CPU, and a driver that launches them.
-
-`put_in` lets the library use them, as it uses those of a GPU there.
-"""
+"""The kernels as built for the CPU by `benchmarks.gpu_short.cpu_kernels`; without a compiler the test is skipped."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from unittest import mock
+from collections.abc import Callable
 
 import pytest
-import torch
 
-from collectives.kernels import FOUND, DeviceKernels
-from collectives.kernels.device_kernels import source
-
-CPU = torch.device("cpu")
-COMPILER = "g++"
-FLAGS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
+from benchmarks.gpu_short import cpu_kernels
+from benchmarks.gpu_short.cpu_kernels import put_in as put_in
+from collectives.kernels import DeviceKernels
 
 
-class Launcher:
-    """Runs a kernel at once. ``noted`` is called with the name of each launch."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        self.noted: Callable[[str], object] = lambda name: None
-
-    def __call__(self, name: str, blocks: int, arguments: ctypes.Structure) -> None:
-        self.noted(name)
-        getattr(self._library, f"run_{name}")(ctypes.byref(arguments), blocks)
-
-
-@functools.cache
 def library() -> ctypes.CDLL:
-    """Compile the source, once a process; without a compiler the test is skipped."""
-    if shutil.which(COMPILER) is None:
-        pytest.skip(f"there is no {COMPILER} to compile the kernels for the CPU")
-    shim = Path(__file__).with_name("kernels.cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        built = Path(folder, "kernels.so")
-        Path(folder, "kernels.cu").write_text(source())
-        subprocess.run([COMPILER, *FLAGS, f"-I{folder}", str(shim), "-o", str(built), "-ldl"], check=True, timeout=60)
-        return ctypes.CDLL(str(built))
+    """Return the compiled source."""
+    if shutil.which(cpu_kernels.COMPILER) is None:
+        pytest.skip(f"there is no {cpu_kernels.COMPILER} to compile the kernels for the CPU")
+    return cpu_kernels.library()
 
 
 def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:
     """Return kernels of the CPU; ``noted`` gets the name of each launch."""
-    launcher = Launcher(library())
-    if noted is not None:
-        launcher.noted = noted
-    return DeviceKernels(launcher, processors)
-
-
-@contextmanager
-def put_in(kernels: DeviceKernels | None) -> Iterator[None]:
-    """Let the library find these kernels for tensors on the CPU."""
-    with mock.patch.dict(FOUND.by_device, {CPU: kernels}):
-        yield
+    library()
+    return cpu_kernels.built_kernels(noted, processors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -36,6 +36,9 @@ class Cuts(Sequence[int]):
 
     def __len__(self) -> int:
         return self.world_size + 1
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.bound, range(self.world_size + 1))
 
     @overload
     def __getitem__(self, index: int) -> int: ...

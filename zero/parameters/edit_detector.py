@@ -107,6 +107,7 @@ class _Comparisons:
         with usable_later():
             self._results = torch.empty(MOST_UNREAD, dtype=torch.int64, device=device)
             self._unequal = torch.ones(1, dtype=torch.uint8, device=device)
+        self._flags: dict[int, tuple[Tensor, Tensor]] = {}  # by n: the last n + 1 bytes, and n of them as booleans
         self._compared: list[tuple[UnitBuffer, int]] = []  # and the result if nothing was edited
         self._outgrown: list[Tensor] = []  # may be in use, on any stream, until results are read
 
@@ -118,14 +119,22 @@ class _Comparisons:
         """Launch the comparison of ``copy`` with the shard of ``buffer``, both of at least one element."""
         copied, kept = copy.view(torch.int64), buffer.shard.view(torch.int64)
         count = copied.numel()
-        if self._unequal.numel() <= count:
-            self._outgrown.append(self._unequal)
-            with usable_later():
-                self._unequal = torch.ones(count + 1, dtype=torch.uint8, device=copy.device)
-        unequal = self._unequal[-count - 1 :]
-        torch.ne(copied, kept, out=unequal[:-1].view(torch.bool))
+        flags = self._flags.get(count)
+        if flags is None:
+            flags = self._flags[count] = self._flags_of(count)
+        unequal, differ = flags
+        torch.ne(copied, kept, out=differ)
         torch.argmax(unequal, dim=0, out=self._results[len(self._compared)])
         self._compared.append((buffer, count))
+
+    def _flags_of(self, count: int) -> tuple[Tensor, Tensor]:
+        with usable_later():
+            if self._unequal.numel() <= count:
+                self._outgrown.append(self._unequal)
+                self._unequal = torch.ones(count + 1, dtype=torch.uint8, device=self._unequal.device)
+                self._flags.clear()
+            unequal = self._unequal[-count - 1 :]
+            return unequal, unequal[:-1].view(torch.bool)
 
     def read(self) -> list[tuple[UnitBuffer, int]]:
         """Return the buffers that were edited, with the index of an edited element of the shard each."""

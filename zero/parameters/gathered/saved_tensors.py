@@ -12,7 +12,7 @@ here.
 
 from __future__ import annotations
 
-import sys
+import bisect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from collectives.torch_internals import top_saved_tensors_hooks
 from ...runtime.compiled_calls import untraced
 from .buffers import GatheredBuffer
 
-_MOST_KNOWN = 1 << 16  # views; a program that makes ever new ones would fill the memory otherwise
+_MOST_KNOWN = 1 << 12  # views of a buffer; a program that makes ever new ones would fill the memory otherwise
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,60 +51,80 @@ class PackedParam(NamedTuple):
     version: int
 
 
+@dataclass(eq=False)
+class _Span:
+    """The memory of a buffer: addresses ``[begin, end)``, the unit, and the places found in the buffer so far."""
+
+    begin: int
+    end: int
+    unit: int
+    buffer: GatheredBuffer
+    places: dict[tuple[object, ...], ParamView]  # by offset in bytes, dtype, shape and strides
+
+
 class SavedTensorIndex:
     """The buffers of gathered units, and resharded ones with external references."""
 
     def __init__(self) -> None:
         self.home = object()
-        self._buffers: dict[int, tuple[int, GatheredBuffer]] = {}  # address of a buffer -> its unit, and the buffer
-        self._low, self._high = sys.maxsize, 0  # the range of addresses that buffers have had
-        self._known: dict[tuple[object, ...], ParamView] = {}  # a tensor's address and geometry -> its place
+        self._spans: dict[int, _Span] = {}  # by address
+        self._begins: list[int] = []  # the addresses, ascending
+        self._places: dict[GatheredBuffer, dict[tuple[object, ...], ParamView]] = {}  # whatever a buffer's address
 
     def remember(self, unit: int, buffer: GatheredBuffer, whole: Tensor) -> None:
         """Register the memory of a unit's buffer."""
         address = _address(whole)
         if not address:  # a tensor without elements has no memory
             return
-        if buffer.address != address or address not in self._buffers:  # share_memory() may have moved a storage
+        if buffer.address != address or address not in self._spans:  # share_memory() may have moved a storage
             self.forget(buffer)
             buffer.address = address
-            self._buffers[address] = (unit, buffer)
-            end = address + whole.untyped_storage().nbytes()
-            self._low, self._high = min(self._low, address), max(self._high, end)
+            end, places = address + whole.untyped_storage().nbytes(), self._places.setdefault(buffer, {})
+            self._spans[address] = _Span(address, end, unit, buffer, places)
+            self._begins = sorted(self._spans)
 
     def forget(self, buffer: GatheredBuffer) -> None:
-        """Unregister a buffer: its address may be used by other tensors."""
-        if self._buffers.pop(buffer.address, None) is not None:
-            self._known.clear()
+        """Unregister a buffer's memory: its address may be used by other tensors."""
+        if self._spans.pop(buffer.address, None) is not None:
+            self._begins = sorted(self._spans)
         buffer.address = 0
+
+    def remove(self, buffer: GatheredBuffer) -> None:
+        """Unregister a buffer that is gathered no more."""
+        self.forget(buffer)
+        self._places.pop(buffer, None)
 
     def find(self, tensor: Tensor) -> PackedParam | None:
         """The place of a tensor in a gathered buffer; None for any other tensor."""
         try:
-            begin = tensor.data_ptr()  # 0 for a tensor without elements, which may lie in a buffer
-            if begin and not self._low <= begin < self._high:  # true of most tensors: a short cut
+            begin = tensor.data_ptr()
+            if not begin:  # a tensor without elements, which may lie in a buffer
+                span = self._spans.get(_address(tensor))
+            else:
+                begins = self._begins
+                after = bisect.bisect_right(begins, begin)
+                span = self._spans.get(begins[after - 1]) if after else None
+            if span is None or begin >= span.end:
                 return None
-            key = (begin, tensor.dtype, tensor.shape, tensor.stride())
-            place = self._known.get(key) or self._find(tensor, key)
+            key = (begin - span.begin, tensor.dtype, tensor.shape, tensor.stride())
+            place = span.places.get(key) or self._find(tensor, span, key)
         except (RuntimeError, NotImplementedError):  # a tensor without a storage: sparse, or a tracer's
             return None
         if place is None or tensor.is_conj() or tensor.is_neg() or not self._is_there(place.buffer):
             return None
         return PackedParam(place, place.buffer.versions[place.slot])
 
-    def _find(self, tensor: Tensor, key: tuple[object, ...]) -> ParamView | None:
-        found = self._buffers.get(_address(tensor))
-        if found is None:
+    def _find(self, tensor: Tensor, span: _Span, key: tuple[object, ...]) -> ParamView | None:
+        if _address(tensor) != span.begin:
             return None
-        unit, buffer = found
-        offset = int(tensor.storage_offset())
+        buffer, offset = span.buffer, int(tensor.storage_offset())
         slot = buffer.slot_at(offset * tensor.itemsize // buffer.shard.itemsize)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-        place = ParamView(self.home, unit, buffer, slot, tensor.dtype, offset, shape, stride)
+        place = ParamView(self.home, span.unit, buffer, slot, tensor.dtype, offset, shape, stride)
         if tensor.data_ptr():
-            if len(self._known) >= _MOST_KNOWN:
-                self._known.clear()
-            self._known[key] = place
+            if len(span.places) >= _MOST_KNOWN:
+                span.places.clear()
+            span.places[key] = place
         return place
 
     def _is_there(self, buffer: GatheredBuffer) -> bool:

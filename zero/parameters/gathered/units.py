@@ -62,7 +62,7 @@ class GatheredUnits:
         unit.buffers.remove(buffer)
         buffer.unsharded = None
         buffer.end_gather()
-        self.saved_tensors.forget(buffer)
+        self.saved_tensors.remove(buffer)
 
     # -- unshard and reshard --------------------------------------------------------------------------------------
 
