@@ -21,7 +21,7 @@ from .messages import Kind, Tag
 from .transport import Transport
 
 CHECK_EACH = "ZERO_CHECK_EACH"
-_OPENING = Tag(Kind.EXCHANGE, "opening the sentinels' board")
+_OPENING = Tag(Kind.EXCHANGE, f"opening the sentinels' board: {CHECK_EACH} is 1 on all ranks or on none")
 
 
 def watch(transport: Transport, sharing: int, device: torch.device) -> None:

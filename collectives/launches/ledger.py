@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,14 +38,14 @@ class Ledger:
     def __init__(self) -> None:
         self._last: deque[tuple[int, int, bytes]] = deque(maxlen=KEPT)  # count, digest, packed tag
         self._waited: deque[tuple[int, Callable[[], bool]]] = deque()  # count, and whether the device has ended it
-        self._agreed: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}
+        self._common: dict[tuple[Hashable, torch.dtype], int] = {}
 
     def agreed(self, digest: int, bounds: Sequence[int], dtype: torch.dtype) -> int:
-        """Return the `agreed_digest`. It is formed once for each bucket."""
-        key = digest, tuple(bounds), dtype
-        if key not in self._agreed:
-            self._agreed[key] = agreed_digest(*key)
-        return self._agreed[key]
+        """Return a digest as `agreed_digest` does. What bounds and dtype add is formed once for each bucket."""
+        key = bounds if isinstance(bounds, Hashable) else tuple(bounds), dtype
+        if key not in self._common:
+            self._common[key] = agreed_digest(0, bounds, dtype)
+        return zlib.crc32(_DIGEST.pack(digest), self._common[key])
 
     @property
     def state(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work, behind_a_meeting
+from collectives import BucketQueue, Collective, Kind, Tag, Transport, Work, as_a_whole, behind_a_meeting
 from collectives.kernels import NORM_TYPES, kernels_of
 
 from ..core.norm import PowerSum
@@ -136,7 +136,7 @@ class Update:
         kernels = kernels_of(device)
         assert kernels is not None
         shards = self._means.shards()
-        with behind_a_meeting(self._transport):
+        with behind_a_meeting(self._transport), as_a_whole(self._transport, "while clipping"):
             return clip_on_device(kernels, device, shards, gradients, max_norm, self._shard_group, self._collective)
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
