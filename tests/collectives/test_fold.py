@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import BucketQueue, Collective, Fold, Pairwise, Transport, Work
+from collectives import BucketQueue, Collective, CollectiveError, Fold, Pairwise, Transport, Work, on_threads
 from collectives.algorithms import plans
 from collectives.algorithms.plans import folded
 from collectives.topology import _fold_by_nccl
@@ -24,6 +24,7 @@ from zero.core.stage import FOLDS_IN_FLIGHT
 
 from ..support.carried import BF16, CPU, FP32, assert_same_bits, awkward, equal_hosts, plain_sum, reduction
 from ..support.late import on_late_threads
+from ..support.limits import BOUND, at_once
 from ..support.loops import seeded
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_states
@@ -111,6 +112,19 @@ def test_owners_have_the_sums_in_rank_order_and_hosts_send_the_bytes_of_the_form
             assert out[host] == FP32.itemsize * (onward + (owned if backward and host else 0))
         if name.endswith(("of 1", "of 2", "of 3")):
             assert sum(out) == folded(hosts, started=backward > 0) * numel * FP32.itemsize
+
+
+def test_ranks_of_which_one_has_a_sum_so_far_are_told() -> None:
+    def program(transport: Transport) -> None:
+        start = torch.zeros(16) if transport.rank == 1 else None
+        tag = reduction("bucket 0", 1, 0)
+        with pytest.raises(CollectiveError, match="bucket 0"):
+            by_messages(transport).reduce_scatter(
+                torch.ones(64), range(0, 65, 16), torch.empty(16), start=start, tag=tag
+            ).wait()
+
+    with at_once():
+        on_threads(4, program, timeout=BOUND)
 
 
 STEPS = (

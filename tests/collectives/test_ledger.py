@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from collectives import ALGORITHMS, Kind, MismatchError, PeerError, Tag, Transport
+from collectives.algorithms.base import Several
 from collectives.backends import store_board
 from collectives.backends.threads import ThreadBackend
 from collectives.launches.at_exit import LEFT, Caller, SlowError
@@ -367,6 +369,12 @@ def test_an_error_of_the_device_is_told_to_every_rank() -> None:
     assert len(aborted) == 2
     errors = [each.take_verdict() for each in every]
     assert all(isinstance(error, PeerError) and "rank 1: its device failed" in str(error) for error in errors)
+
+
+def test_transfers_that_are_under_way_together_have_ended_when_all_have() -> None:
+    ended, pending = (SimpleNamespace(ended=lambda value=value: value) for value in (True, False))
+    assert Several([ended, ended]).ended()
+    assert not Several([ended, pending]).ended()
 
 
 def test_a_call_that_does_not_return_makes_others_slow_and_not_the_caller() -> None:

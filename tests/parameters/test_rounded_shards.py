@@ -77,6 +77,9 @@ def test_parameters_are_kept_from_a_write_until_the_masters_have_followed() -> N
             model[0].weight.mul_(3.0)
         with torch.no_grad(), optimizer.gathered(write=True):
             model[0].weight.mul_(0.5)
+        with optimizer.gathered():
+            written = model[0].weight.detach().clone()
+        assert_same_bits(optimizer.full_master(model[0].weight), written.float(), "masters are read as they will be")
         kept.append(weights_of(optimizer))
         step(model, optimizer, transport.rank)
         kept.append(weights_of(optimizer))

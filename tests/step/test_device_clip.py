@@ -87,13 +87,13 @@ def test_what_kernels_do_not_know_is_clipped_by_the_host(case: str, launched: li
 
 
 def clipped(transport: Transport, value: float, *, error: bool = False) -> list[torch.Tensor]:
-    """Return the norm and the parameters after a step. Only rank 0 has the value among its inputs."""
+    """Return two norms, and the parameters after a step. Only rank 0 has the value among its inputs."""
     model = blocks()
     optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=2, process_group=transport)
     model(torch.full((4, 4), value if transport.rank == 0 else 2.0)).sum().backward()
-    norm = optimizer.clip_grad_norm_(0.5, error_if_nonfinite=error)
+    norms = [optimizer.clip_grad_norm_(most, error_if_nonfinite=error) for most in (0.5, 0.4)]
     optimizer.step()
-    return [norm, *model.state_dict().values()]
+    return [*norms, *model.state_dict().values()]
 
 
 def test_if_one_rank_has_no_kernels_all_clip_by_the_host(monkeypatch: pytest.MonkeyPatch, launched: list[str]) -> None:
