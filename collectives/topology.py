@@ -6,7 +6,7 @@
     on several hosts                  hierarchical
     each on a host of its own         pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
-    GPUs on several hosts, with NCCL  fold, by process groups of hosts and of lanes; with one GPU on each, all_to_all
+    GPUs on several hosts, with NCCL  fold, by process groups of hosts and of rails; with one GPU on each, all_to_all
     ... not numbered host by host     native, which adds in an order of its own
     replicas on GPUs, with NCCL       all_to_all by process groups of their ranks, and sums from GPU to GPU
     ... some on several hosts         native
@@ -347,13 +347,13 @@ def _by_nccl(transport: Transport, device: torch.device) -> Choice:
 
 
 def _fold_by_nccl(transport: Transport, hosts: Sequence[Sequence[int]], device: torch.device) -> Fold:
-    """Make process groups of hosts and of lanes, and connect their ranks. Collective."""
+    """Make process groups of hosts and of rails, and connect their ranks. Collective."""
     host = _part(transport, hosts)
-    lane = _part(transport, [[ranks[place] for ranks in hosts] for place in range(len(hosts[0]))])
-    _connect_owners(lane, transport, device)
-    for part in (host, lane):  # whose communicators torch makes at the first collective
+    rail = _part(transport, [[ranks[place] for ranks in hosts] for place in range(len(hosts[0]))])
+    _connect_owners(rail, transport, device)
+    for part in (host, rail):  # whose communicators torch makes at the first collective
         _connect_all(part, transport, device)
-    return FoldOnDevices(transport, hosts, AllToAll(transport), host, lane)
+    return FoldOnDevices(transport, hosts, AllToAll(transport), host, rail)
 
 
 def _connect_all(part: Backend, transport: Transport, device: torch.device) -> None:

@@ -1,6 +1,6 @@
 """Hosts of neighbouring ranks: an exchange inside each host, and the running sum goes from host to host.
 
-    ranks 0 1 | 2 3 | 4 5, three hosts of two; ranks 0, 2 and 4 are a lane, and form the sums of the shards 0, 2 and 4
+    ranks 0 1 | 2 3 | 4 5, three hosts of two; ranks 0, 2 and 4 are a rail, and form the sums of the shards 0, 2 and 4
 
     rank 0: start + x_0 + x_1  ->  rank 2: + x_2 + x_3  ->  rank 4: + x_4 + x_5  ->  to ranks 0, 2 and 4, the owners
 
@@ -32,7 +32,7 @@ from ..transport import Transport, as_a_whole, chunks
 from .aside import Aside, enqueued
 from .base import ADDING_UP, has_ended, nothing
 from .ordered_sum import ordered_sum
-from .plans import Lanes, chunk_of_fold
+from .plans import Rails, chunk_of_fold
 
 
 class Together(Protocol):
@@ -68,19 +68,19 @@ class Fold:
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]], together: Together) -> None:
         """``hosts``: the ranks of each, for which `why_not_folded` finds nothing."""
         self.transport, self.together = transport, together
-        self.lanes = Lanes(len(hosts), len(hosts[0]), transport.rank)
+        self.rails = Rails(len(hosts), len(hosts[0]), transport.rank)
         self.onward = transport.sibling(1)  # for messages of its own, since a rank sends sums in a wait
         self.exchanged: Work = Chain(())  # the last exchange, which holds its input
 
     @property
     def hosts(self) -> int:
         """The number of hosts."""
-        return self.lanes.hosts
+        return self.rails.hosts
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Scratch memory: two of the contribution, and the sums of a lane.
+        """See `collectives.Collective.reduce_scatter`. Scratch memory: two of the contribution, and the sums of a rail.
         `FoldOnDevices` reads ``start`` at the launch."""
         tag = replace(tag, digest=tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
         return self._launch(source, bounds, out, start, tag)
@@ -95,14 +95,14 @@ class Fold:
 
 
 class FoldOnDevices(Fold):
-    """`Fold` by collectives of the backend among all ranks, among those of a host, and among those of a lane."""
+    """`Fold` by collectives of the backend among all ranks, among those of a host, and among those of a rail."""
 
     def __init__(
-        self, transport: Transport, hosts: Sequence[Sequence[int]], together: Begins, host: Backend, lane: Backend
+        self, transport: Transport, hosts: Sequence[Sequence[int]], together: Begins, host: Backend, rail: Backend
     ) -> None:
-        """``host``, ``lane``: this rank's."""
+        """``host``, ``rail``: this rank's."""
         super().__init__(transport, hosts, together)
-        self._begins, self.host, self.lane = together, host, lane
+        self._begins, self.host, self.rail = together, host, rail
         self.exchange: _HostExchange | None = None  # the last one
         self.aside = together.aside
 
@@ -119,24 +119,24 @@ class FoldOnDevices(Fold):
 class _Operands:
     """The tensors of one reduce-scatter on one rank.
 
-    ``sizes``: elements of the shards of each lane. ``shards``: elements of each shard of this rank's lane, by host.
-    ``sorted``: this rank's contribution, lane by lane. ``arrived``: those of its host to the lane's shards, in rank
-    order. ``sums``: of the lane's shards. ``start``: the sum so far, of this rank's shard.
+    ``sizes``: elements of the shards of each rail. ``shards``: elements of each shard of this rank's rail, by host.
+    ``sorted``: this rank's contribution, rail by rail. ``arrived``: those of its host to the rail's shards, in rank
+    order. ``sums``: of the rail's shards. ``start``: the sum so far, of this rank's shard.
     """
 
     def __init__(self, fold: Fold, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None) -> None:
-        t, lanes, self.out, self.start = fold.transport, fold.lanes, out, start
-        by_lane = [lanes.shards(bounds, place) for place in range(lanes.width)]
-        self.sizes = [sum(high - low for low, high in shards) for shards in by_lane]
-        self.shards = [high - low for low, high in by_lane[lanes.place]]
-        numel = self.sizes[lanes.place]
+        t, rails, self.out, self.start = fold.transport, fold.rails, out, start
+        by_rail = [rails.shards(bounds, place) for place in range(rails.width)]
+        self.sizes = [sum(high - low for low, high in shards) for shards in by_rail]
+        self.shards = [high - low for low, high in by_rail[rails.place]]
+        numel = self.sizes[rails.place]
         self.sorted = t.scratch(source.numel(), source.dtype, source.device)
-        if len({high - low for shards in by_lane for low, high in shards}) == 1:  # as one kernel
-            by_host = source.view(lanes.hosts, lanes.width, -1)
-            self.sorted.view(lanes.width, lanes.hosts, -1).copy_(by_host.transpose(0, 1))
+        if len({high - low for shards in by_rail for low, high in shards}) == 1:  # as one kernel
+            by_host = source.view(rails.hosts, rails.width, -1)
+            self.sorted.view(rails.width, rails.hosts, -1).copy_(by_host.transpose(0, 1))
         else:
-            torch.cat([source[low:high] for shards in by_lane for low, high in shards], out=self.sorted)
-        self.arrived = t.scratch(lanes.width * numel, source.dtype, source.device).view(lanes.width, numel)
+            torch.cat([source[low:high] for shards in by_rail for low, high in shards], out=self.sorted)
+        self.arrived = t.scratch(rails.width * numel, source.dtype, source.device).view(rails.width, numel)
         self.sums = t.scratch(numel, out.dtype, out.device)
 
     def add(self, low: int, high: int, *, begun: bool) -> None:
@@ -154,13 +154,13 @@ class _ByMessages:
     """A reduce-scatter whose contributions travel at once, and whose sum travels in the wait."""
 
     def __init__(self, fold: Fold, operands: _Operands, tag: Tag) -> None:
-        t, lanes = fold.transport, fold.lanes
+        t, rails = fold.transport, fold.rails
         self._fold, self._operands, self._tag = fold, operands, tag
-        announced, first = t.announce_round(tag), lanes.host * lanes.width
+        announced, first = t.announce_round(tag), rails.host * rails.width
         own = list(torch.split(operands.sorted, operands.sizes))
         del operands.sorted
-        operands.arrived[lanes.place].copy_(own[lanes.place])
-        peers = [(lanes.place + step) % lanes.width for step in range(1, lanes.width)]
+        operands.arrived[rails.place].copy_(own[rails.place])
+        peers = [(rails.place + step) % rails.width for step in range(1, rails.width)]
         recvs = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
         fold.exchanged = Chain([*recvs, *(t.isend(own[peer], first + peer, tag) for peer in peers)])
         t.post_remaining()
@@ -176,38 +176,38 @@ class _ByMessages:
 
     def _fold_here(self) -> Work:
         """Add this host's contributions chunk by chunk, send each on, and expect the total."""
-        onward, lanes, given, tag = self._fold.onward, self._fold.lanes, self._operands, self._tag
+        onward, rails, given, tag = self._fold.onward, self._fold.rails, self._operands, self._tag
         sends, recvs, pieces = list[Work](), list[Work](), list(chunks(given.sums.numel()))
         self._begin(sends)
-        if lanes.before is not None:
+        if rails.before is not None:
             parts = [given.sums[low:high] for low, high in pieces]
-            recvs = [onward.irecv(part, lanes.before, tag, in_one_part=True, one_way=True) for part in parts]
-        total = [onward.irecv(given.out, lanes.owners[-1], tag, one_way=True)] if lanes.after is not None else []
+            recvs = [onward.irecv(part, rails.before, tag, in_one_part=True, one_way=True) for part in parts]
+        total = [onward.irecv(given.out, rails.owners[-1], tag, one_way=True)] if rails.after is not None else []
         for number, (low, high) in enumerate(pieces):
             if recvs:
                 recvs[number].wait()
-            given.add(low, high, begun=lanes.host > 0 or given.start is not None)
-            if lanes.after is not None:
+            given.add(low, high, begun=rails.host > 0 or given.start is not None)
+            if rails.after is not None:
                 part = given.sums[low:high]
-                sends.append(onward.isend(part, lanes.after, tag, in_one_part=True, one_way=True))
-        if lanes.after is None:
+                sends.append(onward.isend(part, rails.after, tag, in_one_part=True, one_way=True))
+        if rails.after is None:
             *others, own = torch.split(given.sums, given.shards)
             given.out.copy_(own)
-            owners = zip(others, lanes.owners, strict=False)
+            owners = zip(others, rails.owners, strict=False)
             sends += [onward.isend(part, owner, tag, one_way=True) for part, owner in owners]
         return Chain([*total, *sends])
 
     def _begin(self, sends: list[Work]) -> None:
         """Send the sum so far to the first host, which has all of them then."""
-        onward, lanes, start = self._fold.onward, self._fold.lanes, self._operands.start
+        onward, rails, start = self._fold.onward, self._fold.rails, self._operands.start
         if start is None:
             return
-        if lanes.host:
-            sends.append(onward.isend(_copy(self._fold, start), lanes.place, self._tag, one_way=True))
+        if rails.host:
+            sends.append(onward.isend(_copy(self._fold, start), rails.place, self._tag, one_way=True))
             return
         own, *parts = torch.split(self._operands.sums, self._operands.shards)
         own.copy_(start)
-        owners = zip(parts, lanes.owners[1:], strict=True)
+        owners = zip(parts, rails.owners[1:], strict=True)
         Chain([onward.irecv(part, owner, self._tag, one_way=True) for part, owner in owners]).wait()
 
 
@@ -238,23 +238,23 @@ class _FoldUnderWay:
     """
 
     def __init__(self, fold: FoldOnDevices, operands: _Operands) -> None:
-        t, lanes = fold.transport, fold.lanes
-        self._transport, self._lanes, self._lane, self._operands = t, lanes, fold.lane, operands
+        t, rails = fold.transport, fold.rails
+        self._transport, self._rails, self._rail, self._operands = t, rails, fold.rail, operands
         itemsize, numel = operands.sorted.itemsize, operands.sums.numel()
         pending = fold.host.all_to_all(
             as_bytes(operands.arrived.view(-1)),
             as_bytes(operands.sorted),
-            ([numel * itemsize] * lanes.width, [size * itemsize for size in operands.sizes]),
+            ([numel * itemsize] * rails.width, [size * itemsize for size in operands.sizes]),
         )
         self._exchange = fold.exchange = _HostExchange(pending, operands.sorted)
         del operands.sorted
-        sent, received = sum(operands.sizes) - numel, (lanes.width - 1) * numel
+        sent, received = sum(operands.sizes) - numel, (rails.width - 1) * numel
         t.count_payload(sent * itemsize, received * itemsize)
         self._gathered = None if operands.start is None else self._gather(operands.start)
-        self._begun = lanes.host > 0 or operands.start is not None
+        self._begun = rails.host > 0 or operands.start is not None
         self._left = deque(self._pieces(numel))
         self._sends = list[Pending]()
-        self._home: Pending | None = None
+        self._returned: Pending | None = None
         self._awaited = False
         device = operands.sums.device
         stream = None if fold.aside is None else fold.aside.of(device)
@@ -265,30 +265,32 @@ class _FoldUnderWay:
     def wait(self, timeout: float) -> None:
         if self._awaited:
             return
-        if self._home is None:
+        if self._returned is None:
             self._fold_here(timeout)
-        assert self._home is not None
+        assert self._returned is not None
         self._exchange.let_go(timeout)
-        self._home.wait(timeout)  # it was launched behind all additions
+        self._returned.wait(timeout)  # it was launched behind all additions
         for each in self._sends:
             each.wait(timeout)
         self._awaited = True
         del self._operands  # a ledger keeps this object longer than its caller
 
     def ended(self) -> bool:
-        """See `DevicePending`. What comes before the sends and the way home has ended with these."""
-        return self._awaited and all(map(has_ended, [*self._sends, *([] if self._home is None else [self._home])]))
+        """See `DevicePending`. What comes before the sends and the return of the sums has ended with these."""
+        return self._awaited and all(
+            map(has_ended, [*self._sends, *([] if self._returned is None else [self._returned])])
+        )
 
     def _gather(self, start: Tensor) -> Pending:
         """Send the sum so far of this rank's shard to the first host."""
-        t, lanes, shards = self._transport, self._lanes, self._operands.shards
+        t, rails, shards = self._transport, self._rails, self._operands.shards
         there, here = [0] * t.world_size, [0] * t.world_size
-        there[lanes.place] = start.nbytes
-        if not lanes.host:
-            for owner, numel in zip(lanes.owners, shards, strict=True):
+        there[rails.place] = start.nbytes
+        if not rails.host:
+            for owner, numel in zip(rails.owners, shards, strict=True):
                 here[owner] = numel * start.itemsize
-        sums = self._operands.sums if not lanes.host else self._operands.sums[:0]
-        t.count_payload(start.nbytes if lanes.host else 0, sum(here) and sum(here) - start.nbytes)
+        sums = self._operands.sums if not rails.host else self._operands.sums[:0]
+        t.count_payload(start.nbytes if rails.host else 0, sum(here) and sum(here) - start.nbytes)
         return t.backend.all_to_all(as_bytes(sums), as_bytes(start), (here, there))
 
     def _pieces(self, numel: int) -> list[tuple[int, int, Pending | None]]:
@@ -298,8 +300,8 @@ class _FoldUnderWay:
         for low in range(0, numel, length):
             high = min(low + length, numel)
             taken = None
-            if self._lanes.host:
-                taken = self._lane.take_from(as_bytes(self._operands.sums[low:high]), self._lanes.host - 1)
+            if self._rails.host:
+                taken = self._rail.take_from(as_bytes(self._operands.sums[low:high]), self._rails.host - 1)
             found.append((low, high, taken))
         return found
 
@@ -308,8 +310,8 @@ class _FoldUnderWay:
         self._exchange.wait(timeout)
         if self._gathered is not None:
             self._gathered.wait(timeout)
-        lanes, given = self._lanes, self._operands
-        onward = lanes.after is not None
+        rails, given = self._rails, self._operands
+        onward = rails.after is not None
         while self._left:
             low, high, taken = self._left[0]
             if taken is not None:
@@ -318,15 +320,15 @@ class _FoldUnderWay:
                 self._left.popleft()
                 given.add(low, high, begun=self._begun)
                 if onward:
-                    self._sends.append(self._lane.pass_to(as_bytes(given.sums[low:high]), lanes.host + 1))
-        self._home = self._send_home()
+                    self._sends.append(self._rail.pass_to(as_bytes(given.sums[low:high]), rails.host + 1))
+        self._returned = self._return_sums()
 
-    def _send_home(self) -> Pending:
-        lanes, given, onward = self._lanes, self._operands, self._lanes.after is not None
+    def _return_sums(self) -> Pending:
+        rails, given, onward = self._rails, self._operands, self._rails.after is not None
         out, itemsize, summed = given.out, given.out.itemsize, given.sums.nbytes
-        arriving = [0] * lanes.hosts
+        arriving = [0] * rails.hosts
         arriving[-1] = out.nbytes
         sending = [0 if onward else numel * itemsize for numel in given.shards]
         sent = summed if onward else summed - out.nbytes
-        self._transport.count_payload(sent, (summed if lanes.host else 0) + (out.nbytes if onward else 0))
-        return self._lane.all_to_all(as_bytes(out), as_bytes(given.sums[: sum(sending)]), (arriving, sending))
+        self._transport.count_payload(sent, (summed if rails.host else 0) + (out.nbytes if onward else 0))
+        return self._rail.all_to_all(as_bytes(out), as_bytes(given.sums[: sum(sending)]), (arriving, sending))

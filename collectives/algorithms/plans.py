@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-CHUNKS_OF_A_FOLD = 16  # at most, in which the sums of a lane go from host to host on devices: each is three launches
+CHUNKS_OF_A_FOLD = 16  # at most, in which the sums of a rail go from host to host on devices: each is three launches
 LEAST_OF_A_FOLD = 1 << 18  # elements of a chunk, which take longer than a message without any
 
 
@@ -37,12 +37,12 @@ class Hosts:
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Equal hosts of neighbouring ranks, for `fold`. A lane is the ranks with one place in their hosts.
+class Rails:
+    """Equal hosts of neighbouring ranks, for `fold`. A rail is the ranks with one place in their hosts.
 
     Attributes:
         hosts: how many there are.
-        width: ranks of a host, and so the number of lanes.
+        width: ranks of a host, and so the number of rails.
         rank: this rank.
     """
 
@@ -57,26 +57,26 @@ class Lanes:
 
     @property
     def place(self) -> int:
-        """This rank's lane, and its place in its host."""
+        """This rank's rail, and its place in its host."""
         return self.rank % self.width
 
     @property
     def owners(self) -> range:
-        """The ranks of this lane, by host."""
+        """The ranks of this rail, by host."""
         return range(self.place, self.hosts * self.width, self.width)
 
     @property
     def before(self) -> int | None:
-        """The rank of this lane on the host before; None on the first host."""
+        """The rank of this rail on the host before; None on the first host."""
         return self.rank - self.width if self.host else None
 
     @property
     def after(self) -> int | None:
-        """The rank of this lane on the next host; None on the last one."""
+        """The rank of this rail on the next host; None on the last one."""
         return self.rank + self.width if self.host + 1 < self.hosts else None
 
     def shards(self, bounds: Sequence[int], place: int) -> list[tuple[int, int]]:
-        """Return the begin and end of each shard of a lane, by host."""
+        """Return the begin and end of each shard of a rail, by host."""
         return [(bounds[rank], bounds[rank + 1]) for rank in range(place, self.hosts * self.width, self.width)]
 
 
@@ -166,7 +166,7 @@ def equal_hosts(hosts: int, ranks: int, started: bool, travel: int, accumulate: 
 
 
 def chunk_of_fold(numel: int) -> int:
-    """Return how many elements of a lane's sums go from host to host at a time, on devices."""
+    """Return how many elements of a rail's sums go from host to host at a time, on devices."""
     return max(LEAST_OF_A_FOLD, -(-numel // CHUNKS_OF_A_FOLD))
 
 

@@ -1,7 +1,7 @@
 """Between hosts the sum goes from host to host in rank order, for the bytes of its formula; no buffer is touched early.
 
 Hosts are pretended: ranks are threads, whose transfers finish at their wait (see `tests.support.late`). Sums go by
-messages, or by process groups of hosts and lanes, as over NCCL.
+messages, or by process groups of hosts and rails, as over NCCL.
 """
 
 from __future__ import annotations

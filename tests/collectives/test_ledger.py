@@ -206,7 +206,7 @@ def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_an
         under_way = launches.ledger._waited[-1][1].args[0]  # type: ignore[attr-defined]
         assert launches.ledger.oldest() == 0
         assert not hasattr(under_way, "_operands")
-        under_way._home = mock.Mock(ended=lambda: False)
+        under_way._returned = mock.Mock(ended=lambda: False)
         return launches.ledger.oldest() == 1
 
     assert on_streams(4, program) == [True] * 4

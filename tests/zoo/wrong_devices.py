@@ -23,7 +23,7 @@ def a_host_adds_its_own_first(real: Any, self: Any, low: int, high: int, *, begu
 
 def the_total_goes_to_the_next_owner(real: Any, self: Any) -> Any:
     given = self._operands
-    if self._lanes.after is None:
+    if self._rails.after is None:
         given.sums.copy_(given.sums.roll(given.shards[0]))
     return real(self)
 

@@ -180,7 +180,7 @@ def peak_bounds(
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
     dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
-    the accumulator's dtype: the sums of a lane, and a sum so far. Or it is three as above if that is more.
+    the accumulator's dtype: the sums of a rail, and a sum so far. Or it is three as above if that is more.
 
     Args:
         layout: the parameters that the optimizer updates.

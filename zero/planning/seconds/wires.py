@@ -150,23 +150,23 @@ class Wires:
         """Return the cost of a reduce-scatter whose sums go from host to host. See `reduce_scatter` for the arguments.
 
         The last host has the sum last: exchange, then hosts - 1 hops of the first chunk, then the other chunks, then
-        the way home. Each rank of a host sends 1 / (ranks of a host) of the sums through its own link to the network,
+        their return. Each rank of a host sends 1 / (ranks of a host) of the sums through its own link to the network,
         which is busy for that; the first host also receives the sums so far, and an owner its total.
         """
         hosts, local = group.hosts, group.per_host
         inner = self.exchange(elements * travel, RankGroup(round(local), 1))
-        lane = elements * accumulate / local
-        chunk = min(lane, chunk_of_fold(round(elements / local)) * accumulate)
+        sums = elements * accumulate / local
+        chunk = min(sums, chunk_of_fold(round(elements / local)) * accumulate)
         adding = (chunk * travel / accumulate * local + 2 * chunk) / self.memory
-        far = (hosts - 1) / hosts * lane / self.rail  # to the first host, and from the last one
-        hops = (hosts - 1) * (self.network.ring_step + chunk / self.rail + adding) + (lane - chunk) / self.rail
+        far = (hosts - 1) / hosts * sums / self.rail  # to the first host, and from the last one
+        hops = (hosts - 1) * (self.network.ring_step + chunk / self.rail + adding) + (sums - chunk) / self.rail
         ways = 2 if started else 1
         seconds = inner.seconds + hops + ways * (self.network.ring_step + far)
-        copied = (3 * elements * travel + 2 * lane) / self.memory  # into the order of the lanes, and added up
+        copied = (3 * elements * travel + 2 * sums) / self.memory  # into the order of the rails, and added up
         crossed = folded(hosts, started=started) * elements * accumulate
         return WireCost(
             seconds,
-            max(inner.period, lane / self.rail + lane / hosts / self.rail),
+            max(inner.period, sums / self.rail + sums / hosts / self.rail),
             copied,
             hosts * inner.sent + crossed,
             crossed,
