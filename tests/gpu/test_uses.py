@@ -13,18 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from collectives import Work, solo
-from collectives.algorithms.aside import AddedAside, Aside
-from collectives.algorithms.ordered_sum import ordered_sum
 from zero import CheckpointManager, Offload, ZeroOptimizer, load, save
 
 from ..support.devices import DEVICE, HAS_GPU, deterministic, deterministic_products, on
 from ..support.models import build, odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
-from .streams import CYCLES, PATTERNS, train, train_plainly
+from .streams import PATTERNS, train, train_plainly
 
 pytestmark = pytest.mark.contract
 
@@ -53,41 +50,6 @@ def test_the_parts_of_a_step_may_have_streams_of_their_own(
     assert_same_model(model, plain)
     for ours, theirs in zip(norms, expected, strict=True):
         assert_same_bits(ours, theirs)
-
-
-class Adds:
-    """A work that adds three times the source, late, on the current stream."""
-
-    def __init__(self, source: Tensor, out: Tensor) -> None:
-        self._source, self._out = source, out
-
-    def wait(self) -> None:
-        if self._out.is_cuda:
-            torch.cuda._sleep(CYCLES)
-        ordered_sum([self._source] * 3, self._out)
-
-
-@each(1, is_awaited=[False, True])
-def test_a_sum_aside_lies_between_its_launch_and_its_wait_or_end(device: str, is_awaited: bool) -> None:
-    """The kernel that adds runs on the stream aside, too."""
-    source, out = torch.zeros(1 << 16, device=device), torch.zeros(1 << 16, device=device)
-    aside, found = Aside().of(source.device), list[Tensor]()
-    for number in range(8):
-        if source.is_cuda:
-            torch.cuda._sleep(CYCLES)
-        source.fill_(number)
-        work: Work = Adds(source, out)
-        if aside is None:
-            work.wait()
-        else:
-            work = AddedAside(solo(), work, aside, source.device, (source, out))
-            if is_awaited:
-                work.wait()
-            del work
-        found.append(out.clone())
-        source.zero_()
-        out.zero_()
-    assert torch.stack(found).unique(dim=1).flatten().tolist() == [3.0 * number for number in range(8)]
 
 
 @each(1, stage=[1, 3], decay=[0.1, 1e-4])

@@ -18,7 +18,7 @@ from zero.runtime.accumulator import GradAccumulator
 from ..support.late import LateBackend, on_late_threads
 from ..support.plain import assert_same_bits
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("unseen")]
+pytestmark = [pytest.mark.usefixtures("unseen")]
 LAYERS, WIDTH = 6, 4
 CAP = 0.00006  # MiB: a bucket for each layer
 
