@@ -44,7 +44,7 @@ class Launcher:
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
     """Compile the source, once a process. Raises `RuntimeError` if there is no compiler."""
     if shutil.which(COMPILER) is None:
         raise RuntimeError(f"there is no {COMPILER} to compile the kernels for the CPU")
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL:
 
 def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:
     """Return kernels of the CPU; ``noted`` gets the name of each launch."""
-    launcher = Launcher(library())
+    launcher = Launcher(compiled())
     if noted is not None:
         launcher.noted = noted
     return DeviceKernels(launcher, processors)

@@ -43,7 +43,7 @@ from zero import MixedPrecision, ZeroOptimizer
 
 from ..systems import fully_sharded
 from .clock import Host, clock, freed_memory_is_kept
-from .cpu_kernels import Launcher, library, put_in
+from .cpu_kernels import Launcher, compiled, put_in
 from .job import ROOT, Row, ShortJob
 from .peers import NARROW, SEVEN_BILLION, TINY, Llama, answered, build, device_paths, join_fake_group, tokens
 
@@ -162,7 +162,7 @@ class _WithoutKernels(Host):
 def _host_of_a_device() -> Iterator[Host]:
     """Let the CPU do as the host of a GPU does: it takes the library's paths for devices, kernels among them, and gets
     back memory that was freed without the help of the operating system. Yield its clock."""
-    launcher = Launcher(library())
+    launcher = Launcher(compiled())
     with device_paths(), put_in(DeviceKernels(launcher, PROCESSORS)), freed_memory_is_kept():
         yield _WithoutKernels(launcher)
 

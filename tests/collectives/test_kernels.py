@@ -26,7 +26,7 @@ from collectives.kernels.self_check import awkward, same
 from zero.core.norm import PowerSum
 from zero.step.clip import clip_factor
 
-from ..support.built_kernels import built_kernels, library, put_in
+from ..support.built_kernels import built_kernels, compiled, put_in
 from ..support.devices import DEVICES
 from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Step
@@ -264,7 +264,7 @@ def test_other_devices_have_none(gpus: found.Found, monkeypatch: pytest.MonkeyPa
 
 def test_the_driver_launches_them_from_any_thread_on_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver is one that runs a kernel of the CPU at once, and returns an error without the device's context."""
-    driver, cuda, stream = library(), torch.device("cuda", 0), 7 << 40
+    driver, cuda, stream = compiled(), torch.device("cuda", 0), 7 << 40
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(nvrtc, "nvrtc_library", lambda: None)
     monkeypatch.setattr(nvrtc, "compiled", lambda text, architecture, compiler: b"code")

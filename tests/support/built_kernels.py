@@ -13,14 +13,14 @@ from benchmarks.gpu_short.cpu_kernels import put_in as put_in
 from collectives.kernels import DeviceKernels
 
 
-def library() -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
     """Return the compiled source."""
     if shutil.which(cpu_kernels.COMPILER) is None:
         pytest.skip(f"there is no {cpu_kernels.COMPILER} to compile the kernels for the CPU")
-    return cpu_kernels.library()
+    return cpu_kernels.compiled()
 
 
 def built_kernels(noted: Callable[[str], object] | None = None, processors: int = 2) -> DeviceKernels:
     """Return kernels of the CPU; ``noted`` gets the name of each launch."""
-    library()
+    compiled()
     return cpu_kernels.built_kernels(noted, processors)
