@@ -142,7 +142,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, gathers means
     while a backward runs, and steps buckets in groups."""
-    for module in ("core.step_groups", "gradients.hooks", "gradients.early_means"):
+    for module in ("step.step_groups", "gradients.hooks", "gradients.early_means"):
         monkeypatch.setattr(f"zero.{module}.is_launched", lambda device: True)
 
 

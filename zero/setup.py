@@ -32,7 +32,6 @@ from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
-from .core.step_groups import step_groups
 from .gradients.hooks import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.materialize import Materializer
@@ -53,6 +52,7 @@ from .runtime.streams import Streams
 from .runtime.unit_order import UnitOrder
 from .step.classes import UserOptimizers
 from .step.partition import check_partitions, choose_partitions
+from .step.step_groups import step_groups
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (

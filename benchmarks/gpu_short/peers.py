@@ -36,10 +36,11 @@ from collectives.links.control_plane import pack_messages
 from collectives.links.messenger import MARKER
 from collectives.links.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
 from collectives.messages import with_offset
-from zero.core import bits, layout, norm, step_groups
+from zero.core import bits, layout, norm
 from zero.gradients import division, early_means, grad_publisher, hooks
 from zero.parameters import edit_detector
 from zero.runtime import accumulator, master_weights
+from zero.step import step_groups
 
 TIMEOUT = 60.0
 OFFSET_BYTES = len(with_offset(b""))

@@ -36,12 +36,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
 from collectives.algorithms import aside
-from zero.core import step_groups
 from zero.gradients import early_means, hooks
 from zero.gradients.placeholder import ShardedGradient
 from zero.runtime import accumulator, staging, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
+from zero.step import step_groups
 
 from .stream_autograd import Backward
 

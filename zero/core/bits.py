@@ -99,6 +99,11 @@ def memory_of(data: Tensor) -> memoryview:
 # -- reading values: on an accelerator the host then waits until the device has finished all enqueued work -------------
 
 
+def is_launched(device: torch.device) -> bool:
+    """Return whether work on ``device`` is launched: a call takes the host as long whatever the size of its tensors."""
+    return device.type != "cpu"
+
+
 def host_readable(device: torch.device) -> bool:
     """Return whether the host can read values on ``device`` without waiting."""
     return device.type == "cpu"

@@ -15,8 +15,8 @@ import torch
 
 from collectives import Collective, Work
 
+from ..core.bits import is_launched
 from ..core.stage import GATHERS_IN_FLIGHT
-from ..core.step_groups import is_launched
 from ..runtime.accumulator import GradAccumulator
 
 

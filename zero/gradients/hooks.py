@@ -22,8 +22,8 @@ from torch import Tensor
 
 from collectives.torch_internals import current_graph_task_id
 
+from ..core.bits import is_launched
 from ..core.parameter_specs import HELD_ELSEWHERE
-from ..core.step_groups import is_launched
 from ..runtime.backward_tracker import NO_TASK, BackwardTracker, reentrant
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced, untraced_methods

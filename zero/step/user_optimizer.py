@@ -59,7 +59,7 @@ class UserOptimizer:
     """The user's class: one instance for each group of buckets, whose parameters are the runs of these.
 
     So groups can be stepped one after the other, while counters that the class keeps for itself are as if it had been
-    called once. `core.step_groups` says which buckets are a group; they have one instance. The ``groups`` given to the
+    called once. `step_groups` says which buckets are a group; they have one instance. The ``groups`` given to the
     methods are the user's own param groups that have this class, by their numbers: their options are used, their
     parameters are not. ``arguments`` are those of the class's constructor.
     """

@@ -13,15 +13,11 @@ from collections.abc import Hashable
 
 import torch
 
-from .layout import BucketSpec, Layout
-from .stage import Stage
+from ..core.bits import is_launched
+from ..core.layout import BucketSpec, Layout
+from ..core.stage import Stage
 
 GROUPS_BESIDE_GATHERS = 4
-
-
-def is_launched(device: torch.device) -> bool:
-    """Return whether work on ``device`` is launched: a call takes the host as long whatever the size of its tensors."""
-    return device.type != "cpu"
 
 
 def step_groups(layout: Layout, first: int, stage: Stage, *, offloads: bool) -> dict[int, Hashable]:
