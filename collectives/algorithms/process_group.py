@@ -86,7 +86,7 @@ class ProcessGroupAlgorithm(ABC):
             return Running(t, tag, None, lambda: ordered_sum([*before, source], out))
         exchange = self._exchange(source, bounds, out.numel())
         parts = [*before, *exchange.parts]
-        work = self._start(tag, bounds, source, exchange.call, lambda: ordered_sum(parts, out))
+        work = self.begin(tag, bounds, source, exchange.call, lambda: ordered_sum(parts, out))
         t.count_payload(exchange.sent, exchange.received)
         stream = self._stream(source.device)
         if stream is None:
@@ -99,21 +99,6 @@ class ProcessGroupAlgorithm(ABC):
             return None
         return self.aside.of(device)
 
-    def _start(
-        self,
-        tag: Tag,
-        bounds: Sequence[int],
-        moved: Tensor,
-        call: Callable[[Backend], Pending],
-        finish: Callable[[], None],
-    ) -> Launched:
-        """Begin ``call``. ``finish`` runs when it is done. An empty collective has no call. ``moved``: has the dtype,
-        and the device, of what travels."""
-        t = self.transport
-        digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
-        agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
-        return launched(t, agreed, moved.device, lambda: call(t.backend) if bounds[-1] else None, finish)
-
     def begin(
         self,
         tag: Tag,
@@ -121,9 +106,13 @@ class ProcessGroupAlgorithm(ABC):
         moved: Tensor,
         call: Callable[[Backend], Pending],
         finish: Callable[[], None],
-    ) -> Work:
-        """Begin collectives that another algorithm is made of, when all ranks are in the same. See `_start`."""
-        return self._start(tag, bounds, moved, call, finish)
+    ) -> Launched:
+        """Begin the collectives that ``call`` launches. ``finish`` runs when they are done. An empty collective has no
+        call. ``moved``: has the dtype, and the device, of what travels."""
+        t = self.transport
+        digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
+        agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
+        return launched(t, agreed, moved.device, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
@@ -164,7 +153,7 @@ class ProcessGroupAlgorithm(ABC):
             for target, arrived in copies:
                 target.copy_(arrived)
 
-        work = self._start(
+        work = self.begin(
             tag, bounds, buffer, lambda backend: backend.all_gather(as_bytes(padded), as_bytes(sent)), finish
         )
         moved = (t.world_size - 1) * width * buffer.itemsize
@@ -179,7 +168,7 @@ class ProcessGroupAlgorithm(ABC):
         def call(backend: Backend) -> Pending:
             return Several([backend.broadcast(as_bytes(each), rank) for rank, each in shards])
 
-        work = self._start(tag, bounds, buffer, call, nothing)
+        work = self.begin(tag, bounds, buffer, call, nothing)
         own = (bounds[t.rank + 1] - bounds[t.rank]) * buffer.itemsize
         t.count_payload((t.world_size - 1) * own, bounds[-1] * buffer.itemsize - own)
         return work
