@@ -47,9 +47,7 @@ class Found:
             if wrong is None:
                 return made
             reason = f"kernel {wrong!r} has other bits than torch's operators"
-        except (
-            Exception
-        ) as error:  # a compiler, a driver or a device that lacks something: the operators need none of it
+        except Exception as error:  # of a compiler, a driver or a device; the operators need none of them
             reason = f"the kernels cannot be compiled or started: {error}"
         if not self._warned:
             self._warned = True

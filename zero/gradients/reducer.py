@@ -158,9 +158,7 @@ class Reducer:
             records = [Record.unpack(r) for r in self._transport.exchange(own.pack(), tag)]
             self.agreement.compare_launches(records)
         self.schedule.agree_used([record.used for record in records])
-        if all(
-            record.divisor == self.schedule.divisor for record in records
-        ):  # otherwise `finalize_grads` agrees on one
+        if all(record.divisor == self.schedule.divisor for record in records):  # else `finalize_grads` agrees on one
             self._gather_means(are_early=all(record.gathered == record.divisor for record in records))
 
     def _gather_means(self, *, are_early: bool = False) -> None:
