@@ -15,10 +15,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import collectives
 from collectives import (
     Collective,
     CollectiveError,
-    Fold,
     Hierarchical,
     Kind,
     Loopback,
@@ -52,7 +52,7 @@ def equal_hosts(transport: Transport, hosts: int = 2) -> list[range]:
 
 def folded(transport: Transport) -> Collective:
     """Return `Fold` on two hosts, by messages."""
-    return Fold(transport, equal_hosts(transport), Pairwise(transport))
+    return collectives.Fold(transport, equal_hosts(transport), Pairwise(transport))
 
 
 EVERY = pytest.mark.parametrize("algorithm", [Pairwise, Ring, Shared, between_hosts])
