@@ -39,7 +39,7 @@ COMMANDS = {  # name -> class of its settings, help
 }
 CHECKPOINT = "Look at checkpoints, and convert them to other formats. Needs no ranks."
 OF_CHECKPOINT = ("list", "verify", "export")
-RENAMED = {("plan", "--checkpoint"): "--recompute"}
+RENAMED = {"plan --checkpoint": "--recompute"}
 
 
 def application(called: str | None) -> typer.Typer:
@@ -120,5 +120,5 @@ def _parameter(flag: Flag) -> inspect.Parameter:
     else:
         info = typer.Option(metavar=flag.metavar, help=flag.help, rich_help_panel=flag.group)
         default = flag.default
-    annotation = Annotated[flag.type, info]
-    return inspect.Parameter(flag.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(flag.name, kind, default=default, annotation=Annotated[flag.type, info])

@@ -41,7 +41,7 @@ def _run(arguments: list[str], program: str, command: str | None) -> int:
     except usage_error as error:
         path = program if error.ctx is None else error.ctx.command_path
         remedy = f"See `{path} --help`"
-        renamed = RENAMED.get((called, getattr(error, "option_name", None)))
+        renamed = RENAMED.get(f"{called} {getattr(error, 'option_name', '')}")
         if renamed is not None:
             remedy = f"It is {renamed}"
         elif parser is group and called in OF_CHECKPOINT and called not in group.commands:
