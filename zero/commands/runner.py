@@ -1,7 +1,7 @@
 """What all commands share: they start ranks, join a process group, check the output folder, and fail in one line.
 
 Knows: torch's elastic launcher, its environment variables, the beginning and the end of a process group. Does not
-know: what the ranks do.
+know: what the ranks do. Torch is imported when ranks are: an error of the command line does not wait for it.
 
     zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.rank SETTINGS`
     torchrun -m zero.train  -> the agent of torchrun -> N x `python -m zero.train`
@@ -29,18 +29,17 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ParamSpec
-
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 from ..runtime.process_group import process_group as joined_group
 from ..runtime.process_group import under_launcher
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 RUN_PREFIX = "zero-"
 WRONG_INPUT = 2
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # of the process group, by the device of the ranks
 P = ParamSpec("P")
 
 
@@ -75,6 +74,10 @@ def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience:
     Raises RankError for the rank that failed first (the others are stopped), StoppedError if all ranks raised that,
     KeyboardInterrupt when interrupted.
     """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     _silence_agent()
     known = {field.name for field in dataclasses.fields(LaunchConfig)}
     patient: dict[str, Any] = {"shutdown_timeout": patience} if "shutdown_timeout" in known else {}  # not in torch 2.11
@@ -193,6 +196,36 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
+def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, str | None]:
+    """Return the device on which the ranks of a host compute, "cpu" or "cuda", and a line to print: why GPUs of the
+    host are not used; None if there is nothing to say.
+
+    ``asked``: the value of --device, None if it is omitted: then the GPUs are taken if each rank gets its own.
+    ``local_ranks`` and ``gpus``: how many the host has. Raises ValueError if "cuda" is asked for and they are too few.
+    """
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
+    if asked == "cuda" and gpus < local_ranks:
+        raise ValueError(
+            f"device 'cuda' needs one GPU per rank, and this host has {_counted(gpus, 'GPU')} for "
+            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or take device 'cpu'"
+        )
+    if asked is not None:
+        return asked, None
+    if gpus >= local_ranks:
+        return "cuda", None
+    if gpus == 0:
+        return "cpu", None
+    return "cpu", (
+        f"this host has {_counted(gpus, 'GPU')} for {_counted(local_ranks, 'rank')}, so they compute on the CPU, over "
+        f"gloo; with at most {_counted(gpus, 'rank')} each would have its own GPU"
+    )
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
     """Make the output folder of a command, and delete the stale files there. Raises ValueError if files cannot be
     written there."""
@@ -234,14 +267,20 @@ def started_by_us() -> bool:
 
 
 @contextmanager
-def process_group(meeting: Path | None = None, **how: Any) -> Iterator[None]:
-    """Enter the default process group, over gloo, of all launched processes, or of the first ``world_size`` of them,
-    which meet through a file. It is destroyed at the end of the block, also after an error. The process ends with the
-    one that launched it. ``how``: of `init_process_group`."""
+def process_group(meeting: Path | None = None, device: str = "cpu", **how: Any) -> Iterator[None]:
+    """Enter the default process group of all launched processes, or of the first ``world_size`` of them, which meet
+    through a file. It is destroyed at the end of the block, also after an error. The process ends with the one that
+    launched it. ``device``: of `choose_device`; with "cuda" the rank gets its own GPU. ``how``: of
+    `init_process_group`."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if meeting is not None:
         how["store"] = dist.FileStore(str(meeting), how["world_size"])  # type: ignore[attr-defined]
         how["rank"] = int(os.environ["RANK"])
-    with joined_group("gloo", **how):
+    with joined_group(BACKENDS[device], **how):
         try:
             yield
         except Exception as error:
