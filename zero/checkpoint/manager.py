@@ -167,7 +167,7 @@ class CheckpointManager:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
-        """Warn of a save that has failed on some rank. Called in each step."""
+        """Warn of a save that has failed on some rank. Called in each step. Internal."""
         for text in [] if self._saving is None else self._saving.hear(reports):
             warn_caller(text)
 
@@ -179,7 +179,7 @@ class CheckpointManager:
             warn_caller(text)
 
     def before_update(self, bucket: int) -> None:
-        """Let a save under way keep what an update will change. Called before each update of a bucket."""
+        """Let a save under way keep what an update will change. Called before each update of a bucket. Internal."""
         if self._saving is not None:
             self._saving.before_update(bucket)
 
