@@ -83,6 +83,9 @@ class ZeroOptimizer(WithLiveStates):
     Raises:
         ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
             models, every rank raises the first difference.
+        collectives.CollectiveError: here and in every call of all ranks: a rank has failed, has ended, has not answered
+            within the process group's time limit (`collectives.PeerError`), or has made another call
+            (`collectives.MismatchError`). Every rank raises it. The optimizer can then only be closed.
     """
 
     _engine: Engine
@@ -145,7 +148,11 @@ class ZeroOptimizer(WithLiveStates):
     # -- construction -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of further parameters, in buckets of their own. All ranks."""
+        """Add a group of further parameters, in buckets of their own. All ranks, between two steps.
+
+        ``param_group``: as for torch; it may name its own ``optimizer_class``. Raises `ValueError` or `TypeError` if it
+        is invalid, and on every rank if the ranks add different groups. Nothing has changed then.
+        """
         if not self._built:
             self._append(param_group)
             return
@@ -206,7 +213,13 @@ class ZeroOptimizer(WithLiveStates):
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
-        """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
+        """Return what this rank holds. Local.
+
+        ``print`` shows the result as a table. Its attributes ``bytes`` and ``formula_bytes`` have the bytes by kind
+        (parameters, gradients, states, ...), read from the tensors and calculated; ``collective`` and ``why`` the
+        algorithm and the reason for it; ``buckets`` the buckets; ``formula_traffic_bytes(backwards, synchronised)``
+        the bytes that all ranks send in a step.
+        """
         self._engine.check_usable()
         parts = self._parts
         return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
@@ -219,7 +232,7 @@ class ZeroOptimizer(WithLiveStates):
         return self._engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Lengths may differ. All ranks."""
+        """Return every rank's ``data``, in rank order, on every rank. Lengths may differ. All ranks."""
         return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
@@ -284,9 +297,11 @@ class ZeroOptimizer(WithLiveStates):
         self._engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
+        """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
 
-        Returns None if no rank used the parameter. Raises `RuntimeError` while a gradient is not reduced.
+        Its dtype is the parameter's, or with `mixed_precision` the ``accumulate_dtype``. Returns None if no rank used
+        the parameter. Raises `RuntimeError` while a gradient is not reduced, and `ValueError` for a tensor that is no
+        parameter of this optimizer.
         """
         self._engine.check()
         if parameter in self._storage.replicated:

@@ -121,7 +121,7 @@ class ProcessGroupAlgorithm(ABC):
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `base.all_gather_from`. Shards that are not equally long begin in their places."""
+        """See `collectives.all_gather_from`. Shards that are not equally long begin in their places."""
         width, _ = self._longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)

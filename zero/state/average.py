@@ -41,6 +41,10 @@ class ShardedAverage:
 
     Parameters that are in no param group are not averaged, nor are buffers: those of the model are used. The average
     takes as much memory as one state of the optimizer; `describe` does not count it.
+
+    Attributes:
+        name: the name of the average, and of its folder in checkpoints.
+        n_averaged: the number of updates so far.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class ShardedAverage:
         *,
         name: str = "average",
     ) -> None:
-        """All ranks.
+        """Begin an average. All ranks.
 
         Args:
             optimizer: the `ZeroOptimizer` whose weights are averaged.

@@ -53,7 +53,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder.
-        manifest: what it holds.
+        manifest: ``checkpoint.json``, parsed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,11 @@ class Checkpoint:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's tensors by name, aliases included, as ``module.load_state_dict`` takes them."""
+        """Return the model's tensors by name, on the CPU, as ``module.load_state_dict`` takes them.
+
+        The names of tied parameters are included. Raises `CheckpointError` if a file is damaged, as does every other
+        call that reads tensors.
+        """
         found = self.read_folder(MODEL)
         for alias, name in self._aliases().items():
             if name not in found:
@@ -153,7 +157,7 @@ class Checkpoint:
         return found
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the plain torch.optim dict, with "masters" if there are master weights.
+        """Return the plain `torch.optim` dict, on the CPU, with "masters" if there are master weights.
 
         If param groups have several classes, it is one such dict for each class, by the class's name.
         """
@@ -340,7 +344,7 @@ def plain_dict(
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open one checkpoint to read it. Needs no ranks and no process group.
+    """Open one checkpoint to read it, as a `zero.checkpoint.Checkpoint`. Needs no ranks and no process group.
 
     Raises `CheckpointError` if ``path`` is not the folder of a checkpoint, or its manifest is damaged.
     """

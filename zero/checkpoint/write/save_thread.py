@@ -103,6 +103,7 @@ class Saving:
         """``plan``: or the error for which there is none; the save then fails at once, on all ranks.
 
         ``destination``: on rank 0. ``report``: lets all ranks have a text, under a name, at their next agreement.
+        Internal.
         """
         self.step, self.path = step, folder.target
         self.blocked_ms = self.seconds = 0.0
