@@ -1,4 +1,4 @@
-"""`python3 .ci/contents.py DIST`: the wheel has every tracked file of the packages, the sdist those of the repository."""
+"""`python3 .ci/contents.py DIST`: the wheel has every tracked file of the packages, the sdist of the repository."""
 
 from __future__ import annotations
 
