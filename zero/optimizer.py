@@ -283,7 +283,11 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
+        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss.
+
+        If a rank may not step, every rank raises an error that gives the reason, and nothing has changed. If its class
+        raises while it updates, every rank raises, and the optimizer can then only be closed.
+        """
         self._engine.check()
         loss = None
         if closure is not None:

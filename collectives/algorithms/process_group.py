@@ -108,7 +108,7 @@ class ProcessGroupAlgorithm(ABC):
         finish: Callable[[], None],
     ) -> Launched:
         """Begin the collectives that ``call`` launches. ``finish`` runs when they are done. An empty collective has no
-        call. ``moved``: has the dtype, and the device, of what travels."""
+        call. ``moved``: has the dtype, and the device, of what travels. Internal."""
         t = self.transport
         digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
         agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
