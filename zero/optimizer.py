@@ -83,9 +83,8 @@ class ZeroOptimizer(WithLiveStates):
     Raises:
         ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
             models, every rank raises the first difference.
-        collectives.CollectiveError: here and in every call of all ranks: a rank has failed, has ended, has not answered
-            within the process group's time limit (`collectives.PeerError`), or has made another call
-            (`collectives.MismatchError`). Every rank raises it. The optimizer can then only be closed.
+        collectives.CollectiveError: here and in every call of all ranks: a rank has failed or ended, does not answer
+            in time, or makes another call. Every rank raises it, and the optimizer can then only be closed.
     """
 
     _engine: Engine
@@ -148,19 +147,14 @@ class ZeroOptimizer(WithLiveStates):
     # -- construction -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of further parameters, in buckets of their own. All ranks, between two steps.
-
-        ``param_group``: as for torch; it may name its own ``optimizer_class``. Raises `ValueError` or `TypeError` if it
-        is invalid, and on every rank if the ranks add different groups. Nothing has changed then.
-        """
+        """Add a group of further parameters, in buckets of their own. All ranks, between two steps."""
         if not self._built:
             self._append(param_group)
             return
         self._engine.check_may_add()
         if edited := self._user_optimizers.changed(self.param_groups):
             extend(self._parts, self.param_groups, len(self.param_groups), RuntimeError(edited))
-        group = dict(param_group)
-        group["params"] = members_of(group["params"], "param_group['params']")
+        group = {**param_group, "params": members_of(param_group["params"], "param_group['params']")}
         before = [parameter for g in self.param_groups for parameter in g["params"]]
         check_new(group["params"], before, self._storage.listed())
         check_listed_once([group], self._module)
@@ -213,13 +207,7 @@ class ZeroOptimizer(WithLiveStates):
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
-        """Return what this rank holds. Local.
-
-        ``print`` shows the result as a table. Its attributes ``bytes`` and ``formula_bytes`` have the bytes by kind
-        (parameters, gradients, states, ...), read from the tensors and calculated; ``collective`` and ``why`` the
-        algorithm and the reason for it; ``buckets`` the buckets; ``formula_traffic_bytes(backwards, synchronised)``
-        the bytes that all ranks send in a step.
-        """
+        """Return the bytes that this rank holds, with those of the formulas; ``print`` shows them as a table. Local."""
         self._engine.check_usable()
         parts = self._parts
         return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
@@ -283,11 +271,7 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss.
-
-        If a rank may not step, every rank raises an error that gives the reason, and nothing has changed. If its class
-        raises while it updates, every rank raises, and the optimizer can then only be closed.
-        """
+        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
         self._engine.check()
         loss = None
         if closure is not None:
@@ -304,8 +288,7 @@ class ZeroOptimizer(WithLiveStates):
         """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
 
         Its dtype is the parameter's, or with `mixed_precision` the ``accumulate_dtype``. Returns None if no rank used
-        the parameter. Raises `RuntimeError` while a gradient is not reduced, and `ValueError` for a tensor that is no
-        parameter of this optimizer.
+        the parameter. Raises `RuntimeError` while a gradient is not reduced.
         """
         self._engine.check()
         if parameter in self._storage.replicated:
@@ -413,7 +396,5 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def __repr__(self) -> str:
-        name = (
-            f"{self._user_optimizers.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
-        )
-        return f"ZeroOptimizer({name})\n{super().__repr__()}"
+        place = f"stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
+        return f"ZeroOptimizer({self._user_optimizers.names()}, {place})\n{super().__repr__()}"
