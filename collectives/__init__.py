@@ -51,6 +51,7 @@ from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
+"""An algorithm as ``collective=`` takes it: a class, or a function, that builds a `Collective` on a transport."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -62,6 +63,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "all_to_all": AllToAll,
     "native": Native,
 }
+"""The algorithms that have a name, as ``collective=`` takes it."""
 
 
 def check_name(algorithm: str | Algorithm) -> None:

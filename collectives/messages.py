@@ -56,6 +56,7 @@ class Tag:
 
     @classmethod
     def unpack(cls, header: bytes) -> tuple[Tag, int]:
+        """Return the tag in a header, and the size of the message in bytes."""
         kind, round_, index, digest, size, length, label = _TAG.unpack_from(header)
         return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
@@ -135,7 +136,8 @@ class Traffic:
 class Work(Protocol):
     """A collective under way. ``wait`` completes it. A second ``wait`` does nothing."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Complete the collective. Local. Raises `CollectiveError` if it could not be completed."""
 
 
 @runtime_checkable
@@ -165,6 +167,7 @@ class Chain:
         self._works: deque[Work] = deque(works)
 
     def wait(self) -> None:
+        """Wait for the works, in order. Local."""
         while self._works:
             self._works[0].wait()
             self._works.popleft()

@@ -153,8 +153,14 @@ def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm, the reason for it, and the replica of this rank if there are several. ``hosts``: of all ranks, if
-    the choice is NCCL's; else 1."""
+    """An algorithm that was built, and why it was chosen. `build` returns it.
+
+    Attributes:
+        collective: the algorithm.
+        reason: why it was chosen, as text.
+        replica: the transport of the ranks that share a copy with this one; None if all ranks do.
+        hosts: the number of hosts of all ranks, if the choice is NCCL's; else 1.
+    """
 
     collective: Collective
     reason: str

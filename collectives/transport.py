@@ -248,12 +248,12 @@ class Transport:
 
     @property
     def launches(self) -> Launches | None:
-        """What this rank launches on devices, if its collectives there have no awaited headers each."""
+        """What this rank launches on devices, if its collectives there have no awaited headers each. Internal."""
         return self._messenger.launches
 
     @property
     def links(self) -> PeerLinks:
-        """The links that its messages go over."""
+        """The links that its messages go over. Internal."""
         return self._messenger
 
     def route(self, hosts: Sequence[Sequence[int]]) -> None:

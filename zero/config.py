@@ -80,12 +80,12 @@ class MixedPrecision:
         return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
 
     def of(self, dtype: torch.dtype) -> Dtypes:
-        """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates."""
+        """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates. Internal."""
         master = dtype if dtype.itemsize >= 4 else torch.float32
         return Dtypes(self.param_dtype, self.travel, self.accumulate_dtype, master)
 
     def unlisted(self, _: torch.dtype) -> Dtypes:
-        """Return the dtypes of a parameter that the optimizer does not update."""
+        """Return the dtypes of a parameter that the optimizer does not update. Internal."""
         return Dtypes.all(self.param_dtype)
 
 
@@ -119,12 +119,12 @@ class Offload:
 
     @property
     def kind(self) -> str:
-        """The kind of offload, on which all ranks must agree. Their folders may have different names."""
+        """The kind of offload, on which all ranks must agree. Their folders may have different names. Internal."""
         return "states in the host's memory" if self.on_host else "states on disk"
 
     @property
     def on_host(self) -> bool:
-        """Whether states are kept in the host's memory."""
+        """Whether states are kept in the host's memory. Internal."""
         return self.states == "cpu"
 
 

@@ -83,6 +83,8 @@ class ZeroOptimizer(WithLiveStates):
     Raises:
         ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
             models, every rank raises the first difference.
+        collectives.CollectiveError: here and in every call of all ranks: a rank has failed or ended, does not answer
+            in time, or makes another call. Every rank raises it, and the optimizer can then only be closed.
     """
 
     _engine: Engine
@@ -145,15 +147,14 @@ class ZeroOptimizer(WithLiveStates):
     # -- construction -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of further parameters, in buckets of their own. All ranks."""
+        """Add a group of further parameters, in buckets of their own. All ranks, between two steps."""
         if not self._built:
             self._append(param_group)
             return
         self._engine.check_may_add()
         if edited := self._user_optimizers.changed(self.param_groups):
             extend(self._parts, self.param_groups, len(self.param_groups), RuntimeError(edited))
-        group = dict(param_group)
-        group["params"] = members_of(group["params"], "param_group['params']")
+        group = {**param_group, "params": members_of(param_group["params"], "param_group['params']")}
         before = [parameter for g in self.param_groups for parameter in g["params"]]
         check_new(group["params"], before, self._storage.listed())
         check_listed_once([group], self._module)
@@ -206,7 +207,7 @@ class ZeroOptimizer(WithLiveStates):
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
-        """Return the bytes that this rank holds, read from the tensors, beside those of the formulas. Local."""
+        """Return the bytes that this rank holds, with those of the formulas; ``print`` shows them as a table. Local."""
         self._engine.check_usable()
         parts = self._parts
         return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
@@ -219,7 +220,7 @@ class ZeroOptimizer(WithLiveStates):
         return self._engine.check_replicas()
 
     def exchange(self, data: bytes) -> list[bytes]:
-        """Return every rank's bytes, in rank order. Lengths may differ. All ranks."""
+        """Return every rank's ``data``, in rank order, on every rank. Lengths may differ. All ranks."""
         return self._engine.exchange(data)
 
     def sum_over_ranks(self, value: float) -> float:
@@ -284,9 +285,10 @@ class ZeroOptimizer(WithLiveStates):
         self._engine.zero_grad(set_to_none=set_to_none)
 
     def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return a copy of the whole mean gradient of ``parameter``, in its shape. All ranks.
+        """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
 
-        Returns None if no rank used the parameter. Raises `RuntimeError` while a gradient is not reduced.
+        Its dtype is the parameter's, or with `mixed_precision` the ``accumulate_dtype``. Returns None if no rank used
+        the parameter. Raises `RuntimeError` while a gradient is not reduced.
         """
         self._engine.check()
         if parameter in self._storage.replicated:
@@ -394,7 +396,5 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def __repr__(self) -> str:
-        name = (
-            f"{self._user_optimizers.names()}, stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
-        )
-        return f"ZeroOptimizer({name})\n{super().__repr__()}"
+        place = f"stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
+        return f"ZeroOptimizer({self._user_optimizers.names()}, {place})\n{super().__repr__()}"

@@ -28,8 +28,11 @@ class Collective(Protocol):
     """
 
     name: str
+    """The name of the algorithm in messages and descriptions."""
     exact: bool
-    transport: Transport  # of its messages; the caller also takes memory and makes exchanges there
+    """Whether sums are formed in rank order, so that their bits do not depend on the number of messages or hosts."""
+    transport: Transport
+    """The transport of its messages; the caller also takes memory and makes exchanges there."""
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag

@@ -166,7 +166,7 @@ class Replicated:
         return self.inner.all_gather(buffer, bounds, tag=tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `base.all_gather_from`. Every replica has the same shards."""
+        """See `collectives.all_gather_from`. Every replica has the same shards."""
         return all_gather_from(self.inner, own, buffer, bounds, tag=tag)
 
 

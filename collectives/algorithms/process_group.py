@@ -108,7 +108,7 @@ class ProcessGroupAlgorithm(ABC):
         finish: Callable[[], None],
     ) -> Launched:
         """Begin the collectives that ``call`` launches. ``finish`` runs when they are done. An empty collective has no
-        call. ``moved``: has the dtype, and the device, of what travels."""
+        call. ``moved``: has the dtype, and the device, of what travels. Internal."""
         t = self.transport
         digest_of = agreed_digest if t.launches is None else t.launches.ledger.agreed
         agreed = replace(tag, digest=digest_of(tag.digest, bounds, moved.dtype))
@@ -121,7 +121,7 @@ class ProcessGroupAlgorithm(ABC):
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `base.all_gather_from`. Shards that are not equally long begin in their places."""
+        """See `collectives.all_gather_from`. Shards that are not equally long begin in their places."""
         width, _ = self._longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)

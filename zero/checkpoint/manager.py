@@ -36,6 +36,10 @@ class CheckpointManager:
 
     Every rank builds one over its own optimizer, and every rank makes every call. The bytes of a checkpoint do not
     depend on the number of ranks, on the stage or on the sizes of buckets, and it can be restored at any of these.
+    A ``with`` block closes it at its end.
+
+    Attributes:
+        directory: the folder, as an absolute path.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class CheckpointManager:
             overwrite: replace a checkpoint of this step. One that `restore` has found broken is replaced anyway.
 
         Returns:
-            The save, which is under way.
+            The save, which is under way: a `zero.checkpoint.Saving`.
 
         Raises:
             RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
@@ -167,7 +171,7 @@ class CheckpointManager:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
-        """Warn of a save that has failed on some rank. Called in each step."""
+        """Warn of a save that has failed on some rank. Called in each step. Internal."""
         for text in [] if self._saving is None else self._saving.hear(reports):
             warn_caller(text)
 
@@ -179,7 +183,7 @@ class CheckpointManager:
             warn_caller(text)
 
     def before_update(self, bucket: int) -> None:
-        """Let a save under way keep what an update will change. Called before each update of a bucket."""
+        """Let a save under way keep what an update will change. Called before each update of a bucket. Internal."""
         if self._saving is not None:
             self._saving.before_update(bucket)
 
@@ -206,7 +210,7 @@ class CheckpointManager:
             reshard: makes this rank's own state from those of all ranks that saved: ``reshard(states, rank, world)``.
 
         Returns:
-            What was restored; None if ``step`` is None and the folder has no checkpoint.
+            What was restored, a `zero.checkpoint.Restored`; None if ``step`` is None and the folder has no checkpoint.
 
         Raises:
             RuntimeError: on every rank, if one has gradients that no step has used. Nothing has changed.

@@ -33,9 +33,22 @@ def save(
     max_shard_size: str | int = "5GB",
     assets: str | os.PathLike[str] | None = None,
 ) -> Saving:
-    """Save one checkpoint at ``path``, and return when it is complete. All ranks; see `CheckpointManager.save`.
+    """Save one checkpoint at ``path``, and return when it is complete. All ranks, with equal arguments.
 
-    Folders above ``path`` are made. Raises `ValueError` also if a rank does not see them.
+    Args:
+        path: the folder of the checkpoint. Folders above it are made; all ranks must see them.
+        optimizer: the optimizer whose parameters and states are saved.
+        state, rank_state, overwrite: those of `CheckpointManager.save`.
+        step: the number that the checkpoint has, at least 0.
+        max_shard_size, assets: those of `CheckpointManager`.
+
+    Returns:
+        The save, which is complete: its bytes and times.
+
+    Raises:
+        ValueError: a rank does not see the folder. Further errors are those of `CheckpointManager.save`.
+        FileExistsError: ``path`` has a checkpoint, and ``overwrite`` is not set, or it has other files. On ranks other
+            than 0 the error is a `RuntimeError`.
     """
     target = Path(path).absolute()
     problem: Exception | None = None
@@ -102,6 +115,16 @@ def load(
     rng: bool = True,
     reshard: Reshard | None = None,
 ) -> Restored:
-    """Load the checkpoint at ``path``. All ranks; see `CheckpointManager.restore`."""
+    """Load the checkpoint at ``path``, at whatever stage and number of ranks it was saved. All ranks.
+
+    Args:
+        path: the folder of the checkpoint.
+        optimizer: the optimizer that gets the parameters and states.
+        with_states: load also the states and the options of the param groups; else the model alone.
+        state, rank_state, rng, reshard: those of `CheckpointManager.restore`, as are the errors.
+
+    Returns:
+        What was restored.
+    """
     restorer = Restorer(optimizer, state, rank_state, optimizer_too=with_states, rng=rng, reshard=reshard)
     return restorer.load([(Path(path).absolute(), None)], fall_back=False, purpose="zero.load()")

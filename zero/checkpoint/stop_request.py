@@ -46,13 +46,13 @@ class StopOnSignal:
         return self.why is not None
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
-        """Note the signals of all ranks. Called in each step."""
+        """Note the signals of all ranks. Called in each step. Internal."""
         for rank, report in enumerate(reports):
             if _REPORT in report and self.why is None:
                 self.why = f"rank {rank} got {report[_REPORT]}"
 
     def before_update(self, bucket: int) -> None:
-        """States may change."""
+        """States may change. Internal."""
 
     def __enter__(self) -> StopOnSignal:
         """Listen. Raises `ValueError` outside the main thread, the only one that may handle signals."""

@@ -32,7 +32,7 @@ def process_group(backend: str = "gloo", **arguments: Any) -> Iterator[None]:
 
     Args:
         backend: of ``init_process_group``.
-        arguments: its other ones. Without any the ranks meet as torchrun tells them by environment variables.
+        arguments: its other ones. Without any, torchrun's environment variables say where the ranks meet.
     """
     import torch.distributed as dist
 

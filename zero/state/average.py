@@ -41,6 +41,10 @@ class ShardedAverage:
 
     Parameters that are in no param group are not averaged, nor are buffers: those of the model are used. The average
     takes as much memory as one state of the optimizer; `describe` does not count it.
+
+    Attributes:
+        name: the name of the average, and of its folder in checkpoints.
+        n_averaged: the number of updates so far.
     """
 
     def __init__(
@@ -51,7 +55,7 @@ class ShardedAverage:
         *,
         name: str = "average",
     ) -> None:
-        """All ranks.
+        """Begin an average. All ranks.
 
         Args:
             optimizer: the `ZeroOptimizer` whose weights are averaged.
@@ -133,7 +137,7 @@ class ShardedAverage:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Take the weights of this moment into the average, on this rank."""
+        """Take the weights of this moment into the average, on this rank. Internal."""
         for bucket in self._buckets():
             bucket.states.wait_for_copies()
             weights, index = self._weights(bucket), bucket.spec.index
@@ -147,7 +151,7 @@ class ShardedAverage:
     def values(self, bucket: Bucket) -> FlatBuffer:
         """Return the average of the part of a bucket that this rank updates, in the dtype of the master weights.
 
-        Parameters that no update has seen have their weights.
+        Parameters that no update has seen have their weights. Internal.
         """
         if bucket.spec.index not in self._flat:
             bucket.states.wait_for_copies()
@@ -156,7 +160,7 @@ class ShardedAverage:
         return self._flat[bucket.spec.index]
 
     def room(self, bucket: Bucket) -> FlatBuffer:
-        """Return the memory of `values`, which has any values if it is new."""
+        """Return the memory of `values`, which has any values if it is new. Internal."""
         number = bucket.spec.index
         if number not in self._flat:
             of = self._updated(bucket)
@@ -165,7 +169,7 @@ class ShardedAverage:
         return self._flat[number]
 
     def whole(self, to: int | None) -> dict[str, Tensor] | None:
-        """Return the whole averages, as `gather` does."""
+        """Return the whole averages, as `gather` does. Internal."""
         here = to in (None, self._all.transport.rank)
         found: dict[str, Tensor] = {}
         for bucket, number in self._slots():

@@ -41,7 +41,11 @@ class BucketDescription:
 
 @dataclass(frozen=True)
 class Description:
-    """The result of `describe`."""
+    """The result of `ZeroOptimizer.describe`. ``print`` shows it as a table.
+
+    ``bytes`` has the bytes of the buffers that exist now, read from the tensors, by kind: "parameters", "gradients",
+    "optimizer", "gathered_peak", "scratch_peak". ``formula_bytes`` has the same, calculated.
+    """
 
     stage: int
     rank: int

@@ -137,7 +137,11 @@ class WithLiveStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states that this rank holds, by parameter; tensors may be edited in place. See `States`. Local."""
+        """A live mapping from each parameter to the states by name that this rank holds. Local.
+
+        A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
+        shape. Tensors may be edited in place. An assignment raises `TypeError`: see `reset_states`.
+        """
         return self._engine.state
 
     @state.setter

@@ -53,7 +53,7 @@ class Checkpoint:
 
     Attributes:
         path: the folder.
-        manifest: what it holds.
+        manifest: ``checkpoint.json``, parsed.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -94,7 +94,11 @@ class Checkpoint:
     # -- values -------------------------------------------------------------------------------------------------------
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """Return the model's tensors by name, aliases included, as ``module.load_state_dict`` takes them."""
+        """Return the model's tensors by name, on the CPU, as ``module.load_state_dict`` takes them.
+
+        The names of tied parameters are included. Raises `CheckpointError` if a file is damaged, as does every other
+        call that reads tensors.
+        """
         found = self.read_folder(MODEL)
         for alias, name in self._aliases().items():
             if name not in found:
@@ -127,7 +131,7 @@ class Checkpoint:
     def state_values(self) -> dict[str, dict[str, Any]]:
         """Return the states that are no tensors, as JSON: by the parameter's name, by the state's name.
 
-        Tensors inside them are among `states`: `decode_states` brings them together.
+        Tensors inside them are among `states`: `decode_states` brings them together. Internal.
         """
         for path in self.paths(OPTIMIZER)[:1]:  # each of them has all values
             with self.parsing(path):
@@ -138,7 +142,7 @@ class Checkpoint:
         return {}
 
     def states(self) -> dict[str, dict[str, tuple[str, TensorEntry]]]:
-        """Return the tensors of each parameter's states: by the parameter's name, by their names, file and entry."""
+        """Return file and entry of each state that is a tensor, by the parameter's and its own name. Internal."""
         return self._by_parameter(self.tensors(OPTIMIZER))
 
     def _by_parameter(self, values: Mapping[str, _Value]) -> dict[str, dict[str, _Value]]:
@@ -153,7 +157,7 @@ class Checkpoint:
         return found
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Return the plain torch.optim dict, with "masters" if there are master weights.
+        """Return the plain `torch.optim` dict, on the CPU, with "masters" if there are master weights.
 
         If param groups have several classes, it is one such dict for each class, by the class's name.
         """
@@ -162,7 +166,7 @@ class Checkpoint:
         return split(whole, names) if len(set(names)) > 1 else whole
 
     def whole_state_dict(self) -> dict[str, Any]:
-        """Return one dict of all param groups, whatever their classes, with "masters" if there are master weights."""
+        """Return one dict of all param groups, whatever their classes, with "masters" if there are any. Internal."""
         tensors = self._by_parameter(self.read_folder(OPTIMIZER))
         with self.parsing(OPTIMIZER):
             whole = plain_dict(self.param_groups, tensors, self.state_values())
@@ -194,7 +198,7 @@ class Checkpoint:
         return len(self.paths("ranks"))
 
     def tree(self, path: str) -> dict[str, Any]:
-        """Return the values of a file of one tree."""
+        """Return the values of a file of one tree. Internal."""
         tensors = self.read_all(path)
         with self.parsing(path):
             found = decode(parse_json(self.header(path).metadata.get("tree", "null").encode(), "tree"), tensors)
@@ -205,13 +209,13 @@ class Checkpoint:
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def file(self, path: str) -> FileReader:
-        """Return the reader of one file."""
+        """Return the reader of one file. Internal."""
         if path not in self.manifest.files:
             raise CheckpointError(f"{self.path} has no {path}")
         return FileReader(self.path, path, self.manifest.files[path], self.manifest.block_bytes)
 
     def header(self, path: str) -> Header:
-        """Return the header of a safetensors file."""
+        """Return the header of a safetensors file. Internal."""
         if path not in self._headers:
             with self.parsing(path), self.file(path) as reader:
                 length = header_length(bytes(reader.read(0, min(8, reader.nbytes))), reader.nbytes)
@@ -221,14 +225,14 @@ class Checkpoint:
 
     @contextmanager
     def parsing(self, path: str) -> Iterator[None]:
-        """Raise `CheckpointError` naming a file whose format is wrong."""
+        """Raise `CheckpointError` naming a file whose format is wrong. Internal."""
         try:
             yield
         except FormatError as error:
             raise CheckpointError(f"{self.path / path}: {error}") from error
 
     def tensors(self, folder: str) -> dict[str, tuple[str, TensorEntry]]:
-        """Return each tensor of a folder: its file, and its entry there."""
+        """Return each tensor of a folder: its file, and its entry there. Internal."""
         found: dict[str, tuple[str, TensorEntry]] = {}
         for path in self.paths(folder):
             for entry in self.header(path).tensors:
@@ -238,12 +242,12 @@ class Checkpoint:
         return found
 
     def paths(self, folder: str) -> list[str]:
-        """Return the safetensors files of a folder, in order."""
+        """Return the safetensors files of a folder, in order. Internal."""
         inside = (path for path in self.manifest.files if path.rpartition("/")[0] == folder)
         return sorted(path for path in inside if path.endswith(".safetensors"))
 
     def read(self, path: str, entry: TensorEntry) -> Tensor:
-        """Return a tensor."""
+        """Return a tensor. Internal."""
         with self.file(path) as reader:
             return self._read(reader, entry)
 
@@ -254,12 +258,12 @@ class Checkpoint:
         return made if entry.stride is None else laid_out(made, entry.stride)
 
     def read_all(self, path: str) -> dict[str, Tensor]:
-        """Return the tensors of a file by name, read in the order of their bytes."""
+        """Return the tensors of a file by name, read in the order of their bytes. Internal."""
         with self.file(path) as reader:
             return {entry.name: self._read(reader, entry) for entry in self.header(path).tensors}
 
     def read_folder(self, folder: str) -> dict[str, Tensor]:
-        """Return the tensors of a folder by name."""
+        """Return the tensors of a folder by name. Internal."""
         self.tensors(folder)  # raises if a name occurs twice
         return {name: tensor for path in self.paths(folder) for name, tensor in self.read_all(path).items()}
 
@@ -274,7 +278,7 @@ class Checkpoint:
                 self.header(path)
 
     def verify_part(self, number: int, parts: int, threads: int) -> None:
-        """Do as `verify`, but read only the part ``number`` of all blocks, in ``threads`` threads."""
+        """Do as `verify`, but read only the part ``number`` of all blocks, in ``threads`` threads. Internal."""
         self.check_structure()
         counts = {path: self.file(path).blocks for path in self.manifest.files}
         low, high = EvenCuts(sum(counts.values()), parts, 1).owned(number)
@@ -289,7 +293,7 @@ class Checkpoint:
             self._check_index(folder)
 
     def check_structure(self) -> None:
-        """Raise `CheckpointError` if a file is missing, has another size, or should not be there."""
+        """Raise `CheckpointError` if a file is missing, has another size, or should not be there. Internal."""
         for path in self.manifest.files:
             with self.file(path):
                 pass
@@ -340,7 +344,7 @@ def plain_dict(
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open one checkpoint to read it. Needs no ranks and no process group.
+    """Open one checkpoint to read it, as a `zero.checkpoint.Checkpoint`. Needs no ranks and no process group.
 
     Raises `CheckpointError` if ``path`` is not the folder of a checkpoint, or its manifest is damaged.
     """

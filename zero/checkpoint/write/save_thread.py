@@ -103,6 +103,7 @@ class Saving:
         """``plan``: or the error for which there is none; the save then fails at once, on all ranks.
 
         ``destination``: on rank 0. ``report``: lets all ranks have a text, under a name, at their next agreement.
+        Internal.
         """
         self.step, self.path = step, folder.target
         self.blocked_ms = self.seconds = 0.0
@@ -140,7 +141,7 @@ class Saving:
     # -- main thread --------------------------------------------------------------------------------------------------
 
     def start(self, *, asynchronous: bool) -> None:
-        """Write in a thread, or here. Raises nothing but an interrupt of the caller, which ends the save, too."""
+        """Write in a thread, or here. Raises only an interrupt of the caller, which ends the save, too. Internal."""
         if asynchronous and isinstance(self._plan, SavePlan):
             try:
                 threading.Thread(target=self._run, name=f"zero-checkpoint rank {self._rank}", daemon=True).start()
@@ -153,7 +154,7 @@ class Saving:
             raise cause
 
     def before_update(self, bucket: int) -> None:
-        """Keep what an update of this bucket is about to change."""
+        """Keep what an update of this bucket is about to change. Internal."""
         plan = self._plan
         if isinstance(plan, SavePlan):
             began = time.perf_counter()
@@ -162,11 +163,11 @@ class Saving:
 
     @property
     def weaker(self) -> list[str]:
-        """What the file system lacks, and what is weaker for it. On rank 0."""
+        """What the file system lacks, and what is weaker for it. On rank 0. Internal."""
         return self._folder.weaker
 
     def news(self) -> list[str]:
-        """Return what the caller must hear of the end of the save, once. It must be over."""
+        """Return what the caller must hear of the end of the save, once. It must be over. Internal."""
         found, self._remarks = self._remarks, []
         if self.error is not None:
             why = str(self.error)
@@ -177,6 +178,7 @@ class Saving:
         """Return, once, that the save has failed, if some rank has reported it. All ranks hear it in the same step.
 
         A rank that knows it to be complete does not: rank 0 has decided before the other one was interrupted, say.
+        Internal.
         """
         found = [report[self.report] for report in reports if self.report in report]
         if not found or (self.done() and self.error is None):
@@ -195,25 +197,25 @@ class Saving:
         return f"the save of step {self.step} has failed, and training goes on: {why}{there}; the next save tries again"
 
     def wait(self) -> None:
-        """Wait until the save is over, and raise nothing. Waits for other ranks end by themselves."""
+        """Wait until the save is over, and raise nothing. Waits for other ranks end by themselves. Internal."""
         self._finished.wait()
 
     def learn(self, why: str) -> None:
-        """Note that the save has failed on another rank."""
+        """Note that the save has failed on another rank. Internal."""
         if not self.done():
             self._folder.abandon(why)
         elif isinstance(self.error, _UNKNOWING):
             self.error = SaveError(why)
 
     def outcome(self) -> bytes:
-        """Return, as a message for `settle` on all ranks, how the save has ended, as far as this rank knows."""
+        """Return, as a message for `settle`, how the save has ended, as far as this rank knows. Internal."""
         if self.error is None:
             return json.dumps({"content": self._content}).encode()
         known = not isinstance(self.error, _UNKNOWING)
         return json.dumps({"cause": str(self.error)[:LONGEST_CAUSE]} if known else {}).encode()
 
     def settle(self, outcomes: Sequence[bytes]) -> None:
-        """Take note of how the save has ended on all ranks, whose `outcome` are given: rank 0 decides."""
+        """Take note of how the save has ended on all ranks, whose `outcome` are given: rank 0 decides. Internal."""
         found = [json.loads(outcome) for outcome in outcomes]
         if "content" not in found[0]:
             for why in (theirs["cause"] for theirs in found if "cause" in theirs):
@@ -222,11 +224,11 @@ class Saving:
             self.error, self._content = None, found[0]["content"]
 
     def abandon(self, why: str, after: float) -> None:
-        """End all waits for other ranks, ``after`` so many seconds."""
+        """End all waits for other ranks, ``after`` so many seconds. Internal."""
         self._folder.abandon(why, after)
 
     def remove_rest(self) -> None:
-        """Remove what the save has left beside a checkpoint. On rank 0; every other rank has seen how it ended."""
+        """Remove what the save has left next to a checkpoint, on rank 0. All ranks have seen how it ended. Internal."""
         if self._rank == 0:
             self._folder.remove_rest()
 

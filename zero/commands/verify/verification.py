@@ -48,7 +48,12 @@ BUILT_TWICE = (
 class Verification:
     """The result of `verify`: the plain loop compared with itself, and a run for each stage and number of ranks.
 
-    If the two plain loops differ, there are no runs.
+    ``print`` shows the table.
+
+    Attributes:
+        plain: the plain loop, compared with itself.
+        runs: the runs, in their order. There are none if the two plain loops differ. A run has ``stage``,
+            ``world_size``, ``ok``, and ``difference``: the first element that differs, or None.
     """
 
     plain: Run
