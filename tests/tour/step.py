@@ -6,7 +6,7 @@ It reads the buffers of a rank where the library keeps them, and changes nothing
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +95,8 @@ def values(parameter: Tensor) -> str:
 def seen(transport: Transport, stage: int) -> Seen:
     """Take the step on one rank, and note what it has at each moment."""
     model, launches, gradients = build(), list[str](), list[Tensor]()
-    model[0].weight.register_hook(lambda gradient: gradients.append(gradient.clone()))
+    weight = model.get_parameter("0.weight")
+    weight.register_hook(lambda gradient: gradients.append(gradient.clone()))  # type: ignore[no-untyped-call]
     optimizer = ZeroOptimizer(
         model,
         stage=stage,
@@ -110,7 +111,7 @@ def seen(transport: Transport, stage: int) -> Seen:
     def shard(buffer: Any) -> str:
         return numbers(*(buffer.piece(piece) for piece in bucket.states.pieces))
 
-    rows["0.weight before"] = values(model[0].weight)
+    rows["0.weight before"] = values(weight)
     for moment in step(model, optimizer):
         found.launches[moment], launches[:] = launches[:], []
         match moment:
@@ -124,7 +125,7 @@ def seen(transport: Transport, stage: int) -> Seen:
             case "step":
                 rows["momentum_buffer"] = shard(bucket.states.flat["momentum_buffer"])
                 rows["shard of the weights"] = shard(bucket.weights)
-                rows["0.weight after"] = values(model[0].weight)
+                rows["0.weight after"] = values(weight)
                 sizes = optimizer.describe().bytes
                 rows["bytes of P, G, S"] = f"{sizes['parameters']} {sizes['gradients']} {sizes['optimizer']}"
                 found.slots = [[spec.name for spec in each.specs] for each in buckets]
@@ -160,7 +161,7 @@ def table(ranks: Sequence[Seen], known: Sequence[Seen] = ()) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def drawing(by_stage: dict[int, Sequence[Seen]]) -> str:
+def drawing(by_stage: Mapping[int, Sequence[Seen]]) -> str:
     """Return which rank holds parameters, gradients and states of which slot."""
 
     def line(begin: str, cells: Sequence[Sequence[str]]) -> str:

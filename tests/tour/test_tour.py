@@ -11,9 +11,8 @@ from .step import BATCHES, OPTIMIZER, both, build
 
 
 def test_the_page_has_the_lines_and_the_numbers_of_now() -> None:
-    """If this fails, run `python -m tests.tour --fix`, and read what changed beside the sentences around it."""
     text = PAGE.read_text()
-    assert text == renewed(text)
+    assert text == renewed(text), "run `python -m tests.tour --fix`, and read the sentences around each change"
     assert len(list(links(text))) == text.count("#L"), "a link that is not read names no line for sure"
 
 
