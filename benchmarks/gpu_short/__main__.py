@@ -108,8 +108,8 @@ def _numbers(text: str) -> tuple[int, ...]:
         found = tuple(int(word) for word in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"--world takes numbers with commas between them, not {text!r}") from None
-    if not all(number >= 2 for number in found):
-        raise typer.BadParameter(f"--world takes numbers from 2 on, not {text!r}")
+    if not all(number >= 1 for number in found):
+        raise typer.BadParameter(f"--world takes numbers from 1 on, not {text!r}")
     return found
 
 

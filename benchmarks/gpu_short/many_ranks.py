@@ -40,14 +40,28 @@ from torch.profiler import ProfilerActivity, profile
 
 from collectives.kernels import DeviceKernels
 from zero import MixedPrecision, ZeroOptimizer
+from zero.core.layout import DEFAULT_CAP_MB
 
 from ..systems import fully_sharded
 from .clock import Host, clock, freed_memory_is_kept
 from .cpu_kernels import Launcher, compiled, put_in
 from .job import ROOT, Row, ShortJob
-from .peers import NARROW, SEVEN_BILLION, TINY, Llama, answered, build, device_paths, join_fake_group, tokens
+from .peers import (
+    NARROW,
+    NARROWER,
+    SEVEN_BILLION,
+    TINY,
+    Llama,
+    answered,
+    build,
+    device_paths,
+    join_fake_group,
+    tokens,
+)
 
 PLAIN, FSDP2, OURS = "plain", "FSDP2", "zero 3"
+FEWEST, SMALL = 1 << 20, DEFAULT_CAP_MB * NARROWER  # MiB: a bucket for each unit or the model; as many as of 25 in wide
+SETTINGS = {OURS: (3, FEWEST), "zero 3, 25 MiB": (3, SMALL), "zero 2": (2, FEWEST), "zero 2, 25 MiB": (2, SMALL)}
 MAX_NORM, PRECISION = 1.0, torch.bfloat16
 ADAMW: dict[str, Any] = {"lr": 1e-4, "fused": True}
 PHASES = ("forward", "backward", "clip", "step")
@@ -94,14 +108,15 @@ def _loop(system: str, shape: Llama, device: str) -> _Loop:
 
         policy = MixedPrecisionPolicy(param_dtype=PRECISION)
         return _torch_loop(fully_sharded(model, model.blocks, mp_policy=policy), count)
+    stage, cap_mb = SETTINGS[system]
     optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,
-        stage=3,
+        stage=stage,
         process_group=answered(),
         collective="all_to_all",  # what "auto" chooses among the GPUs of a host
         mixed_precision=MixedPrecision(PRECISION),
-        bucket_cap_mb=1 << 20,  # a bucket for each unit, as on a GPU
+        bucket_cap_mb=cap_mb,
         **ADAMW,
     )
     return _Loop(
@@ -171,7 +186,7 @@ def _hosts(job: ShortJob, timer: Host, world_size: int) -> Iterator[Row]:
     """Time the phases of a step of each system, a step of each in turn. Each phase begins when the device is idle, so
     that no call waits for it."""
     shape = TINY if job.quick else NARROW
-    loops = {system: _loop(system, shape, job.device) for system in (PLAIN, FSDP2, OURS)}
+    loops = {system: _loop(system, shape, job.device) for system in (PLAIN, FSDP2, *SETTINGS)}
     batch = tokens(shape, NARROW_TOKENS, torch.device(job.device))
     seconds: dict[str, list[list[float]]] = {system: [] for system in loops}
     messages = dict.fromkeys(loops, 0)

@@ -191,8 +191,8 @@ class _PassEquations:
     def __init__(self, setting: RowSetting, wires: Wires, constants: Mapping[str, float]) -> None:
         products = setting.precision.products
         self.setting = setting
-        self.narrow = Compute(wires.cluster.gpu, products, constants)
-        self.wide = Compute(wires.cluster.gpu, "bfloat16", constants) if products == "float8" else self.narrow
+        self.narrow = Compute(wires.cluster, products, constants)
+        self.wide = Compute(wires.cluster, "bfloat16", constants) if products == "float8" else self.narrow
         self.bytes_left = constants["compiled"] if setting.is_compiled else 1.0
         self.kernels_left = _FUSED_KERNELS if setting.is_compiled else 1.0
 
@@ -206,7 +206,7 @@ class _PassEquations:
         if again is not None:
             products, others = self._split(again)
             recompute, repeats = narrow.forward(products, hidden) + self.wide.forward(others), others.kernels
-        launch = self.wide.constants["launch"]
+        launch = self.wide.calls.launch
         return PassSeconds(
             first.forward + second.forward,
             first.backward + second.backward,

@@ -1,10 +1,11 @@
-"""A step takes the seconds of cases by hand and sends the bytes of the formula; fast hardware is never slower."""
+"""A step takes the seconds of cases by hand and sends the bytes of the formula; fast hardware is never slower. What the
+host issues takes its time, unless the device takes longer."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.config import PRECISIONS
-from zero.planning.hardware import Cluster, presets
+from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.memory import MemoryPlan
 from zero.planning.models.parameter_lists import in_units
 from zero.planning.seconds.compute import Compute, PassSeconds
@@ -38,6 +39,7 @@ def unit(forward: float, backward: float, gather: float = 0.0, again: float | No
 ROOT, SLOW = unit(0, 0), UnitStep(PassSeconds(1, 1, host=3, host_backward=3))
 BACKWARD = (ROOT, unit(0, 8))
 CHAIN = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1)),) * 3  # 10 s from end to end, 1 s on the wire
+LATE, HALFWAY = UnitStep(PassSeconds(0, 8, host_backward=20)), Reduction(1, 0.5, WireCost(2, 2, host=5))
 BUCKETS = tuple(Reduction(1, ready, wire(6)) for ready in (0.5, 0.75, 1.0))
 MICRO_BATCHES = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), micro_batches=4)
 STATES = StepProgram((ROOT,), updates=(UpdateStep(1, read=2, write=2),) * 4)
@@ -62,6 +64,14 @@ BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
     (StepProgram((SLOW, SLOW)), {"compute": 4, "host": 8}),
     (StepProgram((SLOW, SLOW), streams=False), {"compute": 4, "host": 12}),
     (AGREEING, {"compute": 10, "control": 2, "fixed": 8, "jitter": 2}),
+    # the host is ahead: it issues the bucket while the device computes, or in 12 s, of which 8 are hidden
+    (StepProgram(BACKWARD, (Reduction(1, 1.0, WireCost(6, 6, host=5)),)), {"compute": 8, "reduction": 6}),
+    (StepProgram(BACKWARD, (Reduction(1, 1.0, WireCost(6, 6, host=12)),)), {"compute": 8, "host": 4, "reduction": 6}),
+    # the host issues half of a backward of 8 s in 10 s, then the bucket in 5 s, then the other half in 10 s
+    (StepProgram((ROOT, LATE), (HALFWAY,)), {"compute": 8, "host": 17}),
+    # each update of 1 s is issued in 2 s, and what both have in common in 3 s
+    (StepProgram((ROOT,), updates=(UpdateStep(1, host=2),) * 2, host=3), {"update": 2, "host": 6}),
+    (StepProgram((ROOT,), updates=(UpdateStep(1, host=2),) * 2, host=3, streams=False), {"update": 2, "host": 7}),
 )
 
 
@@ -100,21 +110,22 @@ def cluster_of(text: str) -> Cluster:
     return presets().cluster(text, nic=10 if text.startswith("cpu") else None)
 
 
-def setting_of(row: dict[str, Any]) -> PlanSetting:
-    """Return the setting of a row for the ranks of its cluster, with buckets of 4 KiB."""
+def setting_of(row: dict[str, Any], kib: float = 4) -> PlanSetting:
+    """Return the setting of a row for the ranks of its cluster, with buckets of ``kib`` KiB."""
     cluster = cluster_of(row["cluster"])
     device = "cuda" if cluster.gpu.family != "cpu" else "cpu"
     places: dict[str, Any] = {"world_size": cluster.ranks, "ranks_per_host": cluster.per_host, "device": device}
     given = {name: value for name, value in row.items() if name not in ("cluster", "micro_batches")}
-    return PlanSetting(**places, **given, bucket_cap_mb=4096 / 2**20)
+    return PlanSetting(**places, **given, bucket_cap_mb=kib / 1024)
 
 
-def program(row: dict[str, Any], cluster: Cluster | None = None) -> StepProgram:
-    """Return the program of a row. ``cluster``: other hardware of the same shape."""
-    setting, cluster = setting_of(row), cluster or cluster_of(row["cluster"])
-    units = [UnitLoad(PassSeconds(1e-3, 2e-3, 0, 1e-4, 1e-4), numel, 2) for numel in MODEL.unit_numels()]
+def program(row: dict[str, Any], cluster: Cluster | None = None, *, kib: float = 4, tokens: float = 1) -> StepProgram:
+    """Return the program of a row. ``cluster``: other hardware of the same shape. ``tokens``: times as many."""
+    setting, cluster = setting_of(row, kib), cluster or cluster_of(row["cluster"])
+    passes = PassSeconds(1e-3 * tokens, 2e-3 * tokens, 0, 1e-4, 1e-4)
+    units = [UnitLoad(passes, numel, 2) for numel in MODEL.unit_numels()]
     loads = bucket_loads(PLAN.laid_out(setting).layout, [parameter.unit for parameter in MODEL.parameters])
-    compute = Compute(cluster.gpu, "float32")
+    compute = Compute(cluster, "float32")
     return program_of(units, loads, Wires(cluster), setting, compute, row["micro_batches"])
 
 
@@ -140,13 +151,41 @@ def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
             assert found.crossed == pytest.approx(found.sent), "between hosts of one rank all that is sent crosses"
 
 
+CALLS = [each.name for each in fields(HostCalls)]
+
+
+def test_more_buckets_never_make_the_host_faster_and_no_step_is_faster_than_its_host() -> None:
+    for row in ROWS:
+        hosts = [simulate(program(row, kib=kib)).host for kib in (64, 16, 8, 4, 2)]
+        assert hosts == sorted(hosts), row
+        assert len({*hosts}) > 1, row
+        found = simulate(program(row))
+        assert found.seconds >= found.host * (1 - 1e-9), row
+
+
+def test_with_many_tokens_the_host_vanishes_behind_the_device() -> None:
+    """At stage 3 the first unit is left: its hooks and its gather come before anything to compute."""
+    for row in ROWS:
+        if cluster_of(row["cluster"]).gpu.family != "cpu":
+            few, many = (simulate(program(row, tokens=tokens)) for tokens in (1, 1000))
+            assert few.host == pytest.approx(many.host), "what the host does depends on no token"
+            assert many.parts["host"] <= few.parts["host"]
+            assert many.parts["host"] < 1e-3 * many.seconds, row
+            if not setting_of(row).gathers_units:
+                assert many.parts["host"] == 0, row
+
+
 @given(
-    st.sampled_from(ROWS), st.sampled_from(["link", "memory_bandwidth", "nic", "ring_step", "base"]), st.floats(1, 100)
+    st.sampled_from(ROWS),
+    st.sampled_from(["link", "memory_bandwidth", "nic", "ring_step", "base", *CALLS]),
+    st.floats(1, 100),
 )
 def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, factor: float) -> None:
     before = cluster_of(row["cluster"])
     if quicker == "nic":
         after = replace(before, nic=before.nic * factor)
+    elif quicker in CALLS:
+        after = replace(before, calls=replace(before.calls, **{quicker: getattr(before.calls, quicker) / factor}))
     elif quicker in ("ring_step", "base"):
         time = getattr(before.network, quicker) / factor
         after = replace(before, network=replace(before.network, **{quicker: time}))

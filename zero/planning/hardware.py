@@ -6,6 +6,7 @@ machine describes measured hardware.
     gpus        memory, its bandwidth, peaks by dtype, links inside a host, network of a host, GPUs a host
     fabrics     seconds for each rank of a ring that spans hosts: a property of the network, not of the GPU
     network     what collectives make of the links
+    host        what the host's calls take
 
 Knows: files of hardware, and the text that names a cluster. Does not know: models, schedules.
 """
@@ -54,6 +55,8 @@ _NETWORK = {
     "hop_inside": "seconds",
     "doorbell": "seconds",
 }
+_CALLS = ("launch", "unit", "parameter", "bucket", "exchange", "gather", "release", "update", "step")
+_HOST = dict.fromkeys(_CALLS, "seconds")
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,33 @@ class Network:
 
 
 @dataclass(frozen=True)
+class HostCalls:
+    """Seconds of the host in which it issues a step: Python, torch's operators and launches.
+
+    Attributes:
+        launch: of a kernel of the model's forward, the call of its module included.
+        unit: of the hooks of a gathered unit in a forward or a backward.
+        parameter: of a parameter's hook in a backward.
+        bucket: of a bucket's gradients, which are taken and copied side by side.
+        exchange: of a bucket's reduction among several ranks, with its sum.
+        gather: of an all-gather of a bucket.
+        release: of a bucket that was gathered for a unit.
+        update: of a bucket in the clip and in the step.
+        step: of a clip and a step, without what each bucket adds.
+    """
+
+    launch: float
+    unit: float
+    parameter: float
+    bucket: float
+    exchange: float
+    gather: float
+    release: float
+    update: float
+    step: float
+
+
+@dataclass(frozen=True)
 class Cluster:
     """Hosts with equally many GPUs. Ranks are numbered host by host.
 
@@ -129,6 +159,7 @@ class Cluster:
     hosts: int
     nic: float
     network: Network
+    calls: HostCalls
 
     @property
     def ranks(self) -> int:
@@ -155,12 +186,14 @@ class Hardware:
         gpus: by name.
         fabrics: seconds for each rank of a ring that spans hosts, by name.
         network: see `Network`; its ``ring_step`` is that of the fabric "typical".
+        calls: see `HostCalls`.
         measured: date and machine; empty for presets.
     """
 
     gpus: Mapping[str, Accelerator]
     fabrics: Mapping[str, float]
     network: Network
+    calls: HostCalls
     measured: str = ""
 
     def gpu(self, name: str) -> Accelerator:
@@ -195,7 +228,8 @@ class Hardware:
         usual = (gpu.nic or 0.0) * per_host / gpu.per_host  # a larger host has as much for each GPU
         bandwidth = usual if nic is None else nic * UNITS["Gb/s"][1]
         _check_network(gpu, hosts, bandwidth)
-        return Cluster(gpu, per_host, hosts, bandwidth, replace(self.network, ring_step=self.fabrics[fabric]))
+        network = replace(self.network, ring_step=self.fabrics[fabric])
+        return Cluster(gpu, per_host, hosts, bandwidth, network, self.calls)
 
 
 def presets() -> Hardware:
@@ -221,7 +255,7 @@ def read_hardware(path: Path | str) -> Hardware:
 
 def hardware_of(data: Any, before: Hardware | None) -> Hardware:
     """Return the hardware that parsed JSON describes. ``before`` has what it leaves out; None: nothing is left out."""
-    top = _mapping(data, "the file", {"format", "fabrics", "network", "gpus", "date", "machine"})
+    top = _mapping(data, "the file", {"format", "fabrics", "network", "host", "gpus", "date", "machine"})
     if top.get("format") != FORMAT:
         raise ValueError(f"format is {top.get('format')!r}, and this version reads {FORMAT}")
     measured = ""
@@ -233,16 +267,21 @@ def hardware_of(data: Any, before: Hardware | None) -> Hardware:
     gpus = {name: _accelerator(name, each) for name, each in _mapping(top.get("gpus", {}), "gpus").items()}
     fabrics = _mapping(top.get("fabrics", {}), "fabrics")
     fabrics = _values(fabrics, "fabrics", dict.fromkeys(fabrics, "seconds"))
-    network = _values(_mapping(top.get("network", {}), "network", set(_NETWORK)), "network", _NETWORK)
+    network, calls = (
+        _values(_mapping(top.get(name, {}), name, set(kinds)), name, kinds)
+        for name, kinds in (("network", _NETWORK), ("host", _HOST))
+    )
     if before is not None:
         gpus, fabrics = {**before.gpus, **gpus}, {**before.fabrics, **fabrics}
-        network = asdict(before.network) | network
+        network, calls = asdict(before.network) | network, asdict(before.calls) | calls
     missing = [f"network.{key}" for key in _NETWORK if key not in network]
+    missing += [f"host.{key}" for key in _HOST if key not in calls]
     if missing:
         raise ValueError(f"{missing[0]} is missing")
     if "typical" not in fabrics:
         raise ValueError('fabrics: there is no "typical"')
-    return Hardware(gpus, fabrics, Network(**network | {"ring_step": fabrics["typical"]}), measured)
+    network["ring_step"] = fabrics["typical"]
+    return Hardware(gpus, fabrics, Network(**network), HostCalls(**calls), measured)
 
 
 def _accelerator(name: str, data: Any) -> Accelerator:

@@ -272,9 +272,9 @@ class Planner:
         """Return a step. ``micro_batches``: of each rank; 0: what the global batch asks for."""
         training = self.training
         micro_batches = micro_batches or training.micro_batches(cluster.ranks)
-        compute = Compute(cluster.gpu, str(training.param_dtype).removeprefix("torch."))
+        compute = Compute(cluster, str(training.param_dtype).removeprefix("torch."))
         program = program_of(
-            self._unit_loads(compute),
+            self.unit_loads(compute),
             self._bucket_loads(setting),
             Wires(cluster),
             setting,
@@ -307,7 +307,7 @@ class Planner:
         held = self.held(setting, cluster)
         return replace(held, step=self.step(setting, cluster)) if always or held.fits else held
 
-    def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
+    def unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training
         again = (False, *recomputed(len(training.works) - 1, training.recompute))
         hidden = training.model.hidden

@@ -4,9 +4,9 @@
     backward    2 x products, 2.5 x attention, 2 x moved bytes; and what is recomputed of the forward
     update      bytes of gradient, weights and states/bandwidth, as a fused kernel moves them
 
-The host launches kernels meanwhile. Its seconds are returned apart, since a schedule knows which of the two waits.
-`CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are fitted to
-published runs.
+The host issues kernels meanwhile (`HostCalls.launch`). Its seconds are returned apart, since a schedule knows which of
+the two waits. `CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are
+fitted to published runs.
 
 Knows: work in operations and bytes, peaks, constants. Does not know: ranks, links, order.
 """
@@ -14,10 +14,10 @@ Knows: work in operations and bytes, peaks, constants. Does not know: ranks, lin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...core.layout import Dtypes
-from ..hardware import Accelerator
+from ..hardware import Accelerator, Cluster
 from ..model import UnitWork
 
 
@@ -35,10 +35,8 @@ class Constant:
 FIT = "fit"
 _MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
 _AS_FITTED = "0.91, the mean of Ampere (0.847 of 0.869) and Hopper (0.672 of 0.803),"
-_LINES = "2026-11-22, 2 ranks of a CPU, lines through 10 to 10,000 tensors: stage 3 adds 23 us each to a plain loop"
 _JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
-_HOST = "an assumption: the hooks and launches of a unit in Python; hidden wherever a unit computes for longer"
-_TWO = "a product has one kernel in its forward and two in its backward"
+_BACKWARD = "benchmarks/results/gpu-short-c.json, the plain loop: backward 23.2 ms, forward 21.2"
 
 CONSTANTS: Mapping[str, Constant] = {
     "matmul.ampere": Constant(0.847, "share of the peak", 0.4, 0.95, FIT),
@@ -59,10 +57,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "overlap": Constant(0.6, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
     "fixed": Constant(0.019, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
     "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, _JITTER),
-    "unit_host": Constant(0.12e-3, "seconds of the host for a pass of a unit", 0.0, 1e-3, _HOST),
-    "hook": Constant(23e-6, "seconds of the host for a tensor's hooks in a step", 0.0, 1e-4, _LINES),
-    "backward_kernels": Constant(2.0, "kernels of a backward for each of its forward", 0.1, 4.0, _TWO),
-    "launch": Constant(5e-6, "seconds of the host for a kernel", 1e-6, 5e-5, "an assumption; measure your own machine"),
+    "host_backward": Constant(1.09, "seconds of the host in a backward for each of its forward", 0.1, 4.0, _BACKWARD),
 }
 """Every constant of the equations, by name; "matmul.ampere" is that of a family."""
 
@@ -85,8 +80,8 @@ class PassSeconds:
         forward: of compute.
         backward: of compute, without what is recomputed.
         recompute: of compute, in the backward.
-        host: in which the host launches the forward.
-        host_backward: in which it launches the backward and what is recomputed.
+        host: in which the host issues the forward.
+        host_backward: in which it issues the backward and what is recomputed.
     """
 
     forward: float
@@ -95,13 +90,18 @@ class PassSeconds:
     host: float = 0.0
     host_backward: float = 0.0
 
+    def with_hooks(self, forward: float, backward: float) -> PassSeconds:
+        """Return the same passes with more seconds of the host."""
+        return replace(self, host=self.host + forward, host_backward=self.host_backward + backward)
+
 
 class Compute:
-    """The equations for one GPU, one dtype of products and one set of constants."""
+    """The equations for the GPUs of a cluster, one dtype of products and one set of constants."""
 
-    def __init__(self, gpu: Accelerator, dtype: str, constants: Mapping[str, float] | None = None) -> None:
+    def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] | None = None) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
         self.constants = values() if constants is None else constants
+        gpu, self.calls = cluster.gpu, cluster.calls
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
@@ -130,14 +130,11 @@ class Compute:
 
     def passes(self, work: UnitWork, hidden: int = 0, repeated: UnitWork | None = None) -> PassSeconds:
         """Return the seconds of a unit. ``repeated``: what of its forward the backward does again; None: nothing."""
-        constants = self.constants
-        launch, launches = constants["launch"], constants["backward_kernels"] * work.kernels
-        recompute = 0.0
+        recompute, again = 0.0, 0
         if repeated is not None:
-            recompute = self.forward(repeated, hidden)
-            launches += repeated.kernels
-        host = constants["unit_host"] + work.kernels * launch
-        host_backward = constants["unit_host"] + launches * launch
+            recompute, again = self.forward(repeated, hidden), repeated.kernels
+        host = work.kernels * self.calls.launch
+        host_backward = self.constants["host_backward"] * host + again * self.calls.launch
         return PassSeconds(self.forward(work, hidden), self.backward(work, hidden), recompute, host, host_backward)
 
     def update(self, elements: float, dtypes: Dtypes, state_tensors: int) -> float:

@@ -61,12 +61,14 @@ class Reduction:
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """The end of the step for one bucket: read, update, write back, gather the updated slices."""
+    """The end of the step for one bucket: read, update, write back, gather the updated slices. ``host``: in which the
+    host issues all but the gather."""
 
     update: float
     gather: WireCost = NOTHING
     read: float = 0.0
     write: float = 0.0
+    host: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class StepProgram:
         streams: compute runs beside the host.
         control: seconds of the messages on which ranks agree, which the host waits for.
         synchronises: the host waits for the device before the update, as for the norm of a clip.
+        host: seconds of the host for a clip and a step, without what each bucket adds.
         fixed: seconds that no unit explains.
         overlap: see the module.
         jitter: share of the step that is lost because the slowest rank counts.
@@ -103,6 +106,7 @@ class StepProgram:
     streams: bool = True
     control: float = 0.0
     synchronises: bool = False
+    host: float = 0.0
     fixed: float = 0.0
     overlap: float = 0.0
     jitter: float = 0.0
@@ -127,6 +131,7 @@ class StepSeconds:
         parts: how they are made up, by the names in `PARTS`; their sum is ``seconds``.
         sent: payload bytes of all collectives of this rank's groups.
         crossed: those that cross between hosts.
+        host: seconds in which the host issues the step.
         events: for a trace; empty unless asked for.
     """
 
@@ -134,6 +139,7 @@ class StepSeconds:
     parts: Mapping[str, float]
     sent: float
     crossed: float
+    host: float
     events: tuple[TraceEvent, ...] = ()
 
 

@@ -142,6 +142,7 @@ def program_of(
         kept=gathers and setting.near == 1,
         streams=wires.on_gpu,
         control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
+        host=wires.cluster.calls.step,
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
         overlap=compute.constants["overlap"] if wires.on_gpu else 0.0,
         jitter=jitter(wires, compute),
@@ -175,15 +176,18 @@ class _Costs:
 
     def of_units(self, units: Sequence[UnitLoad], gathered: Sequence[BucketLoad]) -> tuple[UnitStep, ...]:
         """Return the units. ``gathered``: the buckets of the units, unless these are whole."""
-        cluster, near, hook = self.wires.cluster, self.setting.near, self.compute.constants["hook"]
+        cluster, near, calls = self.wires.cluster, self.setting.near, self.wires.cluster.calls
         crowd = 1.0 if self.wires.on_gpu else max(cluster.per_host / cluster.gpu.per_host, 1.0)
-        slowed = [_with_hooks(unit, hook, crowd) for unit in units]
+        in_unit = calls.unit if gathered else 0.0
+        hooked = (unit.passes.with_hooks(in_unit, in_unit + calls.parameter * unit.tensors) for unit in units)
+        slowed = [_slowed(passes, crowd) for passes in hooked]
         gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
         around = RankGroup.neighbours(cluster, near)
         for bucket in gathered:
             width, home = bucket.dtypes.itemsize("param_dtype"), bucket.home
-            gather[home] = after(gather[home], self._in_all_groups(bucket, width, self.group))
-            again[home] = after(again[home], self._in_all_groups(bucket, width, around))
+            for costs, group in ((gather, self.group), (again, around)):
+                cost = self._in_all_groups(bucket, width, group)
+                costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
         stay = units_kept_for_backward(range(len(units))) if gathered and near > 1 else range(len(units))
         return tuple(
             UnitStep(passes, gather[unit], None if unit in stay else again[unit]) for unit, passes in enumerate(slowed)
@@ -197,7 +201,9 @@ class _Costs:
             wires.reduce_scatter(algorithm, count, travel, accumulate, self.group, started=started)
             for count in (elements, _even(bucket, factor))
         )
-        cost = replace(longer, sent=cost.sent, crossed=cost.crossed)
+        calls, ranks = wires.cluster.calls, wires.cluster.ranks
+        host = calls.bucket + (calls.exchange if ranks > 1 else 0.0)
+        cost = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
         if self.setting.replicas == 1:
             return cost
         return wires.chain(cost, elements * accumulate, cost.fold, factor, RankGroup.replicas(wires.cluster, factor))
@@ -218,7 +224,7 @@ class _Costs:
             kept = state_tensors + (dtypes.has_master and not self.wires.on_gpu)
             moved = owned * kept * dtypes.itemsize("master_dtype") / self.wires.cluster.gpu.host_link
         seconds = self.compute.update(owned, dtypes, state_tensors) + self.compute.orthogonalization(work)
-        return UpdateStep(seconds, gather, moved, moved)
+        return UpdateStep(seconds, gather, moved, moved, self.wires.cluster.calls.update)
 
     def _in_all_groups(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
         return in_groups(self._gather(bucket, width, group), self.wires.cluster.ranks // group.ranks)
@@ -231,19 +237,13 @@ class _Costs:
             algorithm = self.wires.algorithm(group)
             cost = self.wires.all_gather(algorithm, nbytes, group)
             longer = self.wires.all_gather(algorithm, even, group)
-            self._gathers[key] = replace(longer, sent=cost.sent, crossed=cost.crossed)
+            host = self.wires.cluster.calls.gather if group.ranks > 1 else 0.0
+            self._gathers[key] = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
         return self._gathers[key]
 
 
-def _with_hooks(unit: UnitLoad, hook: float, crowd: float) -> PassSeconds:
-    passes = unit.passes
-    return PassSeconds(
-        passes.forward * crowd,
-        passes.backward * crowd,
-        passes.recompute * crowd,
-        passes.host * crowd,
-        (passes.host_backward + hook * unit.tensors) * crowd,
-    )
+def _slowed(passes: PassSeconds, crowd: float) -> PassSeconds:
+    return PassSeconds(*(getattr(passes, each.name) * crowd for each in fields(passes)))
 
 
 def _even(bucket: BucketLoad, ranks: int) -> int:

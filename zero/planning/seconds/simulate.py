@@ -5,6 +5,7 @@
     wire      x   runs collectives one at a time, in the order of their launch
     disk      d   reads and writes states, beside the update
 
+    compute begins no earlier than the host has begun to issue it, and ends no earlier than that has ended
     a collective starts at max(x, h, when its memory is ready); what waits for it continues at its end
     while the wire is busy, compute runs at 1/(1 + overlap) of its speed
 
@@ -40,9 +41,10 @@ def simulate(program: StepProgram, *, trace: bool = False) -> StepSeconds:
 
 @dataclass
 class _State:
-    """The clocks, and what they have done so far."""
+    """The clocks, and what they have done so far. ``issued``: seconds in which the host has worked."""
 
     host: float = 0.0
+    issued: float = 0.0
     compute: float = 0.0
     wire: float = 0.0
     sent: float = 0.0
@@ -51,7 +53,7 @@ class _State:
 
     def repeat(self, before: _State, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
-        for name in ("host", "compute", "wire", "sent", "crossed"):
+        for name in ("host", "issued", "compute", "wire", "sent", "crossed"):
             setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
         for name in PARTS:
             self.parts[name] += times * (self.parts[name] - before.parts[name])
@@ -114,6 +116,8 @@ class _Rank:
 
     def _launching(self, seconds: float, part: str = "host") -> None:
         """Let the host work. Without streams, compute stands still meanwhile."""
+        if part == "host":
+            self.state.issued += seconds
         if self._program.streams:
             self.state.host += seconds
         else:
@@ -122,6 +126,7 @@ class _Rank:
     def _send(self, cost: WireCost, ready: float, name: str) -> float:
         """Launch a collective. Return when its result is there."""
         state = self.state
+        self._launching(cost.host)
         state.sent, state.crossed = state.sent + cost.sent, state.crossed + cost.crossed
         if cost.seconds <= 0.0:
             return 0.0
@@ -170,11 +175,15 @@ class _Rank:
 
     def _compute(self, unit: int) -> None:
         passes = self._program.units[unit].passes
-        self.wait(self._now(), "host")
-        self._launching(passes.host)
-        self._work(passes.forward, "compute", f"forward {unit}")
-        self.wait(self._now(), "host")
+        self._run(passes.host, passes.forward, f"forward {unit}")
         self._release(unit, stays=self._program.units[unit].again is None)
+
+    def _run(self, host: float, seconds: float, name: str) -> None:
+        """Compute what the host issues in ``host`` seconds. It begins no earlier than these, and ends no earlier."""
+        self.wait(self._now(), "host")
+        self._launching(host)
+        self._work(seconds, "compute", name)
+        self.wait(self._now(), "host")
 
     def _release(self, unit: int, *, stays: bool) -> None:
         """Note the end of a unit's use. ``stays``: its memory is in use until its backward."""
@@ -216,16 +225,14 @@ class _Rank:
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
         self.wait(self._now(), "host")
-        self._launching(passes.host_backward)
         self._work(passes.recompute, "recompute", f"recompute {unit}")
         done = 0.0
         for ready, number in self._by_unit.get(unit, ()) if reduces else ():
-            self._work((ready - done) * passes.backward, "compute", f"backward {unit}")
+            self._run((ready - done) * passes.host_backward, (ready - done) * passes.backward, f"backward {unit}")
             done = ready
             self._ready.add(number)
             self._launch_ready()
-        self._work((1 - done) * passes.backward, "compute", f"backward {unit}")
-        self.wait(self._now(), "host")
+        self._run((1 - done) * passes.host_backward, (1 - done) * passes.backward, f"backward {unit}")
         self._release(unit, stays=False)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
@@ -277,6 +284,8 @@ class _Rank:
         program, state = self._program, self.state
         if program.synchronises:
             state.host = max(state.host, state.compute)
+        self._launching(program.host)
+        self.wait(self._now(), "host")
         self._launching(program.control, "control")
         if program.streams:
             self.wait(state.host, "control")
@@ -286,6 +295,8 @@ class _Rank:
         disk = _Disk(self, program)
         for number, bucket in enumerate(program.updates):
             disk.await_states(number)
+            self._launching(bucket.host)
+            self.wait(self._now(), "host")
             self._work(bucket.update, "update", f"update {number}")
             disk.write_states(number)
             if bucket.gather.seconds > 0.0:
@@ -309,7 +320,7 @@ class _Rank:
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
         seconds = math.fsum(state.parts.values())
-        return StepSeconds(seconds, state.parts, state.sent, state.crossed, tuple(self._events or ()))
+        return StepSeconds(seconds, state.parts, state.sent, state.crossed, state.issued, tuple(self._events or ()))
 
 
 class _Disk:

@@ -59,6 +59,7 @@ class WireCost:
         fold: seconds of the compute stream of the rank that waits: it adds up, or copies.
         sent: payload bytes, over all ranks of the group.
         crossed: those that cross between hosts.
+        host: seconds in which the host issues it, and what belongs to it.
     """
 
     seconds: float = 0.0
@@ -66,6 +67,7 @@ class WireCost:
     fold: float = 0.0
     sent: float = 0.0
     crossed: float = 0.0
+    host: float = 0.0
 
 
 NOTHING = WireCost()
@@ -142,6 +144,7 @@ class Wires:
             fold,
             count * inner.sent + 2 * (count - 1) * sum_bytes,
             count * inner.crossed + 2 * far * sum_bytes,
+            inner.host,
         )
 
     def fold(

@@ -1,0 +1,192 @@
+"""The library's own steps on one H200 beside their plan, and the seconds of the host's calls, from stored results.
+
+    ../results/gpu-short-b.json    one rank: the plain loop, FSDP2, stages 0 to 3
+    ../results/gpu-short-c.json    the last of 8 ranks, whose peers answer at once: the plain loop and FSDP2
+    ../results/gpu-host.json       the same of stage 3 with a bucket for each unit, and with 25 MiB: an earlier code
+    ../results/host-cpu.json       the host's calls of today's code, on a CPU
+
+No GPU has run today's code. So the seconds of its calls are those on the CPU, times what FSDP2's hooks take on the
+H200's host for each second on the CPU: neither of them changed. The rows of stages 0 to 3 are of the earlier code.
+
+These loops read no data and look at no loss, so their plan has none of the seconds that no unit explains.
+
+Knows: the fields of these files. Does not know: published runs, equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero.commands.train.model import GPT, Shape, loss_fn
+from zero.core.layout import DEFAULT_CAP_MB, Dtypes
+from zero.planning.hardware import Cluster, HostCalls, presets
+from zero.planning.models.shapes import model_of
+from zero.planning.models.works import count_module
+from zero.planning.plan import Planner, Training
+from zero.planning.seconds.compute import Compute
+from zero.planning.seconds.simulate import simulate
+from zero.planning.seconds.wires import Wires
+
+from ..gpu_short.page import medians
+from ..gpu_short.peers import SEVEN_BILLION, build
+from ..report import Report
+from .systems import SYSTEMS, System, program_of_system
+
+Row = Mapping[str, Any]
+RESULTS = Path(__file__).parents[1] / "results"
+BILLION, SEQUENCE = Shape(24, 14, 1792, 50304), 512  # of gpu_short's section b
+UNITS, PARAMETERS, KERNELS = 33, 291, 454  # of the narrow Llama: its parts, and the kernels of its forward
+PLAIN, FSDP2 = "plain", "FSDP2"
+PLAIN_LOOP = System(host=(0.0, 0.0))
+
+
+# -- the host's calls --------------------------------------------------------------------------------------------------
+
+
+def rows_of(file: str, key: str, name: str) -> dict[Any, Row]:
+    """Return the rows of a file that have a field ``key``, by the rank and the field ``name``."""
+    parts = Report.read(RESULTS / f"{file}.json").parts
+    return {(part.get("ranks", 1), part[name]): part for part in parts if key in part}
+
+
+def _of_a_bucket(few: Row, many: Row, *phases: str) -> float:
+    """Return the seconds that each further bucket adds to some phases."""
+    return float(sum(many[phase] - few[phase] for phase in phases) / (many["buckets"] - few["buckets"]))
+
+
+def _of_hooks(rows: Mapping[Any, Row]) -> float:
+    """Return the seconds in which FSDP2's forward and backward are beyond the plain loop's."""
+    return float(sum(rows[8, FSDP2][phase] - rows[8, PLAIN][phase] for phase in ("forward", "backward")))
+
+
+def todays_calls() -> HostCalls:
+    """Return the calls of today's code on the H200's host."""
+    gpu, cpu = (rows_of(file, "us_a_parameter", "system") for file in ("gpu-short-c", "host-cpu"))
+    few, many, plain = cpu[8, "zero 3"], cpu[8, "zero 3, 25 MiB"], cpu[8, PLAIN]
+    whole, cut = cpu[8, "zero 2"], cpu[8, "zero 2, 25 MiB"]
+    alone = _of_a_bucket(cpu[1, "zero 2"], cpu[1, "zero 2, 25 MiB"], "backward")
+    reduced = _of_a_bucket(whole, cut, "backward")
+    update = _of_a_bucket(few, many, "clip", "step")
+    gather = _of_a_bucket(whole, cut, "clip", "step") - update
+    gathered = _of_a_bucket(few, many, "forward")
+    slower = _of_hooks(gpu) / _of_hooks(cpu)
+    return HostCalls(
+        launch=gpu[8, PLAIN]["forward"] / KERNELS,
+        unit=slower * ((few["forward"] - plain["forward"]) / UNITS - gathered),
+        parameter=slower * (whole["backward"] - plain["backward"] - reduced) / PARAMETERS,
+        bucket=slower * alone,
+        exchange=slower * (reduced - alone),
+        gather=slower * gather,
+        release=slower * (gathered - gather),
+        update=slower * update,
+        step=slower * (few["clip"] + few["step"] - UNITS * update),
+    )
+
+
+def earlier_calls() -> HostCalls:
+    """Return the calls of the code that `gpu-host.json` measures, with its header for each collective."""
+    rows = rows_of("gpu-host", "messages", "variant")
+    few, many, plain = rows[8, "zero3, unit"], rows[8, "zero3, 25"], rows[8, PLAIN]
+    gathered, update = _of_a_bucket(few, many, "forward"), _of_a_bucket(few, many, "clip", "step")
+    unit = (few["forward"] - plain["forward"]) / UNITS - gathered
+    backward = _of_a_bucket(few, many, "backward")
+    return replace(
+        todays_calls(),
+        unit=unit,
+        parameter=(few["backward"] - plain["backward"] - UNITS * (backward + unit)) / PARAMETERS,
+        bucket=0.0,
+        exchange=backward - gathered,
+        gather=gathered,
+        release=0.0,
+        update=update,
+        step=few["clip"] + few["step"] - UNITS * update,
+    )
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OwnRun:
+    """A step: the median of what was measured, and the plan, in seconds. ``earlier``: the measured code is no more."""
+
+    name: str
+    tokens: int
+    measured: float
+    planned: float
+    earlier: bool = False
+
+    @property
+    def error(self) -> float:
+        return self.planned / self.measured - 1
+
+
+def own_runs() -> Iterator[OwnRun]:
+    """Yield all runs: those of one rank, and those of the last of 8."""
+    yield from _of_one_rank()
+    yield from _of_eight()
+
+
+def _planner(module: nn.Module, hidden: int, micro: int, sequence: int) -> Planner:
+    def run(module: nn.Module) -> Tensor:
+        tokens = torch.zeros(micro, sequence + 1, dtype=torch.int64, device="meta")
+        if isinstance(module, GPT):
+            return loss_fn(module(tokens[:, :-1]), tokens[:, 1:])
+        loss: Tensor = module(tokens)
+        return loss
+
+    model = replace(model_of(module, "own"), hidden=hidden)
+    return Planner(Training(model, count_module(module, run), micro, sequence))
+
+
+def _of_system(planner: Planner, cluster: Cluster, schedule: System, dtypes: Dtypes) -> float:
+    compute = Compute(cluster, "bfloat16")
+    program = program_of_system(
+        planner.unit_loads(compute), Wires(cluster), schedule, compute, dtypes, factor=cluster.ranks
+    )
+    return simulate(replace(program, fixed=0.0)).seconds
+
+
+def _of_stage(planner: Planner, cluster: Cluster, stage: int, cap_mb: float | None, more: float = 0.0) -> float:
+    """Return the planned seconds. ``more``: of the device, for which it has time where it waits for the host."""
+    step = planner.step(planner.setting(cluster, stage, cap_mb), cluster)
+    return step.seconds - step.parts["fixed"] + max(0.0, more - step.parts["host"])
+
+
+def _of_one_rank() -> Iterator[OwnRun]:
+    parts = [part for part in Report.read(RESULTS / "gpu-short-b.json").parts if "turn" in part]
+    with torch.device("meta"):
+        module = GPT(BILLION, SEQUENCE).to(torch.bfloat16)
+    alone = presets().cluster("h200:1")
+    for tokens in dict.fromkeys(part["tokens"] for part in parts):
+        measured = medians([part for part in parts if part["tokens"] == tokens])
+        planner = _planner(module, BILLION.width, tokens // SEQUENCE, SEQUENCE)
+        for name, schedule in ((PLAIN, PLAIN_LOOP), (FSDP2, SYSTEMS["fsdp2"])):
+            planned = _of_system(planner, alone, schedule, Dtypes.all(torch.bfloat16))
+            yield OwnRun(name, tokens, measured[name], planned)
+        for stage, cap in ((0, None), (1, None), (2, None), (2, DEFAULT_CAP_MB), (3, None)):
+            name = f"zero {stage}" + (f", {cap} MiB" if cap else "")
+            yield OwnRun(name, tokens, measured[name], _of_stage(planner, alone, stage, cap), earlier=True)
+
+
+def _of_eight() -> Iterator[OwnRun]:
+    """Collectives of peers that answer at once take no time. What the GPU did beyond FSDP2's step was of the code."""
+    eight = presets().cluster("h200:8")
+    network = replace(eight.network, base=0.0, hop_inside=0.0, link_efficiency=1e9)
+    eight = replace(eight, network=network)
+    tokens = 2048
+    planner = _planner(build(SEVEN_BILLION, torch.device("meta")).to(torch.bfloat16), SEVEN_BILLION.width, 1, tokens)
+    (peer,) = (row for row in rows_of("gpu-short-c", "busy", "on_device").values() if row["on_device"] == FSDP2)
+    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.dtypes)
+    yield OwnRun("FSDP2, rank 7 of 8", tokens, peer["in_a_row"], planned)
+    rows = rows_of("gpu-host", "busy", "variant")
+    for name, cap, variant in (("a bucket a unit", None, "zero3, unit"), ("25 MiB", DEFAULT_CAP_MB, "zero3, 25")):
+        row, more = rows[8, variant], rows[8, variant]["busy"] - rows[8, "fsdp2"]["busy"]
+        planned = _of_stage(planner, replace(eight, calls=earlier_calls()), 3, cap, more)
+        yield OwnRun(f"zero 3, {name}, rank 7 of 8, its own calls", tokens, row["in_a_row"], planned, earlier=True)
