@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from torch import Tensor
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """`inputs` and `targets`, int64 (batch, sequence); the target of a byte is the byte after it."""
 
     inputs: Tensor
