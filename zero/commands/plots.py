@@ -52,12 +52,15 @@ def _windows(values: Sequence[float], size: int) -> list[Sequence[float]]:
 def draw_memory(path: Path, title: str, bars: Mapping[str, Mapping[str, int]], measured: str) -> None:
     """Draw the bytes of a rank as one bar for each setting, by kind. ``measured``: the setting that was measured; the
     others are formulas."""
+    from matplotlib.patches import Patch
+
     figure, axes = figure_of(title)
     totals = [sum(held.values()) / 1e6 for held in bars.values()]
-    bottoms = [0.0] * len(bars)
+    bottoms, legend = [0.0] * len(bars), []
     for kind, color in zip(next(iter(bars.values())), KIND_COLORS, strict=True):
         heights = [held[kind] / 1e6 for held in bars.values()]
-        drawn = axes.bar(range(len(bars)), heights, 0.62, bottoms, label=kind, color=color, edgecolor="white")
+        drawn = axes.bar(range(len(bars)), heights, 0.62, bottoms, color=color, edgecolor="white")
+        legend.append(Patch(color=color, label=kind))
         for bar, name in zip(drawn, bars, strict=True):
             bar.set_alpha(1.0 if name == measured else 0.55)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
@@ -74,7 +77,7 @@ def draw_memory(path: Path, title: str, bars: Mapping[str, Mapping[str, int]], m
     axes.margins(y=0.16)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False, reverse=True, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.legend(handles=legend[::-1], frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=RESOLUTION)
 
 

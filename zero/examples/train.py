@@ -1,11 +1,11 @@
-"""A whole training script: a small transformer learns the text of a Python file. Copy it, and put in your model and data.
+"""A whole training script to copy: a small transformer learns the text of a Python file. Put in your model and data.
 
     python -m zero.examples.train
     torchrun --nproc-per-node 2 -m zero.examples.train --stage 3 --checkpoint saved
 
-A step takes `--micro-batches` micro-batches over all ranks, however many ranks there are. So the trained parameters have
-the bits of one process that accumulates as many. If a run with `--checkpoint` is killed, start it again, at any stage and
-with any number of ranks: it goes on with the same bits. `zero train` takes its steps by the first three functions, too.
+A step takes `--micro-batches` micro-batches over all ranks, however many ranks there are. So the trained parameters
+have the bits of one process that accumulates as many. If a run with `--checkpoint` was killed, start it again, at any
+stage and on any number of ranks: it goes on with the same bits. `zero train` uses the first three functions, too.
 """
 
 from __future__ import annotations
@@ -90,8 +90,10 @@ class Transformer(nn.Module):
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
-        block = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.blocks = nn.TransformerEncoder(block, layers, enable_nested_tensor=False).layers
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def run(args: argparse.Namespace, device: str) -> None:
     """Train on this rank."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(Path(str(nn.functional.__file__)).read_bytes()), dtype=torch.uint8).long()
+    text = torch.frombuffer(bytearray(Path(args.data).read_bytes()), dtype=torch.uint8).long()
     samples = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     data, cut = TensorDataset(samples[:, :-1], samples[:, 1:]), len(samples) * 9 // 10
     training, held_out = Subset(data, range(cut)), Subset(data, range(cut, len(samples)))
@@ -137,13 +139,14 @@ def run(args: argparse.Namespace, device: str) -> None:
     state = {"scheduler": scheduler, "sampler": sampler}
     join = nullcontext if count % world == 0 else optimizer.join
     with zero.CheckpointManager(args.checkpoint, optimizer) if args.checkpoint else nullcontext() as checkpoints:
-        restored = checkpoints.restore(state=state) if checkpoints else None
+        restored = checkpoints.restore(state=state, rng=False) if checkpoints else None  # it draws no random numbers
         step = restored.step if restored else 0
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
             batches, mine = iter(loader), len(range(rank, count, world))
-            steps = (islice(batches, mine) for _ in range(step, (epoch + 1) * sampler.steps))
-            for step, losses in enumerate(train_steps(optimizer, loss_of, steps, clip=1.0, backwards=join), step + 1):
+            steps = (islice(batches, mine) for _ in range(sampler.trained // count, sampler.steps))
+            for losses in train_steps(optimizer, loss_of, steps, clip=1.0, backwards=join):
+                step += 1
                 scheduler.step()
                 sampler.step()
                 if step % 10 == 0 or step == total:
@@ -161,6 +164,7 @@ def run(args: argparse.Namespace, device: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="when omitted cuda, if each rank gets its own GPU")
+    parser.add_argument("--data", default=nn.functional.__file__, help="a file; by default torch/nn/functional.py")
     parser.add_argument("--stage", type=int, choices=range(4), default=2)
     parser.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 master weights")
     parser.add_argument("--micro-batches", type=int, default=4, help="in a step, over all ranks")

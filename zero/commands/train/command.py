@@ -26,7 +26,7 @@ from ..runner import (
 )
 from .data import load_corpus
 from .model import build_model
-from .optimizers import make_optimizer
+from .optimizers import classes_of, make_optimizer
 from .rank import work
 from .report import counted
 from .saves import check_resume
@@ -44,8 +44,10 @@ def run(config: TrainConfig) -> int:
         device, remark = choose_device(config.device, local, torch.cuda.device_count())
         config = replace(config, device=device)
         about = _check(config, world)
-    if int(os.environ.get("RANK", "0")) == 0:
-        print(*([remark] if remark else []), *about, sep="\n", flush=True)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(*([remark] if remark else []), *about, sep="\n", flush=True)
+        if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model, which takes seconds
+            make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
     try:
         if "WORLD_SIZE" in os.environ or world == 1:
             work(config)
@@ -73,25 +75,24 @@ def _world_size(config: TrainConfig) -> int:
 
 
 def _check(config: TrainConfig, world: int) -> list[str]:
-    """Raise an error for bad settings before any process is started or any step is taken. Return lines that say what
-    will be trained."""
+    """Raise an error for bad settings before any process is started or any step is taken. Return the lines that say
+    what is trained."""
     config.reshard_group_size(world)
+    classes_of(config)
     corpus = load_corpus(config.data, config.sequence)
     check_resume(config, corpus.sha256)
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
         if config.checkpoint is not None:
             check_output(config.checkpoint, flag="--checkpoint")
-    if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model
-        make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
     numel = sum(parameter.numel() for parameter in build_model(config.preset, 1, seed=0).parameters())
     ranks = counted(world, "GPU rank" if config.device == "cuda" else "CPU rank")
     size = (len(corpus.train) + len(corpus.validation)) / 1e6
     return [
         f"training {config.preset} ({numel:,} parameters) on {ranks}, stage {config.stage}, on {corpus.source} "
         f"({size:.1f} MB of text)",
-        f"{counted(config.steps, 'step')} of {counted(config.micro_batches, 'micro-batch')} with "
-        f"{config.batch * config.sequence:,} bytes each; losses are in nats per byte",
+        f"{counted(config.steps, 'step')} of {config.micro_batches} x {config.batch * config.sequence:,} bytes; losses "
+        "are in nats per byte",
     ]
 
 

@@ -50,6 +50,7 @@ class Corpus:
         """At most `windows` windows spread evenly over the validation text, `batch` at a time."""
         last = len(self.validation) - sequence - 1
         count = max(1, min(windows, last // sequence))
+        count -= count % batch if count > batch else 0  # each loss counts alike
         starts = [last * i // max(1, count - 1) for i in range(count)]
         return [_windows(self.validation, starts[i : i + batch], sequence) for i in range(0, count, batch)]
 

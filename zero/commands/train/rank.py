@@ -22,24 +22,27 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp import GradScaler
 
 from ...config import PRECISIONS
 from ...core.stage import Placement
-from ...examples.train import evaluate, mean_over_ranks, train_steps
+from ...examples.train import Batch, evaluate, mean_over_ranks, train_steps
 from ...optimizer import ZeroOptimizer
+from ...planning.models.shapes import model_of
+from ...planning.stages import bytes_by_stage
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ..console import Console
 from ..flags import from_flags, to_flags
 from ..runner import process_group, run_rank
-from .data import Batch, load_corpus
-from .memory import bytes_by_stage
+from .data import load_corpus
 from .model import build_model, loss_fn, parameters_sha256
-from .optimizers import make_optimizer
+from .optimizers import arguments_of, classes_of, make_optimizer
 from .report import write_report
 from .saves import Saves, saving
 from .settings import TrainConfig
 
+HELD = ("parameters", "gradients", "optimizer")  # kinds of bytes between steps
 VALIDATION_WINDOWS = 256
 
 
@@ -90,7 +93,7 @@ class RankTraining:
             ranks = [json.loads(data) for data in optimizer.exchange(json.dumps(facts).encode())]
             windows = self._corpus.validation_batches(config.batch, config.sequence, VALIDATION_WINDOWS)
             mine = windows[optimizer.rank :: optimizer.world_size]
-            validation = evaluate(self._model, optimizer, loss_fn, mine, device=self._device)
+            validation = evaluate(self._model, optimizer, self._loss_of, mine)
         description, rounds = optimizer.describe(), math.ceil(config.micro_batches / optimizer.world_size)
         optimizer.close()
         return {
@@ -106,7 +109,7 @@ class RankTraining:
             "step_ms_median": float(np.median(self.step_ms)) if self.step_ms else None,
             "bytes_per_rank": ranks[0]["measured"],
             "formula_bytes_per_rank": ranks[0]["formula"],
-            "formula_bytes_by_stage": bytes_by_stage(config, self._model, len(ranks)),
+            "formula_bytes_by_stage": self._by_stage(len(ranks)),
             "traffic_bytes_per_step": sum(rank["payload_sent"] for rank in ranks),
             "formula_traffic_bytes_per_step": description.formula_traffic_bytes(rounds, rounds),
             "control_bytes_per_step": sum(rank["control_sent"] for rank in ranks),
@@ -126,16 +129,9 @@ class RankTraining:
             console.line(f"goes on from step {len(self.losses)} on {ranks} rank{'s' if ranks > 1 else ''}")
         self._sent = optimizer.traffic
         facts = self._facts()
-        steps = train_steps(
-            self._model,
-            optimizer,
-            loss_fn,
-            self._micro_batches(len(self.losses)),
-            device=self._device,
-            clip=config.clip,
-            scaler=self._scaler,
-            backwards=optimizer.join if self._takes_turns() else nullcontext,
-        )
+        join = optimizer.join if self._takes_turns() else nullcontext
+        micro_batches = self._micro_batches(len(self.losses))
+        steps = train_steps(optimizer, self._loss_of, micro_batches, config.clip, self._scaler, join)
         for step, losses in enumerate(steps, len(self.losses) + 1):
             self.step_ms.append(1000 * (time.perf_counter() - self._begun))
             if step == config.steps:
@@ -146,6 +142,9 @@ class RankTraining:
             if saves is not None:
                 saves.after_step(self.losses, self._scaler)
         return facts
+
+    def _loss_of(self, batch: Batch) -> Tensor:
+        return loss_fn(self._model(batch[0].to(self._device)), batch[1].to(self._device))
 
     def _micro_batches(self, begin: int) -> Iterator[Iterator[Batch]]:
         """Yield this rank's micro-batches of each step, and note what was so before it."""
@@ -181,6 +180,23 @@ class RankTraining:
             "payload_sent": sent.payload_sent - self._sent.payload_sent,
             "control_sent": sent.control_sent - self._sent.control_sent,
         }
+
+    def _by_stage(self, ranks: int) -> dict[str, dict[str, int]]:
+        """Return what the plain loop holds, and rank 0 at each stage, by formulas. The optimizer must be closed."""
+        config = self._config
+        found = bytes_by_stage(
+            model_of(self._model, config.preset),
+            classes_of(config),
+            arguments_of(config),
+            ranks,
+            config.sharding_factor,
+            fused=config.fused,
+            device=self._device,
+            mixed_precision=config.mixed_precision,
+            offload=config.offload,
+            bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
+        )
+        return {name: {kind: getattr(held, kind) for kind in HELD} for name, held in found.items()}
 
 
 def check_same_text(optimizer: ZeroOptimizer, sha256: str) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...planning.stages import PLAIN
 from ..console import INSTALL_HINT, Console
 from ..flags import option_of, to_flags
 from ..plots import can_draw, draw_loss, draw_memory
 from ..runner import choose_device
-from .memory import PLAIN
 from .settings import DEFAULT_RANKS, TrainConfig
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
