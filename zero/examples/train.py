@@ -141,6 +141,8 @@ def run(args: argparse.Namespace, device: str) -> None:
     with zero.CheckpointManager(args.checkpoint, optimizer) if args.checkpoint else nullcontext() as checkpoints:
         restored = checkpoints.restore(state=state, rng=False) if checkpoints else None  # it draws no random numbers
         step = restored.step if restored else 0
+        if rank == 0:
+            print(f"stage {args.stage} on {world} {device} rank(s): step {step} of {total} is taken", flush=True)
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
             batches, mine = iter(loader), len(range(rank, count, world))
