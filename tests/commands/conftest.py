@@ -30,7 +30,7 @@ from ..matrix import Variant, trained_sha256
 ROOT = Path(__file__).parents[2]
 LIMIT = 100  # seconds for a command; it takes about ten
 STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
-EQUAL = ("params_sha256", "losses", "validation_bits_per_byte")
+EQUAL = ("params_sha256", "losses", "validation_loss")
 Train = Callable[..., dict[str, Any]]
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
 

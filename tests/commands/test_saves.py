@@ -15,7 +15,6 @@ from zero.checkpoint.folder.directory import LockedDirectory
 from zero.checkpoint.write.save_folder import SaveFolder
 from zero.commands import cli
 from zero.commands.train.data import Batch, Corpus
-from zero.commands.train.rank import RankTraining
 
 from ..support.rows import rows
 from .conftest import MICRO_BATCHES, RunOutput, Train, equal_part, flags, saved_steps
@@ -73,17 +72,17 @@ def test_a_signal_to_the_only_rank_saves_the_step_and_the_same_command_goes_on(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    backwards = RankTraining._backwards
+    micro_batch = Corpus.micro_batch
 
-    def ended(self: RankTraining, step: int) -> list[float]:
-        if step == 1:
+    def ended(this: Corpus, seed: int, step: int, *place: int) -> Batch:
+        if (step, place[0]) == (1, 0):
             os.kill(os.getpid(), signal.SIGTERM)
-        return backwards(self, step)
+        return micro_batch(this, seed, step, *place)
 
     more = ("--checkpoint-every=100", "--resume=auto")
     saves = (f"--checkpoint={tmp_path / 'checkpoints'}", *more)
     with monkeypatch.context() as patch:
-        patch.setattr(RankTraining, "_backwards", ended)
+        patch.setattr(Corpus, "micro_batch", ended)
         assert cli.main(flags(text, tmp_path / "out", "--ranks=1", *saves), "train") == 128 + signal.SIGTERM
     assert "stopped: rank 0 got SIGTERM: all ranks have saved step 2 and end" in capsys.readouterr().err
     after = trained(*saves)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from zero.commands import cli, plots, runner
 from zero.commands.console import Console
 from zero.commands.flags import from_flags, to_flags
 from zero.commands.train import command as train
-from zero.commands.train.data import load_corpus
+from zero.commands.train.data import Batch, load_corpus
 from zero.commands.train.model import build_model, parameters_sha256
 from zero.commands.train.rank import RankTraining, check_same_text
+from zero.commands.train.report import next_command
 from zero.commands.train.settings import TrainConfig
 
 from ..support.rows import rows
@@ -64,7 +66,8 @@ def test_a_run_leaves_the_hash_of_the_plain_loop_its_record_and_its_pictures(tex
     assert len(record["losses"]) == STEPS
     assert record["losses"][0] == pytest.approx(math.log(256), abs=0.2)
     assert record["losses"][-1] < record["losses"][0]
-    assert 0 < record["validation_bits_per_byte"] < 8.5
+    assert 0 < record["validation_loss"] < math.log(300)
+    assert record["loss_unit"] == "nats per byte"
     assert record["step_ms_median"] > 0
     assert set(record["bytes_per_rank"]) == {*KINDS, "gathered_peak", "scratch_peak"}
     assert set(record["formula_bytes_per_rank"]) == set(record["bytes_per_rank"])
@@ -78,10 +81,39 @@ def test_a_run_leaves_the_hash_of_the_plain_loop_its_record_and_its_pictures(tex
         assert (one_rank.out / name).read_bytes().startswith(b"\x89PNG")
     assert f"step {STEPS}/{STEPS}  loss {record['losses'][-1]:.3f}" in shown
     table = [line.split() for line in shown.splitlines() if line.startswith(("parameters  ", "gradients", "optimizer"))]
-    sizes = {row[0]: row[-2:] for row in table}
+    sizes = {row[0]: row[-3:] for row in table}
+    held = record["bytes_per_rank"], record["formula_bytes_per_rank"], record["formula_bytes_by_stage"]["plain loop"]
     for kind in KINDS:
-        assert sizes[kind] == [f"{record[key][kind]:,}" for key in ("bytes_per_rank", "formula_bytes_per_rank")]
+        assert sizes[kind] == [f"{size[kind]:,}" for size in held]
     assert f"SHA-256 {record['params_sha256']}\n" in shown
+
+
+def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(text: Path, one_rank: RunOutput) -> None:
+    first, *_, last = one_rank.shown.splitlines()
+    numel, size = one_rank.record["parameters"], text.stat().st_size / 1e6
+    assert first == f"training tiny ({numel:,} parameters) on 1 CPU rank, stage 2, on {text} ({size:.1f} MB of text)"
+    head, _, tail = last.partition(" (the same SHA-256)")
+    words = head.removeprefix("try next: zero train ").split()
+    assert tail == ""
+    assert ("--stage", "3") in pairwise(words)
+    assert "--checkpoint" not in words
+    given = TrainConfig(stage=3, reshard_after_forward=False, fused=True, bucket_cap_mb=0.01, device="cpu", ranks=4)
+    assert next_command(given, 4) == "zero train --stage 3 --bucket-cap-mb 0.01 --ranks 2 --fused"
+    assert next_command(TrainConfig(device="cpu"), 2) == "zero train --stage 3"
+
+
+@pytest.mark.parametrize(
+    "flag",
+    rows(
+        ["--optimizer=muon"],
+        ["--optimizer=adamw", "--optimizer=sgd", "--optimizer=asgd", "--precision=bf16", "--precision=fp16", "--fused"],
+    ),
+)
+def test_the_bytes_of_each_stage_by_formula_are_those_of_a_run_at_that_stage(trained: Train, flag: str) -> None:
+    for stage in range(4):
+        record = trained(flag, f"--stage={stage}", steps=1)
+        held = {kind: record["bytes_per_rank"][kind] for kind in KINDS}
+        assert record["formula_bytes_by_stage"][f"stage {stage}"] == held
 
 
 def test_without_matplotlib_it_trains_and_says_what_to_install(
@@ -131,7 +163,7 @@ def test_a_known_micro_batch_stays_what_it_is_and_its_targets_are_the_next_bytes
     train = text_of(corpus.train)
     assert [train.index(text_of(row)) for row in batch.inputs] == [863, 600]
     assert [train.index(text_of(row)) for row in batch.targets] == [864, 601]
-    validation = corpus.validation_batches(batch=3, sequence=16, windows=4)
+    validation = corpus.validation_batches(batch=2, sequence=16, windows=4)
     places = [text_of(corpus.validation).index(text_of(row)) for found in validation for row in found.targets]
     assert places == [1, 28, 56, 84], "from its first byte on, without overlap"
 
@@ -156,12 +188,12 @@ def test_ranks_that_read_other_text_are_an_error_on_each() -> None:
 def test_an_error_in_the_middle_is_one_line_and_its_traceback_a_file_where_it_can_be(
     trained: Train, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(self: RankTraining, step: int) -> None:
+    def fail(self: RankTraining, batch: Batch) -> None:
         raise RuntimeError("the loss is\nnot what it was")
 
     out, error = tmp_path / "out", "error: the loss is not what it was"
     with monkeypatch.context() as patch:
-        patch.setattr(RankTraining, "_backwards", fail)
+        patch.setattr(RankTraining, "_loss_of", fail)
         assert cli.main(flags(text, out, "--ranks=1"), "train") == 1
         assert capsys.readouterr().err == f"{error} (traceback in {out}/error.txt)\n"
         assert "in _take_steps" in (out / "error.txt").read_text()

@@ -7,8 +7,7 @@ the numbers come from.
 from __future__ import annotations
 
 import importlib.util
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEASURED, FORMULA, ACCENT = "#2f6f9f", "#c9d6e0", "#c4552d"
+KIND_COLORS = ("#2f6f9f", "#e0a030", "#5b9a68")  # of parameters, gradients and optimizer states
 SIZE, RESOLUTION = (8.0, 4.5), 150
 
 
@@ -25,19 +25,19 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def draw_loss(path: Path, title: str, losses: Sequence[float], validation_bits_per_byte: float) -> None:
-    """Draw the training loss of each step (given in nats per byte) and the final validation, in bits per byte."""
+def draw_loss(path: Path, title: str, losses: Sequence[float], validation: float) -> None:
+    """Draw the training loss of each step, and that of the validation at the end, in nats per byte."""
     figure, axes = figure_of(title)
-    bits = [loss / math.log(2) for loss in losses]
-    steps = range(1, len(bits) + 1)
-    window = max(1, len(bits) // 20)
-    axes.plot(steps, bits, color=FORMULA, linewidth=1.0, label="training, each step")
+    steps = range(1, len(losses) + 1)
+    window = max(1, len(losses) // 20)
+    axes.plot(steps, losses, color=FORMULA, linewidth=1.0, label="training, each step")
     if window > 1:
-        means = [sum(part) / len(part) for part in _windows(bits, window)]
+        means = [sum(part) / len(part) for part in _windows(losses, window)]
         axes.plot(steps, means, color=MEASURED, linewidth=2.0, label=f"mean of {window} steps")
-    label = f"validation at the end: {validation_bits_per_byte:.3f}"
-    axes.axhline(validation_bits_per_byte, color=ACCENT, linestyle="--", linewidth=1.2, label=label)
-    axes.set(xlabel="step", ylabel="bits per byte", xlim=(1, max(2, len(bits))), ylim=(0, None))
+    axes.axhline(
+        validation, color=ACCENT, linestyle="--", linewidth=1.2, label=f"validation at the end: {validation:.3f}"
+    )
+    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(1, max(2, len(losses))), ylim=(0, None))
     axes.grid(color="0.92")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=RESOLUTION)
@@ -49,20 +49,35 @@ def _windows(values: Sequence[float], size: int) -> list[Sequence[float]]:
     return [values[max(0, place - reach) : place + reach + 1] for place in range(len(values))]
 
 
-def draw_memory(path: Path, title: str, sizes: dict[str, tuple[int, int]]) -> None:
-    """Draw the bytes of one rank by kind, measured beside formula."""
+def draw_memory(path: Path, title: str, bars: Mapping[str, Mapping[str, int]], measured: str) -> None:
+    """Draw the bytes of a rank as one bar for each setting, by kind. ``measured``: the setting that was measured; the
+    others are formulas."""
+    from matplotlib.patches import Patch
+
     figure, axes = figure_of(title)
-    for number, (name, color) in enumerate((("measured", MEASURED), ("formula", FORMULA))):
-        places = [place + 0.4 * number - 0.2 for place in range(len(sizes))]
-        heights = [both[number] / 1e6 for both in sizes.values()]
-        drawn = axes.bar(places, heights, 0.38, label=name, color=color)
-        axes.bar_label(drawn, fmt="%.2f", padding=2, fontsize=9)
-    axes.set_xticks(list(range(len(sizes))), [kind.replace("_", " ") for kind in sizes])
-    axes.set(ylabel="MB of one rank (10⁶ bytes)")
-    axes.margins(y=0.12)
+    totals = [sum(held.values()) / 1e6 for held in bars.values()]
+    bottoms, legend = [0.0] * len(bars), []
+    for kind, color in zip(next(iter(bars.values())), KIND_COLORS, strict=True):
+        heights = [held[kind] / 1e6 for held in bars.values()]
+        drawn = axes.bar(range(len(bars)), heights, 0.62, bottoms, color=color, edgecolor="white")
+        legend.append(Patch(color=color, label=kind))
+        for bar, name in zip(drawn, bars, strict=True):
+            bar.set_alpha(1.0 if name == measured else 0.55)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    for place, (name, total) in enumerate(zip(bars, totals, strict=True)):
+        share = "" if place == 0 else f"\n{total / totals[0]:.0%}"
+        weight = "bold" if name == measured else "normal"
+        axes.annotate(
+            f"{total:.2f} MB{share}", (place, total), (0, 4), ha="center", textcoords="offset points", weight=weight
+        )
+    names = [f"{name}\n{'measured' if name == measured else 'formula'}" for name in bars]
+    axes.set_xticks(range(len(bars)), names)
+    axes.get_xticklabels()[list(bars).index(measured)].set_fontweight("bold")
+    axes.set(ylabel="MB (10⁶ bytes)")
+    axes.margins(y=0.16)
     axes.grid(axis="y", color="0.92")
     axes.set_axisbelow(True)
-    axes.legend(frameon=False)
+    axes.legend(handles=legend[::-1], frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.savefig(path, dpi=RESOLUTION)
 
 

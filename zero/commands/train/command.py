@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from ...runtime.process_group import under_launcher
 from ..flags import to_flags
@@ -15,6 +18,7 @@ from ..runner import (
     StoppedError,
     check_output,
     checking_input,
+    choose_device,
     fail,
     launch_ranks,
     record_error,
@@ -22,11 +26,12 @@ from ..runner import (
 )
 from .data import load_corpus
 from .model import build_model
-from .rank import make_optimizer, work
+from .optimizers import classes_of, make_optimizer
+from .rank import work
+from .report import counted
 from .saves import check_resume
-from .settings import TrainConfig
+from .settings import DEFAULT_RANKS, TrainConfig
 
-DEFAULT_RANKS = 2
 TRACEBACK = "error.txt"
 
 
@@ -35,7 +40,14 @@ def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
     with checking_input():
         world = _world_size(config)
-        _check(config, world)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        device, remark = choose_device(config.device, local, torch.cuda.device_count())
+        config = replace(config, device=device)
+        about = _check(config, world)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(*([remark] if remark else []), *about, sep="\n", flush=True)
+        if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model, which takes seconds
+            make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
     try:
         if "WORLD_SIZE" in os.environ or world == 1:
             work(config)
@@ -62,16 +74,26 @@ def _world_size(config: TrainConfig) -> int:
     return int(started)
 
 
-def _check(config: TrainConfig, world: int) -> None:
-    """Raise an error for bad settings before any process is started or any step is taken."""
+def _check(config: TrainConfig, world: int) -> list[str]:
+    """Raise an error for bad settings before any process is started or any step is taken. Return the lines that say
+    what is trained."""
     config.reshard_group_size(world)
-    check_resume(config, load_corpus(config.data, config.sequence).sha256)
+    classes_of(config)
+    corpus = load_corpus(config.data, config.sequence)
+    check_resume(config, corpus.sha256)
     if int(os.environ.get("RANK", "0")) == 0:
         check_output(config.out, TRACEBACK)
         if config.checkpoint is not None:
             check_output(config.checkpoint, flag="--checkpoint")
-    if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model
-        make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
+    numel = sum(parameter.numel() for parameter in build_model(config.preset, 1, seed=0).parameters())
+    ranks = counted(world, "GPU rank" if config.device == "cuda" else "CPU rank")
+    size = (len(corpus.train) + len(corpus.validation)) / 1e6
+    return [
+        f"training {config.preset} ({numel:,} parameters) on {ranks}, stage {config.stage}, on {corpus.source} "
+        f"({size:.1f} MB of text)",
+        f"{counted(config.steps, 'step')} of {config.micro_batches} x {config.batch * config.sequence:,} bytes; losses "
+        "are in nats per byte",
+    ]
 
 
 def _save_traceback(error: Exception, out: Path) -> str:

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,8 +24,7 @@ from torch import Tensor
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """`inputs` and `targets`, int64 (batch, sequence); the target of a byte is the byte after it."""
 
     inputs: Tensor
@@ -50,6 +50,7 @@ class Corpus:
         """At most `windows` windows spread evenly over the validation text, `batch` at a time."""
         last = len(self.validation) - sequence - 1
         count = max(1, min(windows, last // sequence))
+        count -= count % batch if count > batch else 0  # each loss counts alike
         starts = [last * i // max(1, count - 1) for i in range(count)]
         return [_windows(self.validation, starts[i : i + batch], sequence) for i in range(0, count, batch)]
 

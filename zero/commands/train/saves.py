@@ -27,7 +27,7 @@ from .settings import TrainConfig
 
 DECIDING = (
     *("preset", "seed", "micro_batches", "batch", "sequence", "precision", "optimizer", "fused", "clip", "lr"),
-    *("weight_decay", "threads"),
+    *("weight_decay", "threads", "device"),
 )
 
 
@@ -47,6 +47,7 @@ def check_resume(config: TrainConfig, text_sha256: str) -> None:
             continue  # the ranks report it, and take the one before
         if not isinstance(saved, dict):
             raise ValueError(f"{path} was not saved by zero train: its state has no 'run'")
+        saved = {"device": "cpu", **saved}  # of a run that had no choice
         for name, value in _deciding(config, text_sha256).items():
             if name not in saved or saved[name] != value:
                 raise ValueError(

@@ -15,6 +15,8 @@ from ...config import ShardingOptions
 from ...core.layout import DEFAULT_CAP_MB
 from ..flags import require
 
+DEFAULT_RANKS = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(ShardingOptions):
@@ -42,6 +44,9 @@ class TrainConfig(ShardingOptions):
     )
 
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, "cpu, or cuda: a GPU for each rank; cuda when omitted, if each rank gets its own"
+    ] = None
     steps: Annotated[int, "optimizer steps"] = 600
     micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
@@ -68,7 +73,7 @@ class TrainConfig(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bucket_cap_mb is None:  # on the CPU; run.json has the number
+        if self.bucket_cap_mb is None and self.device == "cpu":  # run.json has the number
             object.__setattr__(self, "bucket_cap_mb", float(DEFAULT_CAP_MB))
         for name in ("ranks", "steps", "micro_batches", "batch", "sequence", "threads", "checkpoint_every"):
             value = getattr(self, name)

@@ -1,0 +1,191 @@
+"""A whole training script to copy: a small transformer learns the text of a Python file. Put in your model and data.
+
+    python -m zero.examples.train
+    torchrun --nproc-per-node 2 -m zero.examples.train --stage 3 --checkpoint saved
+
+A step takes `--micro-batches` micro-batches over all ranks, however many ranks there are. So the trained parameters
+have the bits of one process that accumulates as many. If a run with `--checkpoint` was killed, start it again, at any
+stage and on any number of ranks: it goes on with the same bits. `zero train` uses the first three functions, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+import zero
+
+LENGTH = 64  # bytes in a sample
+Batch = tuple[Tensor, Tensor]  # inputs and targets
+LossOf = Callable[[Batch], Tensor]
+
+
+def train_steps(
+    optimizer: zero.ZeroOptimizer,
+    loss_of: LossOf,
+    steps: Iterable[Iterable[Batch]],
+    clip: float | None = None,
+    scaler: GradScaler | None = None,
+    backwards: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[list[Tensor]]:
+    """Take a step for each item of ``steps``, which is this rank's micro-batches, and yield their losses. All ranks.
+
+    ``scaler``: for fp16. ``backwards``: ``optimizer.join`` if ranks may have different numbers of micro-batches.
+    """
+    scaler = scaler or GradScaler(enabled=False)
+    for micro_batches in steps:
+        losses = []
+        with backwards():
+            for batch in micro_batches:
+                loss = loss_of(batch)
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.detach())
+        scaler.unscale_(optimizer)
+        if clip is not None:
+            optimizer.clip_grad_norm_(clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        yield losses
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, optimizer: zero.ZeroOptimizer, loss_of: LossOf, micro_batches: Iterable[Batch]) -> float:
+    """Return the mean loss over the micro-batches of all ranks, of which some may have fewer. All ranks."""
+    model.eval()
+    with optimizer.join():  # at stage 3 a forward gathers parameters, which all ranks do together
+        losses = [loss_of(batch) for batch in micro_batches]
+    model.train()
+    return mean_over_ranks(optimizer, losses)
+
+
+def mean_over_ranks(optimizer: zero.ZeroOptimizer, losses: list[Tensor]) -> float:
+    """Return the mean of the losses of all ranks. Its bits do not depend on which rank has which. All ranks."""
+    mine = json.dumps([loss.item() for loss in losses]).encode()
+    found = [loss for sent in optimizer.exchange(mine) for loss in json.loads(sent)]
+    return math.fsum(found) / len(found)
+
+
+def choose_device(asked: str | None, ranks: int, gpus: int) -> tuple[str, str]:
+    """Return the device of the ranks on this host, and why they do not use its GPUs (empty if there is no reason)."""
+    if asked is None and 0 < gpus < ranks:
+        return "cpu", f"{ranks} ranks on this host, but {gpus} GPU(s): they train on the CPU, over gloo"
+    return asked or ("cuda" if gpus else "cpu"), ""
+
+
+class Transformer(nn.Module):
+    """int64 (batch, LENGTH) of bytes -> (batch, LENGTH, 256) of logits of the next byte."""
+
+    def __init__(self, width: int = 64, layers: int = 2) -> None:
+        super().__init__()
+        self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(layers)
+        )
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.bytes(tokens) + self.places.weight
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, x.device, x.dtype)
+        for block in self.blocks:
+            x = block(x, src_mask=mask, is_causal=True)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def run(args: argparse.Namespace, device: str) -> None:
+    """Train on this rank."""
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    text = torch.frombuffer(bytearray(Path(args.data).read_bytes()), dtype=torch.uint8).long()
+    samples = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    data, cut = TensorDataset(samples[:, :-1], samples[:, 1:]), len(samples) * 9 // 10
+    training, held_out = Subset(data, range(cut)), Subset(data, range(cut, len(samples)))
+
+    model = Transformer().to(device)
+    named = list(model.named_parameters())
+    groups = [
+        {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [(name, p) for name, p in named if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    precision = zero.MixedPrecision(torch.bfloat16) if args.bf16 else None
+    optimizer = zero.ZeroOptimizer(
+        groups, stage=args.stage, module=model, divisor=args.micro_batches, mixed_precision=precision, lr=args.lr
+    )
+    rank, world, count = optimizer.rank, optimizer.world_size, args.micro_batches
+
+    def loss_of(batch: Batch) -> Tensor:
+        inputs, targets = (tensor.to(device) for tensor in batch)
+        return nn.functional.cross_entropy(model(inputs).flatten(0, 1).float(), targets.flatten())
+
+    sampler = zero.MicroBatchSampler(training, args.batch, rank, world, seed=0, per_step=count, drop_last=True)
+    sampler.check_ranks(optimizer.exchange)
+    loader = DataLoader(training, batch_sampler=sampler)
+    validation = zero.MicroBatchSampler(held_out, args.batch, rank, world, shuffle=False)
+    total = args.epochs * sampler.steps
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total)
+    state = {"scheduler": scheduler, "sampler": sampler}
+    join = nullcontext if count % world == 0 else optimizer.join
+    with zero.CheckpointManager(args.checkpoint, optimizer) if args.checkpoint else nullcontext() as checkpoints:
+        restored = checkpoints.restore(state=state, rng=False) if checkpoints else None  # it draws no random numbers
+        step = restored.step if restored else 0
+        if rank == 0:
+            print(f"stage {args.stage} on {world} {device} rank(s): step {step} of {total} is taken", flush=True)
+        for epoch in range(sampler.epoch, args.epochs):
+            sampler.set_epoch(epoch)
+            batches, mine = iter(loader), len(range(rank, count, world))
+            steps = (islice(batches, mine) for _ in range(sampler.trained // count, sampler.steps))
+            for losses in train_steps(optimizer, loss_of, steps, clip=1.0, backwards=join):
+                step += 1
+                scheduler.step()
+                sampler.step()
+                if step % 10 == 0 or step == total:
+                    loss = mean_over_ranks(optimizer, losses)
+                    if rank == 0:
+                        print(f"step {step}/{total}  loss {loss:.3f}  lr {scheduler.get_last_lr()[0]:.1e}", flush=True)
+                if checkpoints and (step % args.save_every == 0 or step == total):
+                    checkpoints.save(step, state=state)
+            loss = evaluate(model, optimizer, loss_of, DataLoader(held_out, batch_sampler=validation))
+            if rank == 0:
+                print(f"epoch {epoch + 1}/{args.epochs}: validation loss {loss:.3f} nats per byte", flush=True)
+    optimizer.close()  # the model is plain again, and whole on every rank
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="when omitted cuda, if each rank gets its own GPU")
+    parser.add_argument("--data", default=nn.functional.__file__, help="a file; by default torch/nn/functional.py")
+    parser.add_argument("--stage", type=int, choices=range(4), default=2)
+    parser.add_argument("--bf16", action="store_true", help="compute in bf16, with fp32 master weights")
+    parser.add_argument("--micro-batches", type=int, default=4, help="in a step, over all ranks")
+    parser.add_argument("--batch", type=int, default=16, help="samples in a micro-batch")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--threads", type=int, default=1, help="of each rank on the CPU; their number changes bits")
+    parser.add_argument("--checkpoint", metavar="DIR", help="save there, and go on from the newest checkpoint there")
+    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    args = parser.parse_args()
+    world, ranks = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device, remark = choose_device(args.device, ranks, torch.cuda.device_count())
+    if remark and os.environ.get("RANK", "0") == "0":
+        print(remark)
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    with zero.process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo") if world > 1 else nullcontext():
+        run(args, device)
+
+
+if __name__ == "__main__":
+    main()
