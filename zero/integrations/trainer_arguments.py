@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 NO_DDP = "there is no DistributedDataParallel"
@@ -28,17 +29,17 @@ class Refusal:
     refuses: Callable[[Any], object] = lambda value: True
 
 
-def _name(value: Any) -> str:
-    """Return a value of an enumeration of strings as a string."""
-    return str(getattr(value, "value", value))
+def _plain(value: Any) -> Any:
+    """Return the value of a member of an enumeration, and any other value as it is."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def _starts(*beginnings: str) -> Callable[[Any], bool]:
-    return lambda value: _name(value).startswith(beginnings)
+    return lambda value: str(_plain(value)).startswith(beginnings)
 
 
 def _is(*names: str) -> Callable[[Any], bool]:
-    return lambda value: _name(value) in names
+    return lambda value: _plain(value) in names
 
 
 def _has(key: str, wanted: bool) -> Callable[[Any], bool]:
@@ -84,6 +85,7 @@ REFUSALS = (
     Refusal("torch_compile_mode", CUDA_GRAPHS, LEAVE_OUT, _is("reduce-overhead", "max-autotune")),
     Refusal("torch_compile_backend", CUDA_GRAPHS, LEAVE_OUT, _is("cudagraphs")),
     Refusal("use_liger_kernel", "its kernels need a GPU, and were not tried at stage 3", LEAVE_OUT, bool),
+    Refusal("liger_kernel_config", "use_liger_kernel alone reads it, which is refused", LEAVE_OUT),
     REENTRANT,
     OFFLOADED,
     *(
@@ -103,7 +105,9 @@ REFUSALS = (
         'give optim="adafactor", or a class of low-rank states by optimizer_cls_and_kwargs',
         _starts("galore_", "apollo_"),
     ),
-    Refusal("optim", "it updates inside the backward, before a mean exists", 'give optim="sgd"', _is("lomo", "adalomo")),
+    Refusal(
+        "optim", "it updates inside the backward, before a mean exists", 'give optim="sgd"', _is("lomo", "adalomo")
+    ),
     Refusal(
         "optim",
         "it exchanges all parameters between training and evaluation, and a rank has its shards alone",
@@ -141,7 +145,7 @@ REFUSALS = (
         'give save_strategy="steps"',
         bool,
     ),
-    Refusal("debug", "there is no TPU", LEAVE_OUT, lambda given: "tpu_metrics_debug" in map(_name, given)),
+    Refusal("debug", "there is no TPU", LEAVE_OUT, lambda given: "tpu_metrics_debug" in map(_plain, given)),
 )
 
 
@@ -151,7 +155,7 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, refusal.argument, None)
         if value is not None and refusal.refuses(value):
             raise ValueError(
-                f"ZeroTrainer does not take TrainingArguments({refusal.argument}={_name(value)!r}): {refusal.why}; "
+                f"ZeroTrainer does not take TrainingArguments({refusal.argument}={_plain(value)!r}): {refusal.why}; "
                 f"{refusal.remedy}"
             )
 

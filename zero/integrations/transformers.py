@@ -43,7 +43,7 @@ class ZeroTrainer(Trainer):
 
     `train`, `evaluate`, `predict`, `save_model` and `end` are calls of all ranks. A checkpoint is Trainer's own folder:
     the whole model, and the plain dict of the optimizer, which ``train(resume_from_checkpoint=...)`` loads at any stage
-    and number of ranks. Rank 0 holds that dict in the host's memory while it is saved, and each rank while it is loaded.
+    and number of ranks. That dict is whole in rank 0's host memory during a save, and in every rank's during a load.
 
     Args:
         arguments, named: those of Trainer. ``optimizers`` is refused; ``optimizer_cls_and_kwargs`` may give the class.
