@@ -96,11 +96,6 @@ def training_arguments(folder: Path, **others: Any) -> Any:
     return TrainingArguments(**{**given, **others})
 
 
-def trainer_names(started: dict[str, Any], stage: int, arguments: Any) -> dict[str, Any]:
-    """Return the variables of the block."""
-    return variables(started, stage, dataset=DATASET, args=arguments, model=seeded(5, gpt2))
-
-
 def note_inputs(model: nn.Module, calls: list[dict[str, Tensor]]) -> Any:
     """Append the tensors of each call to ``calls``. Return the hook's handle."""
 

@@ -18,7 +18,6 @@ from ...support.loops import BLOCKS, ECOSYSTEM, SAMPLES, PlainLoop, autocast_los
 from ...support.plain import assert_same_states
 from .ecosystem import (
     COUNT,
-    DATASET,
     STAGES,
     WORLD_SIZE,
     State,
@@ -26,13 +25,9 @@ from .ecosystem import (
     gpt2,
     language_loss,
     llama,
-    note_inputs,
-    plain_trainer,
     state_of,
     tokens,
     train_on_tokens,
-    trainer_names,
-    training_arguments,
     variables,
 )
 
@@ -201,85 +196,3 @@ def test_training_comes_from_a_transformers_folder_also_without_memory_and_leave
         for name in ("config.json", "generation_config.json"):
             assert (checkpoint.path / "model" / name).read_bytes() == (tmp_path / "gpt2" / name).read_bytes()
     assert len(contents) == 1
-
-
-# -- Trainer -----------------------------------------------------------------------------------------------------------
-
-COMPILED = {
-    "torch_compile": True,
-    "torch_compile_backend": "aot_eager",
-}  # as a whole, which at stage 3 is another graph
-TRAININGS: list[tuple[int, dict[str, Any]]] = [
-    (0, {"bf16": True}),
-    (1, {}),
-    (2, COMPILED),
-    (3, {}),
-    (3, {"bf16": True}),
-]
-
-
-def train_with_trainer(started: dict[str, Any], folder: Path) -> list[Any]:
-    """Train, and train on from the checkpoint at half the steps.
-
-    Return for each training: the model's inputs in the order of the micro-batches (not of a compiled one), its state
-    after either training, and the evaluation loss.
-    """
-    results = []
-    for number, (stage, changes) in enumerate(TRAININGS):
-        output = folder / f"training-{number}"
-        arguments = training_arguments(output, save_strategy="steps", save_steps=2, **changes)
-        names = trainer_names(started, stage, arguments)
-        calls: list[dict[str, Tensor]] = []
-        if changes is not COMPILED:
-            handle = note_inputs(names["model"], calls)
-        exec(code_of("Trainer"), names)
-        if changes is not COMPILED:
-            handle.remove()
-        loss = names["trainer"].evaluate(DATASET)["eval_loss"]
-        names["trainer"].zero.check_replicas()
-        names["trainer"].zero.close()
-
-        later = names["ZeroTrainer"](model=seeded(6, gpt2), args=arguments, train_dataset=DATASET)
-        later.train(resume_from_checkpoint=str(output / "checkpoint-2"))
-        later.zero.close()
-        results.append((by_micro_batch(calls), state_of(names["model"]), state_of(later.model), loss))
-    return results
-
-
-def test_trainer_trains_the_bits_of_the_plain_loop_saves_and_goes_on(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    compiled: dict[nn.Module, Any] = {}
-
-    def loss_of(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in changes):
-            loss: Tensor = compiled.get(model, model)(**call).loss
-        return loss.float() * WORLD_SIZE  # as Trainer scales it
-
-    def compiled_loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
-        if model not in compiled:
-            compiled[model] = torch.compile(model, backend="aot_eager")
-        return loss_of(model, call)
-
-    losses = set()
-    results = launch(f"{__name__}:train_with_trainer", tmp_path, limit=280)
-    inputs = results[0][0]
-    assert len(inputs) == 16
-    for (_, changes), (calls, state, resumed, loss) in zip(TRAININGS, results, strict=True):
-        plain = plain_trainer(compiled_loss if changes is COMPILED else loss_of, calls or inputs)
-        for found in (state, resumed):
-            assert_same_dict(found, state_of(plain))
-        losses |= set() if changes else {loss}
-    assert len(losses) == 1
-
-
-@pytest.mark.parametrize("name", ["fp16", "fsdp", "deepspeed"])
-def test_an_argument_that_the_trainer_of_the_guide_cannot_do_is_an_error(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    pytest.importorskip("accelerate")
-    arguments = training_arguments(tmp_path)
-    setattr(arguments, name, True)
-    names = trainer_names({"torch": torch}, 3, arguments)
-    exec(BLOCKS["Trainer"].partition("\ntrainer = ")[0], names)
-    with pytest.raises(ValueError, match=f"ZeroTrainer does not take {name}"):
-        names["ZeroTrainer"](model=seeded(5, gpt2), args=arguments, train_dataset=DATASET)

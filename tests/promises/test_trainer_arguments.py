@@ -1,0 +1,52 @@
+"""An argument of transformers' Trainer that `ZeroTrainer` cannot obey is an error with the reason and the remedy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zero.integrations.trainer_arguments import REFUSALS, check_accelerator, check_arguments, check_process
+
+from ..support.errors import error_of
+from ..support.refused import REFUSED
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=str)
+def test_an_argument_that_cannot_be_obeyed_is_an_error(row: Any) -> None:
+    said = error_of(check_arguments, SimpleNamespace(**{row.argument: row.value}))
+    assert said.startswith(f"ValueError: ZeroTrainer does not take TrainingArguments({row.argument}={row.value!r}): ")
+    assert row.words in said
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=str)
+def test_other_values_of_it_are_taken(row: Any) -> None:
+    for value in (None, row.taken):
+        check_arguments(SimpleNamespace(**{row.argument: value}))
+
+
+def test_every_refusal_is_one_of_these() -> None:
+    for refusal in REFUSALS:
+        values = [row.value for row in REFUSED if row.argument == refusal.argument]
+        assert any(refusal.refuses(value) for value in values), refusal
+
+
+def test_a_process_that_would_not_be_one_rank_with_one_device_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_process(SimpleNamespace(n_gpu=1, world_size=2))
+    said = error_of(check_process, SimpleNamespace(n_gpu=4, world_size=1))
+    assert "4 GPUs in one process" in said
+    assert said.endswith("torchrun --nproc-per-node 4 SCRIPT")
+    said = error_of(check_process, SimpleNamespace(n_gpu=0, world_size=1))
+    assert "2 processes were started, but TrainingArguments has found 1: each would train alone" in said
+    assert said.endswith("TrainingArguments(use_cpu=True)")
+
+
+def test_what_the_environment_of_accelerate_chooses_is_an_error_too() -> None:
+    check_accelerator(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=None), mixed_precision="bf16"))
+    for plugin in ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin"):
+        chosen = SimpleNamespace(state=SimpleNamespace(**{plugin: object()}), mixed_precision="no")
+        assert f"ZeroTrainer does not take Accelerator's {plugin}" in error_of(check_accelerator, chosen)
+    said = error_of(check_accelerator, SimpleNamespace(state=SimpleNamespace(), mixed_precision="fp8"))
+    assert "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8" in said

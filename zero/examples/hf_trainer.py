@@ -1,0 +1,85 @@
+"""A whole script of transformers' Trainer: a small Llama learns the text of a Python file. Put in your model and data.
+
+    python -m zero.examples.hf_trainer
+    torchrun --nproc-per-node 2 -m zero.examples.hf_trainer --stage 3 --learning_rate 1e-3
+
+All arguments of `TrainingArguments` are flags. A step takes 4 micro-batches over all ranks, so 1, 2 or 4 ranks train
+the same bits, whose SHA-256 is the last line. If a run was stopped, start it again, at any stage and on any of these
+numbers of ranks: it goes on from the newest checkpoint in its output_dir. Remove that folder to begin anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from zero.integrations.transformers import ZeroConfig, ZeroTrainer
+
+LENGTH = 64  # bytes in a sample
+MICRO_BATCHES = 4  # of a step, over all ranks
+
+
+def samples(file: str) -> list[dict[str, Tensor]]:
+    """Return the bytes of a file in rows of LENGTH, int64, as inputs and labels of a causal language model."""
+    text = torch.frombuffer(bytearray(Path(file).read_bytes()), dtype=torch.uint8).long()
+    rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def main() -> None:
+    parser: Any = HfArgumentParser(TrainingArguments, description=__doc__)
+    parser.add_argument("--stage", type=int, choices=range(4), default=3)
+    parser.add_argument("--data", default=argparse.__file__, help="a file; by default argparse.py of Python")
+    parser.set_defaults(
+        output_dir="zero-hf-trainer",
+        max_steps=40,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        weight_decay=0.1,
+        warmup_steps=4,
+        lr_scheduler_type="cosine",
+        eval_strategy="steps",
+        eval_steps=20,
+        save_steps=20,
+        save_total_limit=2,
+        logging_steps=10,
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=not torch.cuda.is_available(),
+    )
+    args, more = parser.parse_args_into_dataclasses()
+    args.gradient_accumulation_steps = max(MICRO_BATCHES // args.world_size, 1)
+
+    torch.set_num_threads(1)  # their number changes bits
+    set_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=LENGTH, bos_token_id=0, eos_token_id=0,
+    )  # fmt: skip
+    rows = samples(more.data)
+    cut = len(rows) * 9 // 10
+    trainer = ZeroTrainer(
+        model=LlamaForCausalLM(config),
+        args=args,
+        train_dataset=rows[:cut],
+        eval_dataset=rows[cut:],
+        zero=ZeroConfig(stage=more.stage),
+    )
+    folder = Path(args.output_dir)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
+    trainer.save_model(str(folder / "model"))
+    trainer.end()  # the model is plain again, and whole on every rank
+    if args.process_index == 0:
+        weights = b"".join(value.cpu().numpy().tobytes() for value in trainer.model.state_dict().values())
+        print(f"SHA-256 {hashlib.sha256(weights).hexdigest()}")
+
+
+if __name__ == "__main__":
+    main()
