@@ -1,0 +1,1 @@
+"""Whole scripts to copy and to run: python -m zero.examples.NAME."""

@@ -1,0 +1,1 @@
+"""Strategies, trainers and accelerators of other libraries that train with ZeroOptimizer."""
