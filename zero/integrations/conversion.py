@@ -9,7 +9,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
@@ -82,6 +83,23 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
     return ours
 
 
+def copied(states: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> OrderedDict[str, Any]:
+    """Return a state dict whose tensors have a storage of their own, but for ties: equal tensors have one copy.
+
+    Whole parameters lie side by side in few storages, which safetensors would take for ties of different tensors.
+    """
+    copies: dict[tuple[Any, ...], Tensor] = {}
+    found: OrderedDict[str, Any] = OrderedDict()
+    for name, value in states.items():
+        if isinstance(value, Tensor):
+            place = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)
+            if place not in copies:
+                copies[place] = copy(value.detach())
+            value = copies[place]
+        found[name] = value
+    return found
+
+
 class Conversions:
     """The modules of one trainer, and the optimizers that it has converted.
 
@@ -151,15 +169,12 @@ class Conversions:
                     stack.enter_context(optimizer.gathered(write=write))
             yield
 
-    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+    def state_dict(self, module: nn.Module) -> OrderedDict[str, Any]:
         """Return a copy of the whole ``module.state_dict()``, on the CPU, on rank 0, and {} elsewhere. All ranks."""
         with self.gathered(module):
             if any(optimizer.rank for of, optimizer in self._converted if of is module):
-                return {}
-            return {
-                name: value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
-                for name, value in module.state_dict().items()
-            }
+                return OrderedDict()
+            return copied(module.state_dict(), lambda value: value.to("cpu", copy=True))
 
     def close(self) -> None:
         """Make all models plain again, and forget them. All ranks."""
