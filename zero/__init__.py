@@ -9,6 +9,7 @@ from .checkpoint.single import load, save
 from .checkpoint.stop_request import StopOnSignal
 from .commands.verify.verification import Verification, verify
 from .config import MixedPrecision, Offload
+from .data import MicroBatchSampler
 from .optimizer import ZeroOptimizer
 from .parameters.module_hooks import register_forward_method
 from .runtime.process_group import process_group
@@ -18,6 +19,7 @@ from .step.clip import clip_grad_norm_
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "MicroBatchSampler",
     "MixedPrecision",
     "Offload",
     "ShardedAverage",
