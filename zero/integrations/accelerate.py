@@ -17,6 +17,10 @@ from torch import Tensor, nn
 
 from .conversion import Conversions, copied, split
 
+_SHARDINGS = (
+    "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
+    "parallelism_config",
+)  # fmt: skip
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
@@ -24,10 +28,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     """An `Accelerator` whose ``prepare`` leaves the model as it is, and makes a `ZeroOptimizer` of a plain optimizer.
 
     ``prepare(model, optimizer, loader, scheduler)`` and the loop stay as they are. The prepared optimizer wraps the
-    `ZeroOptimizer`, which is its ``optimizer``. The parameters have the bits of the plain loop over the same micro-batches:
-    a prepared loader gives batch j to rank j mod W, ``backward`` divides each loss by the accumulation steps, and the
-    sum over the W ranks is divided by W. `save_state`, `save_model` and `get_state_dict` give rank 0 the plain
-    ``state_dict`` and the plain optimizer's states; `load_state` reads them at any stage and number of ranks.
+    `ZeroOptimizer`, which is its ``optimizer``. The parameters have the bits of the plain loop over the same
+    micro-batches: a prepared loader gives batch j to rank j mod W, ``backward`` divides each loss by the accumulation
+    steps, and the sum over the W ranks is divided by W. `save_state`, `save_model` and `get_state_dict` give rank 0 the
+    plain ``state_dict`` and the plain optimizer's states; `load_state` reads them at any stage and number of ranks.
 
     Args:
         arguments: options of `ZeroOptimizer` (``stage``, ``bucket_cap_mb``, ...), and arguments of `Accelerator`.
@@ -41,18 +45,25 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def __init__(self, **arguments: Any) -> None:
         options, others = split(arguments)
+        if found := [name for name in _SHARDINGS if others.get(name) is not None]:
+            raise ValueError(f"ZeroAccelerator does not take {found[0]}: the ZeroOptimizer alone shards")
         others.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**others)
+        self._check()
+        self._conversions = Conversions(options, "ZeroAccelerator")
+
+    def _check(self) -> None:
+        """Raise `ValueError` for what cannot be obeyed, also if `accelerate launch` has asked for it."""
         refused = {
-            f"{self.distributed_type.value}": self.distributed_type not in _KINDS,
+            f"distributed_type={self.distributed_type.value}": self.distributed_type not in _KINDS,
             "parallelism_config": self.parallelism_config is not None,
-            "DistributedDataParallelKwargs": self.ddp_handler is not None,
+            "DistributedDataParallelKwargs: there is no DistributedDataParallel": self.ddp_handler is not None,
             "mixed_precision='fp8'": self.mixed_precision == "fp8",
-            "mixed_precision='fp16' on CPUs": self.mixed_precision == "fp16" and self.scaler is None,
+            "mixed_precision='fp16' on CPUs, where accelerate ignores it": self.mixed_precision == "fp16"
+            and self.scaler is None,
         }
         if found := [name for name, is_refused in refused.items() if is_refused]:
-            raise ValueError(f"ZeroAccelerator does not take {', '.join(found)}")
-        self._conversions = Conversions(options, "ZeroAccelerator")
+            raise ValueError(f"ZeroAccelerator does not take {found[0]}")
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -72,9 +83,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         self._optimizers.append(prepared)  # private: the base's method would build the wrapper itself
         return prepared
 
-    def clip_grad_norm_(
-        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
-    ) -> Tensor:
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip all gradients of an optimizer, and return their norm. All ranks.
 
         Raises `ValueError` if ``parameters`` are not all trainable parameters of one optimizer, and `RuntimeError`

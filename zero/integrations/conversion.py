@@ -5,14 +5,10 @@ Knows: torch.optim's objects, and which modules and optimizers one trainer has. 
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,8 +20,6 @@ from ..optimizer import ZeroOptimizer
 Options = Mapping[str, Any]
 _NO_OPTIONS = ("params", "optimizer_class", "module", "defaults")  # what the plain optimizer provides
 OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - {*_NO_OPTIONS}
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-"""The precisions of Lightning that neither replace modules nor need a sharding of their own."""
 
 
 def split(arguments: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -39,19 +33,6 @@ def split(arguments: Options) -> tuple[dict[str, Any], dict[str, Any]]:
         if name in OPTIONS and (name != "mixed_precision" or isinstance(value, MixedPrecision))
     }
     return ours, {name: value for name, value in arguments.items() if name not in ours}
-
-
-def check_precision(precision: Any, where: str) -> None:
-    """Raise `ValueError` if a precision plugin of Lightning is not one of `PRECISIONS`."""
-    name = getattr(precision, "precision", "32-true")
-    if name not in PRECISIONS:
-        raise ValueError(f"{where} does not take the precision {name!r}: it takes {', '.join(PRECISIONS)}")
-
-
-def imported(*names: str) -> ModuleType:
-    """Return the first of these packages that is imported, or else the first one that is installed."""
-    installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
-    return importlib.import_module(next((name for name in installed if name in sys.modules), [*installed, names[0]][0]))
 
 
 def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -> ZeroOptimizer:

@@ -1,4 +1,4 @@
-"""A strategy for Lightning Fabric: ``Fabric(strategy=ZeroStrategy(stage=3))``, with lightning-fabric or lightning.
+"""A strategy for Lightning Fabric: ``Fabric(strategy=ZeroStrategy(stage=3))``. Needs lightning-fabric or lightning.
 
 Knows: what Fabric asks of a strategy. Does not know: how to train.
 """
@@ -12,26 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizer import ZeroOptimizer
-from .conversion import Conversions, check_precision, imported, split
+from .conversion import Conversions
+from .lightning_common import check_precision, default_backend, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies import DDPStrategy
 else:
     DDPStrategy = imported("lightning.fabric", "lightning_fabric").strategies.DDPStrategy
 
-_ARGUMENTS = frozenset(  # of DDPStrategy; its others are those of DistributedDataParallel, which is not used
-    ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision")
-    + ("process_group_backend", "timeout", "start_method")
-)
-
 
 class ZeroStrategy(DDPStrategy):
     """Train a module with a `ZeroOptimizer` of the class and options of the optimizer that ``fabric.setup`` gets.
 
     ``model, optimizer = fabric.setup(model, optimizer)`` takes a plain optimizer, or a `ZeroOptimizer` if this strategy
-    gets no options. The `ZeroOptimizer` itself is then ``optimizer.optimizer``. The parameters have the bits of the plain
-    loop over the same micro-batches. `fabric.save` writes, on rank 0, the plain ``state_dict`` and the plain optimizer's
-    states, which `fabric.load` reads at any stage and number of ranks.
+    gets no options. The `ZeroOptimizer` itself is then ``optimizer.optimizer``. The parameters have the bits of the
+    plain loop over the same micro-batches. `fabric.save` writes, on rank 0, the plain ``state_dict`` and the plain
+    optimizer's states, which `fabric.load` reads at any stage and number of ranks.
 
     Inside `fabric.no_backward_sync` gradients are reduced, too: so they are added up in the plain loop's order.
 
@@ -46,25 +42,18 @@ class ZeroStrategy(DDPStrategy):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        options, others = split(arguments)
-        if unknown := others.keys() - _ARGUMENTS:
-            raise TypeError(
-                f"ZeroStrategy has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and "
-                f"{', '.join(sorted(_ARGUMENTS))}"
-            )
+        options, others = strategy_arguments(arguments)
         super().__init__(**others)
         self._conversions = Conversions(options, "ZeroStrategy")
         self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
 
     # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            return "cpu:gloo,cuda:nccl"
-        return super()._get_process_group_backend()
+        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return the module as it is. Local."""
-        check_precision(self.precision, "ZeroStrategy")
+        check_precision(self.precision)
         self._conversions.add(module)
         return module
 

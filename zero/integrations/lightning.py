@@ -1,6 +1,7 @@
-"""A strategy for the `Trainer` of Lightning: ``Trainer(strategy=ZeroStrategy(stage=3))``, with pytorch-lightning or lightning.
+"""A strategy for Lightning's Trainer: ``Trainer(strategy=ZeroStrategy(stage=3))``.
 
-Knows: what a strategy is asked to do, and which arguments of a `Trainer` it obeys. Does not know: how to train.
+Knows: what the Trainer asks of a strategy, and which of its arguments are obeyed. Does not know: how to train.
+Needs pytorch-lightning or lightning.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from ..data import MicroBatchSampler
 from ..parameters.module_hooks import register_forward_method
-from .conversion import Conversions, check_precision, imported, split
+from .conversion import Conversions
+from .lightning_common import check_precision, default_backend, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -20,10 +23,6 @@ else:
     _strategies = imported("lightning.pytorch", "pytorch_lightning").strategies
     DDPStrategy, Strategy = _strategies.DDPStrategy, _strategies.Strategy
 
-_ARGUMENTS = frozenset(  # of DDPStrategy; its others are those of DistributedDataParallel, which is not used
-    ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
-    + ("process_group_backend", "timeout", "start_method")
-)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -51,20 +50,13 @@ class ZeroStrategy(DDPStrategy):
     strategy_name = "zero"
 
     def __init__(self, **arguments: Any) -> None:
-        options, others = split(arguments)
-        if unknown := others.keys() - _ARGUMENTS:
-            raise TypeError(
-                f"ZeroStrategy has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and "
-                f"{', '.join(sorted(_ARGUMENTS))}"
-            )
+        options, others = strategy_arguments(arguments)
         super().__init__(**others)
         self._conversions = Conversions(options, "ZeroStrategy")
 
     # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
     def _get_process_group_backend(self) -> str:
-        if self._process_group_backend is None and self.root_device.type == "cuda":
-            return "cpu:gloo,cuda:nccl"
-        return super()._get_process_group_backend()
+        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
 
     def setup(self, trainer: Trainer) -> None:
         """Place the module and, for a fit, build its optimizer. All ranks."""
@@ -87,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             _refuse_value()
-        check_precision(self.precision_plugin, "ZeroStrategy")
+        check_precision(self.precision_plugin)
 
     def _setup_model(self, model: Any) -> Any:  # private: Strategy.setup calls it
         return model
@@ -106,6 +98,13 @@ class ZeroStrategy(DDPStrategy):
         self.optimizers = [self._conversions.convert(self.optimizers[0])]
         for name in _STEPS:
             register_forward_method(module, name)  # a step may use weights itself, outside of a forward
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader as it is. Local. Lightning sets the epoch of ``loader.batch_sampler.sampler`` alone."""
+        sampler = getattr(dataloader, "batch_sampler", None)
+        if isinstance(sampler, MicroBatchSampler):
+            sampler.sampler = sampler  # type: ignore[attr-defined]
+        return dataloader
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module on rank 0, on the CPU, and {} on other ranks. All ranks."""
