@@ -17,12 +17,10 @@ from .models import seeded as seeded
 from .plain import PlainRanks
 
 ROOT = Path(__file__).resolve().parents[2]
+INTEGRATIONS = ("Lightning's Trainer", "Fabric", "accelerate")
+"""The blocks of `test_integrations`."""
 ECOSYSTEM = (
-    "accelerate",
-    "accelerate with autocast and accumulation",
-    "Fabric",
-    "Fabric with a strategy",
-    "Lightning's Trainer",
+    *INTEGRATIONS,
     "From a transformers folder",
     "A transformers model without memory",
     "To a transformers folder",

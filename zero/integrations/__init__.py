@@ -1,1 +1,1 @@
-"""`ZeroOptimizer` inside the loops of other libraries: import the module that has the library's name."""
+"""Strategies, trainers and accelerators of other libraries that train with ZeroOptimizer."""

@@ -1,0 +1,241 @@
+"""Lightning's Trainer, Fabric and accelerate train the plain loop's bits, save, and go on with more or fewer ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import run
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from zero import MicroBatchSampler
+
+from ...contract.recipes import assert_same_dict
+from ...support.launched import launch
+from ...support.loops import BLOCKS, ROOT, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
+from ...support.plain import assert_same_states
+from .ecosystem import COUNT, State, state_of, variables
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(500)]
+
+LIMIT = 240  # seconds of two ranks on a busy machine
+
+STAGES = (2, 3)
+LOOP = "for inputs, targets in loader:"
+INPUTS, TARGETS = (torch.cat(parts) for parts in zip(*even(COUNT), strict=True))
+DATASET = TensorDataset(INPUTS, TARGETS)
+
+
+def sampler_of(rank: int, world: int) -> MicroBatchSampler:
+    return MicroBatchSampler(DATASET, SAMPLES, rank, world, drop_last=True)
+
+
+def epochs_of(*epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the micro-batches of epochs in the plain loop's order."""
+    sampler = sampler_of(0, 1)
+    for epoch in epochs:
+        sampler.set_epoch(epoch)
+        yield from (DATASET[indices] for indices in sampler)
+
+
+def names_of(started: dict[str, Any], stage: int, seed: int, **more: Any) -> dict[str, Any]:
+    """Return the variables of a block, with a model from a seed and a loader of this rank's micro-batches."""
+    sampler = sampler_of(started["rank"], started["world"])
+    more |= {"dataset": DATASET, "batch_size": SAMPLES, "sampler": sampler}
+    loader = DataLoader(DATASET, batch_sampler=sampler)
+    return variables(started, stage, model=seeded(seed, network), loader=loader, **more)
+
+
+def other_stage(stage: int) -> int:
+    return 5 - stage
+
+
+# -- Lightning ---------------------------------------------------------------------------------------------------------
+
+
+def fit(started: dict[str, Any], stage: int, epochs: int, seed: int, path: str | None = None) -> dict[str, Any]:
+    """Run the block up to an epoch, from a checkpoint if there is one. Return its variables."""
+    import pytorch_lightning as pl
+
+    names = names_of(started, stage, seed, epochs=epochs)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = names["model"]
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return mean_loss(self.model, batch)
+
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("loss", mean_loss(self.model, batch), sync_dist=True)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    names["module"] = Module()
+    built, _, fitted = BLOCKS["Lightning's Trainer"].partition("trainer.fit")
+    exec(built, names)
+    exec(
+        f"trainer.fit{fitted}" if path is None else "trainer.fit(module, loader, loader, ckpt_path=path)",
+        names | {"path": path},
+    )
+    return names
+
+
+def halving(step: int) -> float:
+    return 0.5**step
+
+
+def lightning(started: dict[str, Any], folder: Path, resumed: str) -> list[Any]:
+    """Fit two epochs and save; or load that, at the other stage, and fit a third one.
+
+    Return for each stage the state of the model, and the loss as measured after the fit, and again from the file.
+    """
+    os.chdir(folder)
+    results = []
+    for stage in STAGES:
+        path = f"{folder}/stage-{stage}.ckpt"
+        names = fit(started, other_stage(stage), 3, 6, path) if resumed else fit(started, stage, 2, 5)
+        trainer, measured = names["trainer"], []
+        if not resumed:
+            trainer.save_checkpoint(path)
+            for given in ({}, {"ckpt_path": path}):
+                measured += trainer.validate(names["module"], names["loader"], verbose=False, **given)
+        trainer.optimizers[0].check_replicas()
+        trainer.optimizers[0].close()
+        results.append((state_of(names["model"]), measured))
+    return results
+
+
+def test_lightnings_trainer_has_the_plain_loops_bits_validates_saves_and_goes_on_with_another_number_of_ranks(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("pytorch_lightning")
+    plain = seeded(5, network)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
+    loop = PlainLoop(together=4, optimizer=optimizer, scheduler=lambda _: scheduler)
+    loop.run(plain, list(epochs_of(0, 1)))
+    losses = set()
+    for stage, (state, measured) in zip(
+        STAGES, launch(f"{__name__}:lightning", tmp_path, "", limit=LIMIT), strict=True
+    ):
+        saved = torch.load(tmp_path / f"stage-{stage}.ckpt", weights_only=False)
+        weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
+        for found in (state, weights):
+            assert_same_dict(found, plain.state_dict())
+        assert_same_states(saved["optimizer_states"][0], optimizer.state_dict())
+        losses |= {loss["loss"] for loss in measured}
+    assert len(losses) == 1
+    loop.run(plain, list(epochs_of(2)))
+    for state, _ in launch(f"{__name__}:lightning", tmp_path, "resumed", ranks=1, limit=LIMIT):
+        assert_same_dict(state, plain.state_dict())
+
+
+# -- Fabric and accelerate ---------------------------------------------------------------------------------------------
+
+
+def fabric(started: dict[str, Any], folder: Path, resumed: str) -> list[State]:
+    """Train an epoch and save; or load that, at the other stage, and train another epoch. Return the states."""
+    states = []
+    built, _, loop = BLOCKS["Fabric"].partition(LOOP)
+    for stage in STAGES:
+        names = names_of(started, other_stage(stage) if resumed else stage, 6 if resumed else 5)
+        trained = names["model"]
+        exec(built, names)
+        objects = {"model": names["model"], "optimizer": names["optimizer"]}
+        if resumed:
+            names["fabric"].load(f"{folder}/fabric-{stage}", objects)
+            names["sampler"].set_epoch(1)
+        exec(LOOP + loop, names)
+        names["fabric"].save(f"{folder}/{resumed}fabric-{stage}", objects)
+        names["optimizer"].optimizer.close()
+        states.append(state_of(trained))
+    return states
+
+
+def accelerate(started: dict[str, Any], folder: Path, resumed: str) -> list[State]:
+    """As `fabric`."""
+    states = []
+    built, _, loop = BLOCKS["accelerate"].partition(LOOP)
+    for stage in STAGES:
+        names = names_of(started, other_stage(stage) if resumed else stage, 6 if resumed else 5)
+        exec(built, names)
+        accelerator = names["accelerator"]
+        if resumed:
+            accelerator.load_state(f"{folder}/accelerate-{stage}")
+        exec(LOOP + loop, names)
+        accelerator.save_state(f"{folder}/{resumed}accelerate-{stage}")
+        accelerator.save_model(names["model"], f"{folder}/{resumed}model-{stage}")
+        accelerator.free_memory()
+        names["optimizer"].optimizer.close()
+        states.append(state_of(names["model"]))
+    return states
+
+
+@pytest.mark.parametrize(
+    ("library", "module", "steps", "epochs"),
+    [
+        ("fabric", "lightning_fabric", (2, 1), (list(epochs_of(0)), list(epochs_of(1)))),
+        ("accelerate", "accelerate", (4, 4), (even(COUNT), even(COUNT))),
+    ],
+)
+def test_a_loop_has_the_plain_loops_bits_saves_and_goes_on_with_another_number_of_ranks(
+    library: str, module: str, steps: tuple[int, int], epochs: tuple[Any, Any], tmp_path: Path
+) -> None:
+    """``steps``: the micro-batches of a step, with two ranks and with one."""
+    pytest.importorskip(module)
+    plain = seeded(5, network)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for resumed, ranks, together, batches in zip(("", "resumed-"), (2, 1), steps, epochs, strict=True):
+        PlainLoop(autocast_loss, together=together, optimizer=optimizer).run(plain, batches)
+        states = launch(f"{__name__}:{library}", tmp_path, resumed, ranks=ranks, limit=LIMIT)
+        assert len(states) == len(STAGES)
+        for stage, state in zip(STAGES, states, strict=True):
+            assert_same_dict(state, plain.state_dict())
+            weights, saved = read_saved(library, tmp_path, f"{resumed}{{}}-{stage}")
+            assert_same_dict({name: weights[name] for name in state}, plain.state_dict())
+            assert_same_states(saved, optimizer.state_dict())
+
+
+def read_saved(library: str, folder: Path, name: str) -> tuple[State, dict[str, Any]]:
+    """Return the weights and the optimizer's dict that a library has saved."""
+    if library == "fabric":
+        saved = torch.load(folder / name.format("fabric"), weights_only=True)
+        return saved["model"], saved["optimizer"]
+    from safetensors.torch import load_file
+
+    state = folder / name.format("accelerate")
+    weights = load_file(state / "model.safetensors")
+    assert_same_dict(load_file(folder / name.format("model") / "model.safetensors"), weights)
+    return weights, torch.load(state / "optimizer.bin", weights_only=True)
+
+
+def test_the_example_of_accelerate_has_one_hash_at_any_number_of_ranks_and_resumed(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    hashes = []
+    for ranks, arguments in (
+        (2, "--stage 3 --epochs 2"),
+        (2, "--stage 2 --epochs 1 --folder"),
+        (1, "--stage 3 --epochs 2 --resume"),
+    ):
+        words = [f"{tmp_path}/run"] * arguments.endswith(("--folder", "--resume"))
+        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [sys.executable, *start, "-m", "zero.examples.accelerate_loop", *arguments.split(), *words]
+        ended = run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        )
+        assert ended.returncode == 0, ended.stderr
+        hashes += re.findall(r"^SHA-256 (\w{64})$", ended.stdout, re.MULTILINE)
+    whole, half, resumed = hashes
+    assert whole == resumed != half

@@ -1,0 +1,234 @@
+"""Integrations refuse by name what they cannot obey, and a plain optimizer is converted with all that it has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
+
+from zero import ZeroOptimizer
+from zero.integrations.conversion import Conversions, convert, copied
+
+from ..support.plain import assert_same_model, assert_same_states
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    weights, biases = ([p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False))
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 2e-2}]
+    return torch.optim.AdamW(groups, lr=1e-2, amsgrad=True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.ones(2, 3)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_plain_optimizer_is_converted_with_its_class_groups_arguments_states_and_schedulers(stage: int) -> None:
+    trained: list[tuple[nn.Module, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a scheduler would warn if its optimizer took no step
+        for converts in (False, True):
+            model = network()
+            optimizer = adamw(model)
+            halving = LambdaLR(optimizer, lambda number: 0.5**number)
+            scheduler = ChainedScheduler([halving, ExponentialLR(optimizer, 0.9)], optimizer)
+            step(model, optimizer)
+            ours: torch.optim.Optimizer = convert(optimizer, model, {"stage": stage}) if converts else optimizer
+            for _ in range(3):
+                step(model, ours)
+                scheduler.step()
+            trained.append((model, ours))
+    (plain, reference), (model, zero) = trained
+    assert isinstance(zero, ZeroOptimizer)
+    assert_same_states(zero.state_dict(), reference.state_dict())
+    zero.close()
+    assert_same_model(model, plain)
+
+
+class Keeping(torch.optim.SGD):
+    """Keeps an argument for itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, patience: int = 3) -> None:
+        super().__init__(params, lr)
+        self.patience = patience
+
+
+def of_another_model() -> None:
+    conversions = Conversions({}, "X")
+    conversions.add(network())
+    conversions.convert(adamw(network()))
+
+
+def with_options_twice() -> None:
+    model = network()
+    conversions = Conversions({"stage": 3}, "X")
+    conversions.add(model)
+    conversions.convert(ZeroOptimizer(model))
+
+
+def with_an_argument_that_is_lost() -> None:
+    model = network()
+    convert(Keeping(model.parameters()), model, {})
+
+
+def clip_of_a_part() -> None:
+    model = network()
+    conversions = Conversions({}, "X")
+    conversions.add(model)
+    conversions.convert(adamw(model))
+    assert conversions.of(model.parameters()) is conversions.optimizers[0]
+    conversions.of(model[0].parameters())
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (of_another_model, ValueError, "no model that was set up has all parameters of the AdamW"),
+        (with_options_twice, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
+        (with_an_argument_that_is_lost, TypeError, "Keeping does not keep its arguments patience in its defaults"),
+        (clip_of_a_part, ValueError, "X clips all parameters of an optimizer"),
+    ],
+)
+def test_what_cannot_be_converted_is_an_error(call: Callable[[], None], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_copied_tensors_have_own_storages_but_for_ties() -> None:
+    whole = torch.arange(6.0)
+    states = copied({"a": whole[:2], "b": whole[2:], "tied": whole[:2], "none": None}, torch.clone)
+    assert states["a"] is states["tied"]
+    assert len({states[name].untyped_storage().data_ptr() for name in "ab"}) == 2
+    assert [states["b"].tolist(), states["none"]] == [[2, 3, 4, 5], None]
+
+
+# -- Lightning's Trainer -----------------------------------------------------------------------------------------------
+
+
+def fit_with(arguments: dict[str, Any], optimizers: int = 1) -> None:
+    """Set up a fit as `Trainer.fit` does, without a process group."""
+    import pytorch_lightning as pl
+
+    from zero.integrations.lightning import ZeroStrategy
+
+    class Module(pl.LightningModule):
+        automatic_optimization = optimizers == 1
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = network()
+
+        def training_step(self, *_: Any) -> None: ...
+
+        def configure_optimizers(self) -> Any:
+            return [adamw(self) for _ in range(optimizers)]
+
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), **quiet, **arguments)
+    module = Module()
+    module.trainer = trainer
+    trainer.state.fn = "fit"
+    trainer.strategy.connect(module)
+    trainer.strategy.setup(trainer)
+
+
+def another_precision() -> Any:
+    from pytorch_lightning.plugins import Precision
+
+    return type("Other", (Precision,), {"precision": "transformer-engine"})()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "optimizers", "words"),
+    [
+        (lambda: {"sync_batchnorm": True}, 1, "ZeroStrategy does not take sync_batchnorm"),
+        (lambda: {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, 1, "clips by norm, not by value"),
+        (lambda: {"plugins": [another_precision()]}, 1, "does not take the precision 'transformer-engine'"),
+        (dict, 2, "ZeroStrategy takes one optimizer, not 2"),
+    ],
+)
+def test_arguments_of_a_trainer_that_cannot_be_obeyed_are_errors(
+    arguments: Callable[[], dict[str, Any]], optimizers: int, words: str
+) -> None:
+    pytest.importorskip("pytorch_lightning")
+    with pytest.raises(ValueError, match=words):
+        fit_with(arguments(), optimizers)
+
+
+def test_a_strategy_takes_no_argument_of_distributed_data_parallel() -> None:
+    pytest.importorskip("pytorch_lightning")
+    from zero.integrations import fabric, lightning
+
+    strategies: list[Any] = [lightning.ZeroStrategy, fabric.ZeroStrategy]
+    for strategy in strategies:
+        with pytest.raises(TypeError, match="ZeroStrategy has no argument find_unused_parameters"):
+            strategy(stage=3, find_unused_parameters=True)
+    with pytest.raises(ValueError, match="clips by norm, not by value"):
+        fabric.ZeroStrategy().clip_gradients_value(network(), adamw(network()), 1.0)
+
+
+# -- accelerate --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def accelerator_class() -> Iterator[Any]:
+    """Yield `ZeroAccelerator`, and let accelerate forget the process afterwards."""
+    state = pytest.importorskip("accelerate.state")
+    from zero.integrations.accelerate import ZeroAccelerator
+
+    yield ZeroAccelerator
+    state.AcceleratorState._reset_state(reset_partial_state=True)
+    state.GradientState._reset_state()
+
+
+def for_ddp() -> Any:
+    from accelerate import DistributedDataParallelKwargs
+
+    return DistributedDataParallelKwargs()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        *[(lambda name=name: {name: object()}, name) for name in ("fsdp_plugin", "deepspeed_plugin")],
+        *[(lambda name=name: {name: object()}, name) for name in ("megatron_lm_plugin", "parallelism_config")],
+        (lambda: {"kwargs_handlers": [for_ddp()]}, "DistributedDataParallelKwargs"),
+        (lambda: {"mixed_precision": "fp16"}, "mixed_precision='fp16' on CPUs"),
+    ],
+)
+def test_arguments_of_an_accelerator_that_cannot_be_obeyed_are_errors(
+    accelerator_class: Any, arguments: Callable[[], dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ValueError, match=f"ZeroAccelerator does not take {words}"):
+        accelerator_class(cpu=True, stage=3, **arguments())
+
+
+def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_class: Any) -> None:
+    accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=2)
+    model = network()
+    with pytest.raises(ValueError, match="set up the model before its optimizer"):
+        accelerator.prepare(adamw(model), model)
+    optimizer = accelerator.prepare(model, adamw(model))[1]
+    with pytest.raises(NotImplementedError, match="clips by norm, not by value"):
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    with pytest.raises(NotImplementedError, match=r"optimizer\.optimizer\.join"):
+        accelerator.join_uneven_inputs([model])
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(2, 3)).sum())
+        with pytest.raises(RuntimeError, match="while gradients are accumulated"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="give all of them"):
+        accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+    optimizer.optimizer.close()

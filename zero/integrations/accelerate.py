@@ -1,0 +1,140 @@
+"""An `Accelerator` of accelerate that trains with `ZeroOptimizer`: ``ZeroAccelerator(stage=3)``.
+
+accelerate has no place for strategies of others, so this is a subclass. Knows: which parts of an `Accelerator` touch
+gradients, and which arguments it obeys. Does not know: how to train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.utils import DistributedType  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from torch import Tensor, nn
+
+from .conversion import Conversions, copied, split
+
+_SHARDINGS = (
+    "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
+    "parallelism_config",
+)  # fmt: skip
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class ZeroAccelerator(Accelerator):  # type: ignore[misc]
+    """An `Accelerator` whose ``prepare`` leaves the model as it is, and makes a `ZeroOptimizer` of a plain optimizer.
+
+    ``prepare(model, optimizer, loader, scheduler)`` and the loop stay as they are. The prepared optimizer wraps the
+    `ZeroOptimizer`, which is its ``optimizer``. The parameters have the bits of the plain loop over the same
+    micro-batches: a prepared loader gives batch j to rank j mod W, ``backward`` divides each loss by the accumulation
+    steps, and the sum over the W ranks is divided by W. `save_state`, `save_model` and `get_state_dict` give rank 0 the
+    plain ``state_dict`` and the plain optimizer's states; `load_state` reads them at any stage and number of ranks.
+
+    Args:
+        arguments: options of `ZeroOptimizer` (``stage``, ``bucket_cap_mb``, ...), and arguments of `Accelerator`.
+            ``mixed_precision`` is accelerate's if it is a string, and `zero.MixedPrecision` otherwise. ``cpu`` is by
+            default True where there is no GPU: accelerate would take each rank for the only one.
+
+    Raises:
+        ValueError: FSDP, DeepSpeed, Megatron-LM, tensor or context parallelism, fp8, fp16 on CPUs, or arguments for
+            DistributedDataParallel, asked for by an argument or by ``accelerate launch``.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        options, others = split(arguments)
+        if found := [name for name in _SHARDINGS if others.get(name) is not None]:
+            raise ValueError(f"ZeroAccelerator does not take {found[0]}: the ZeroOptimizer alone shards")
+        others.setdefault("cpu", not torch.cuda.is_available())
+        super().__init__(**others)
+        self._check()
+        self._conversions = Conversions(options, "ZeroAccelerator")
+
+    def _check(self) -> None:
+        """Raise `ValueError` for what cannot be obeyed, also if `accelerate launch` has asked for it."""
+        refused = {
+            f"distributed_type={self.distributed_type.value}": self.distributed_type not in _KINDS,
+            "parallelism_config": self.parallelism_config is not None,
+            "DistributedDataParallelKwargs: there is no DistributedDataParallel": self.ddp_handler is not None,
+            "mixed_precision='fp8'": self.mixed_precision == "fp8",
+            "mixed_precision='fp16' on CPUs, where accelerate ignores it": self.mixed_precision == "fp16"
+            and self.scaler is None,
+        }
+        if found := [name for name, is_refused in refused.items() if is_refused]:
+            raise ValueError(f"ZeroAccelerator does not take {found[0]}")
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Place the model, and add autocast and compilation if asked for. Local."""
+        self._conversions.add(model)
+        # "evaluation" leaves DistributedDataParallel out, and nothing else
+        return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Build the `ZeroOptimizer` of ``optimizer``, whose model is prepared. All ranks."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        prepared = _Prepared(self._conversions.convert(optimizer), device_placement=False, scaler=self.scaler)
+        self._optimizers.append(prepared)  # private: the base's method would build the wrapper itself
+        return prepared
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip all gradients of an optimizer, and return their norm. All ranks.
+
+        Raises `ValueError` if ``parameters`` are not all trainable parameters of one optimizer, and `RuntimeError`
+        while gradients are accumulated.
+        """
+        if not self.sync_gradients:
+            raise RuntimeError("clip_grad_norm_ while gradients are accumulated: call it if accelerator.sync_gradients")
+        optimizer = self._conversions.of([parameters] if isinstance(parameters, Tensor) else parameters)
+        self.unscale_gradients(optimizer)
+        return optimizer.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
+        """Raise `NotImplementedError`."""
+        raise NotImplementedError("ZeroAccelerator clips by norm, not by value: use clip_grad_norm_")
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
+        """Raise `NotImplementedError`."""
+        raise NotImplementedError("ZeroAccelerator has no join_uneven_inputs: use `with optimizer.optimizer.join():`")
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the whole state of a model on rank 0, on the CPU, and {} on other ranks. All ranks."""
+        return self._conversions.state_dict(self.unwrap_model(model))
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
+        """Load what `save_state` wrote. All ranks."""
+        last = self.register_load_state_pre_hook(_stand_in)
+        try:
+            with self._conversions.gathered(write=True):
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        finally:
+            last.remove()
+
+
+def _stand_in(models: list[Any], _: str) -> None:
+    """Let models be loaded through a `_Loaded`. This hook comes after those that the user has registered."""
+    models[:] = [_Loaded(model) for model in models]
+
+
+class _Loaded:
+    """A model as accelerate's loading sees it: safetensors refuses tensors that lie side by side in one storage."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state_dict = lambda: copied(model.state_dict(), torch.empty_like)
+        self.load_state_dict = model.load_state_dict
+
+
+class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
+    """The wrapper that skips the steps in which gradients are accumulated, around a `ZeroOptimizer`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the plain optimizer's dict on rank 0, and {} on other ranks. All ranks."""
+        self.optimizer.consolidate_state_dict()
+        found: dict[str, Any] = {} if self.optimizer.rank else self.optimizer.state_dict()
+        return found

@@ -1,0 +1,140 @@
+"""A strategy for Lightning's Trainer: ``Trainer(strategy=ZeroStrategy(stage=3))``.
+
+Knows: what the Trainer asks of a strategy, and which of its arguments are obeyed. Does not know: how to train.
+Needs pytorch-lightning or lightning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from ..data import MicroBatchSampler
+from ..parameters.module_hooks import register_forward_method
+from .conversion import Conversions
+from .lightning_common import check_precision, default_backend, imported, strategy_arguments
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.strategies import DDPStrategy, Strategy
+else:
+    _strategies = imported("lightning.pytorch", "pytorch_lightning").strategies
+    DDPStrategy, Strategy = _strategies.DDPStrategy, _strategies.Strategy
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class ZeroStrategy(DDPStrategy):
+    """Train a `LightningModule`, as it is, with a `ZeroOptimizer` of the class and options that it configures.
+
+    `configure_optimizers` returns a plain optimizer, with schedulers if any, or a `ZeroOptimizer` if this strategy gets
+    no options. Its parameters belong to the module; there is one optimizer. The parameters have the bits of the plain
+    loop over the same micro-batches. A checkpoint is Lightning's, with the plain ``state_dict`` and the plain
+    optimizer's states, and can be resumed at another stage and number of ranks.
+
+    After `fit` the module stays sharded, so that `validate` and `save_checkpoint` go on from it;
+    ``trainer.optimizers[0].close()``, called by all ranks, makes it plain.
+
+    Args:
+        arguments: options of `ZeroOptimizer` (``stage``, ``bucket_cap_mb``, ``mixed_precision``, ...), and arguments of
+            Lightning's ``DDPStrategy`` that are not those of ``DistributedDataParallel`` (``timeout``, ...).
+
+    Raises:
+        TypeError: an argument is neither.
+        ValueError: when a fit begins, on every rank: the `Trainer` has ``sync_batchnorm``, a gradient clip by value or
+            a precision that replaces modules, or the module configures no or several optimizers.
+    """
+
+    strategy_name = "zero"
+
+    def __init__(self, **arguments: Any) -> None:
+        options, others = strategy_arguments(arguments)
+        super().__init__(**others)
+        self._conversions = Conversions(options, "ZeroStrategy")
+
+    # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
+    def _get_process_group_backend(self) -> str:
+        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Place the module and, for a fit, build its optimizer. All ranks."""
+        fitting = trainer.state.fn == "fit"
+        if fitting:
+            self._check(trainer)
+            self._conversions.close()
+        if not fitting and not self._conversions.optimizers:
+            return super().setup(trainer)  # a plain module, with rank 0's values
+        Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
+        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign, assignment]
+        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
+        return None
+
+    def _check(self, trainer: Trainer) -> None:
+        if self._layer_sync is not None:  # private: the strategy is not told of `sync_batchnorm` otherwise
+            raise ValueError(
+                "ZeroStrategy does not take sync_batchnorm: statistics over all ranks are none of the plain loop's, "
+                "which sees one micro-batch at a time"
+            )
+        if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
+            _refuse_value()
+        check_precision(self.precision_plugin)
+
+    def _setup_model(self, model: Any) -> Any:  # private: Strategy.setup calls it
+        return model
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Build the `ZeroOptimizer` of the module's optimizer. All ranks."""
+        super().setup_optimizers(trainer)
+        module = self.lightning_module
+        assert module is not None
+        if len(self.optimizers) != 1:
+            raise ValueError(
+                f"ZeroStrategy takes one optimizer, not {len(self.optimizers)}: give one ZeroOptimizer param groups, "
+                "each with an optimizer_class and options of its own"
+            )
+        self._conversions.add(module)
+        self.optimizers = [self._conversions.convert(self.optimizers[0])]
+        for name in _STEPS:
+            register_forward_method(module, name)  # a step may use weights itself, outside of a forward
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader as it is. Local. Lightning sets the epoch of ``loader.batch_sampler.sampler`` alone."""
+        sampler = getattr(dataloader, "batch_sampler", None)
+        if isinstance(sampler, MicroBatchSampler):
+            sampler.sampler = sampler  # type: ignore[attr-defined]
+        return dataloader
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the module on rank 0, on the CPU, and {} on other ranks. All ranks."""
+        module = self.lightning_module
+        assert module is not None
+        return self._conversions.state_dict(module)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load a checkpoint's weights, also into a module that is sharded. All ranks."""
+        with self._conversions.gathered(self.lightning_module, write=True):
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load a checkpoint's states. All ranks."""
+        for optimizer, states in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(states)  # each rank keeps its part, on the device where it belongs
+
+    def teardown(self) -> None:
+        """Leave Lightning's plugins. A sharded module stays as it is, where Lightning would move it to the CPU."""
+        if not self._conversions.optimizers:
+            return super().teardown()
+        for plugin in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
+            if plugin is not None:
+                plugin.teardown()
+        return None
+
+
+def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
+    optimizer.clip_grad_norm_(clip_val)
+
+
+def _refuse_value(*_: torch.optim.Optimizer | float) -> NoReturn:
+    raise ValueError("ZeroStrategy clips by norm, not by value: leave gradient_clip_algorithm out, or set it to 'norm'")

@@ -1,0 +1,58 @@
+"""What the strategies for Lightning's Trainer and for Fabric share: which packages, arguments and precisions they take.
+
+Knows: names of Lightning. Imports none of its packages by itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .conversion import split
+
+BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"  # the optimizer sends short messages by gloo
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+"""The precisions that neither replace modules nor shard by themselves."""
+
+_ARGUMENTS = frozenset(  # of DDPStrategy; its others are those of DistributedDataParallel, which is not used
+    {
+        "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin",
+        "process_group_backend", "timeout", "start_method",
+    }
+)  # fmt: skip
+
+
+def imported(*names: str) -> ModuleType:
+    """Return the first of these packages that is imported, or else the first one that is installed."""
+    installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    in_use = [name for name in installed if name in sys.modules]
+    return importlib.import_module([*in_use, *installed, names[-1]][0])
+
+
+def strategy_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `ZeroOptimizer`, and the arguments of Lightning's DDPStrategy. Raises `TypeError`."""
+    options, others = split(given)
+    if unknown := others.keys() - _ARGUMENTS:
+        raise TypeError(
+            f"ZeroStrategy has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and of "
+            f"DDPStrategy {', '.join(sorted(_ARGUMENTS))}"
+        )
+    return options, others
+
+
+def default_backend(device: torch.device) -> str | None:
+    """Return the backend of the process group for ranks on such devices, or None for Lightning's own choice."""
+    return BACKEND_OF_GPUS if device.type == "cuda" else None
+
+
+def check_precision(plugin: Any) -> None:
+    """Raise `ValueError` if a precision plugin of Lightning is not one of `PRECISIONS`."""
+    name = getattr(plugin, "precision", "32-true")
+    if name not in PRECISIONS:
+        raise ValueError(f"ZeroStrategy does not take the precision {name!r}: it takes {', '.join(PRECISIONS)}")
