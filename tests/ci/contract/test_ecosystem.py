@@ -6,19 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
 
 from zero import open_checkpoint
 
 from ...contract.recipes import assert_same_dict
 from ...support.launched import launch
-from ...support.loops import BLOCKS, ECOSYSTEM, INTEGRATIONS, PlainLoop, code_of, seeded
+from ...support.loops import ECOSYSTEM, INTEGRATIONS, PlainLoop, code_of, seeded
 from .ecosystem import (
     STAGES,
-    WORLD_SIZE,
     State,
-    by_micro_batch,
     gpt2,
     language_loss,
     llama,
