@@ -87,7 +87,7 @@ WRONG = {  # words with gaps
     f"verify {RIGHT} --bucket-cap-mb=all": "--bucket-cap-mb is all: it must be a number of MiB or auto",
     f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
     f"verify {RIGHT} --device=tpu": "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'",
-    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "device 'cuda' needs one GPU per rank, and",
+    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda needs one GPU per rank, and",
     "plan": "the model needs exactly one of --config, --parameters, --module, --preset, here none",
     "plan --preset=tiny --config=config.json": "here --config and --preset",
     "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
@@ -249,8 +249,8 @@ DEVICES = {
     (None, 1, 8): ("cuda", None),
     ("cpu", 2, 8): ("cpu", None),
     ("cuda", 2, 2): ("cuda", None),
-    ("cuda", 1, 0): (None, "device 'cuda' needs one GPU per rank, and this host has 0 GPUs for 1 rank: start fewer"),
-    ("cuda", 4, 3): (None, "device 'cuda' needs one GPU per rank, and this host has 3 GPUs for 4 ranks: start fewer"),
+    ("cuda", 1, 0): (None, "--device cuda needs one GPU per rank, and this host has 0 GPUs for 1 rank: start fewer"),
+    ("cuda", 4, 3): (None, "--device cuda needs one GPU per rank, and this host has 3 GPUs for 4 ranks: start fewer"),
     ("tpu", 1, 8): (None, "device must be 'cpu' or 'cuda', not 'tpu'"),
 }
 

@@ -207,8 +207,8 @@ def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, 
         raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
     if asked == "cuda" and gpus < local_ranks:
         raise ValueError(
-            f"device 'cuda' needs one GPU per rank, and this host has {_counted(gpus, 'GPU')} for "
-            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or take device 'cpu'"
+            f"--device cuda needs one GPU per rank, and this host has {_counted(gpus, 'GPU')} for "
+            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or take the CPU"
         )
     if asked is not None:
         return asked, None
