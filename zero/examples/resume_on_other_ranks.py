@@ -42,11 +42,12 @@ def train(folder: str, stage: int, stop_after: int | None) -> None:
     with CheckpointManager(folder, optimizer, max_to_keep=2) as checkpoints:
         restored = checkpoints.restore(state=state, rng=False)  # no step draws from a random generator
         step = 0 if restored is None else restored.step
-        report(rank, f"begins after step {step} of {total}, on {world} ranks at stage {stage}")
+        report(rank, f"begins after step {step} of {total}, ranks: {world}, stage: {stage}")
         for epoch in range(sampler.epoch, EPOCHS):
             sampler.set_epoch(epoch)
             for number, (inputs, targets) in enumerate(loader, start=1):
-                nn.functional.mse_loss(model(inputs), targets).backward()
+                loss = nn.functional.mse_loss(model(inputs), targets)
+                loss.backward()  # type: ignore[no-untyped-call]
                 if number % (PER_STEP // world):
                     continue  # further micro-batches of this step
                 optimizer.clip_grad_norm_(1.0)
