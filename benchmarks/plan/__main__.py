@@ -21,6 +21,7 @@ import numpy as np
 from zero.planning.seconds.compute import values
 
 from .fit import fit, leave_one_out
+from .own import own_runs
 from .rows import RowCounter, RowPlan, plan_rows
 from .scores import (
     NULLS,
@@ -147,6 +148,11 @@ def score(*, fits: bool, leaves_out: bool) -> None:
     print("\nthe FSDP paper, not fitted")
     for claim, planned, agrees in seeds():
         print(f"  {claim:50} {planned:16} {'agrees' if agrees else 'DISAGREES'}")
+    print("\none H200, its own loops")
+    for run in own_runs():
+        code = " (an earlier code)" if run.earlier else ""
+        seconds = f"measured {run.measured * 1e3:6.1f} ms   planned {run.planned * 1e3:6.1f} ms   {run.error:+6.1%}"
+        print(f"  {run.name:36} {run.tokens:5,} tokens   {seconds}{code}")
     if fits or leaves_out:
         counter = RowCounter()
         counted = [counter.count(row) for row in runs]

@@ -89,8 +89,18 @@ def todays_calls() -> HostCalls:
     )
 
 
+def fsdp2_host() -> tuple[float, float]:
+    """Return the seconds of FSDP2's hooks of a unit on the H200's host, in a forward and in a backward."""
+    rows = rows_of("gpu-short-c", "us_a_parameter", "system")
+    forward, backward = ((rows[8, FSDP2][phase] - rows[8, PLAIN][phase]) / UNITS for phase in ("forward", "backward"))
+    return forward, backward
+
+
 def earlier_calls() -> HostCalls:
-    """Return the calls of the code that `gpu-host.json` measures, with its header for each collective."""
+    """Return the calls of the code that `gpu-host.json` measures, with its header for each collective.
+
+    That file does not tell ``bucket`` from ``exchange``, nor ``gather`` from ``release``: one of each is 0.
+    """
     rows = rows_of("gpu-host", "messages", "variant")
     few, many, plain = rows[8, "zero3, unit"], rows[8, "zero3, 25"], rows[8, PLAIN]
     gathered, update = _of_a_bucket(few, many, "forward"), _of_a_bucket(few, many, "clip", "step")
@@ -189,4 +199,4 @@ def _of_eight() -> Iterator[OwnRun]:
     for name, cap, variant in (("a bucket a unit", None, "zero3, unit"), ("25 MiB", DEFAULT_CAP_MB, "zero3, 25")):
         row, more = rows[8, variant], rows[8, variant]["busy"] - rows[8, "fsdp2"]["busy"]
         planned = _of_stage(planner, replace(eight, calls=earlier_calls()), 3, cap, more)
-        yield OwnRun(f"zero 3, {name}, rank 7 of 8, its own calls", tokens, row["in_a_row"], planned, earlier=True)
+        yield OwnRun(f"zero 3, {name}, rank 7 of 8", tokens, row["in_a_row"], planned, earlier=True)

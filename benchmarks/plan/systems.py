@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zero.core.layout import Dtypes
 from zero.planning.seconds.compute import Compute
@@ -60,14 +60,14 @@ class System:
 
 
 _FSDP2_HOST = (1.69e-3, 1.85e-3)  # ../results/gpu-short-c.json: FSDP2 less the plain loop, a 33rd of each
-_UNITS = {"shards_parameters": True, "shards_states": True, "each_micro_batch": True}
+_UNITS = System(shards_parameters=True, shards_states=True, each_micro_batch=True)
 SYSTEMS: Mapping[str, System] = {
     "ddp": System(all_reduces=True, bucket_bytes=25 * MIB),
-    "fsdp1": System(**_UNITS),
-    "fsdp2": System(**_UNITS, last_stays=True, host=_FSDP2_HOST),
+    "fsdp1": _UNITS,
+    "fsdp2": replace(_UNITS, last_stays=True, host=_FSDP2_HOST),
     "zero1": System(shards_states=True, bucket_bytes=25 * MIB),
     "zero2": System(shards_states=True, bucket_bytes=1000 * MIB, each_micro_batch=True),
-    "zero3": System(**_UNITS),
+    "zero3": _UNITS,
 }
 """The schedules by name. "zero2" has DeepSpeed's buckets of 5e8 elements in 16 bits."""
 

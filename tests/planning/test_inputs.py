@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,7 @@ WRONG_CLUSTERS: tuple[tuple[str, dict[str, Any], str], ...] = (
 WRONG_HARDWARE: tuple[tuple[dict[str, Any], str], ...] = (
     ({"format": 2}, "format is 2, and this version reads 1"),
     ({**MEASURED, "network": {"bas": 1}}, "unknown key 'bas': did you mean 'base'"),
+    ({**MEASURED, "host": {"lunch": 1}}, "host has an unknown key 'lunch': did you mean 'launch'"),
 )
 
 
@@ -141,12 +143,15 @@ def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path
     cpu = {**CPU, "efficiency": {"matmul": {"value": 0.5, "unit": "1", "source": "measured"}}}
     base = {"value": 10, "unit": "us", "source": "measured"}
     file = tmp_path / "hardware.json"
-    file.write_text(json.dumps({**MEASURED, "gpus": {"here": cpu}, "network": {"base": base}}))
+    file.write_text(
+        json.dumps({**MEASURED, "gpus": {"here": cpu}, "network": {"base": base}, "host": {"launch": base}})
+    )
     hardware = read_hardware(file)
     assert hardware.measured == "two cores, 2026-11-24"
     assert hardware.gpu("here").efficiency == {"matmul": 0.5}
     assert hardware.network.base == pytest.approx(10e-6)
     assert hardware.network.hop_inside == presets().network.hop_inside
+    assert hardware.calls == replace(presets().calls, launch=pytest.approx(10e-6))
     assert hardware.gpus.keys() == presets().gpus.keys() | {"here"}
 
 

@@ -175,6 +175,6 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     turns = found.rows("b", "turn")
     assert len({row["loss"] for row in turns}) == 1, "one rank's loss is that of the plain loop, to the bit"
     assert len(turns) == 9
-    assert [row["ranks"] for row in found.rows("c", "us_a_parameter")] == [8] * 3 + [64] * 3
+    assert [row["ranks"] for row in found.rows("c", "us_a_parameter")] == [8] * 6 + [64] * 6
     assert all(row["passed"] for row in found.rows("d", "test"))
     assert len(found.rows("e", "allocator")) == 5

@@ -23,8 +23,8 @@ PARTS = (
     *("compute", "recompute", "slowdown", "gather", "reduction", "fold"),
     *("update", "disk", "host", "control", "fixed", "jitter"),
 )
-"""What a step's seconds are made of. "gather" and "reduction" are what compute waited for, "slowdown" is the time that
-compute lost beside collectives, "fold" what it spent on adding up contributions."""
+"""What a step's seconds are made of. For "gather", "reduction" and "host" compute waited; "slowdown" is the time that
+it lost beside collectives, "fold" what it spent on adding up contributions."""
 
 
 @dataclass(frozen=True)
