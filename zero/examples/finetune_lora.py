@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, device: str) -> None:
         for number, (words, following) in enumerate(DataLoader(data, batch_sampler=sampler), 1):
             logits = model(words.to(device))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.to(device).flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             if number % (MICRO_BATCHES // world) == 0:
                 optimizer.clip_grad_norm_(1.0)
