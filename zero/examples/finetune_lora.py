@@ -48,7 +48,7 @@ def add_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-class Block(nn.Module):
+class AttentionBlock(nn.Module):
     """float (batch, LENGTH, WIDTH) -> the same shape: causal attention, and two linear layers."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace, device: str) -> None:
         for number, (words, following) in enumerate(DataLoader(data, batch_sampler=sampler), 1):
             logits = model(words.to(device))
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), following.to(device).flatten())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
             if number % (MICRO_BATCHES // world) == 0:
                 optimizer.clip_grad_norm_(1.0)

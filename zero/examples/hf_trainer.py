@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, TrainingArguments, set_seed
-from transformers.trainer_utils import get_last_checkpoint
 
 from zero.integrations.transformers import ZeroConfig, ZeroTrainer
 
@@ -34,7 +33,8 @@ def samples(file: str) -> list[dict[str, Tensor]]:
 
 
 def main() -> None:
-    parser: Any = HfArgumentParser(TrainingArguments, description=__doc__)
+    kind: Any = TrainingArguments
+    parser: Any = HfArgumentParser(kind, description=__doc__)
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--data", default=argparse.__file__, help="a file; by default argparse.py of Python")
     parser.set_defaults(
@@ -65,19 +65,20 @@ def main() -> None:
     )  # fmt: skip
     rows = samples(more.data)
     cut = len(rows) * 9 // 10
+    model = LlamaForCausalLM(config)
     trainer = ZeroTrainer(
-        model=LlamaForCausalLM(config),
+        model=model,
         args=args,
         train_dataset=rows[:cut],
         eval_dataset=rows[cut:],
         zero=ZeroConfig(stage=more.stage),
     )
-    folder = Path(args.output_dir)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)) if folder.is_dir() else None)
-    trainer.save_model(str(folder / "model"))
+    is_begun = any(Path(args.output_dir).glob("checkpoint-*"))
+    trainer.train(resume_from_checkpoint=is_begun)
+    trainer.save_model(f"{args.output_dir}/model")
     trainer.end()  # the model is plain again, and whole on every rank
     if args.process_index == 0:
-        weights = b"".join(value.cpu().numpy().tobytes() for value in trainer.model.state_dict().values())
+        weights = b"".join(value.cpu().numpy().tobytes() for value in model.state_dict().values())
         print(f"SHA-256 {hashlib.sha256(weights).hexdigest()}")
 
 

@@ -197,4 +197,5 @@ def process_group_of(args: Any) -> Any:
 
     if args.world_size == 1 or "gloo" in str(dist.get_backend_config()):
         return None
-    return dist.new_group(backend=f"cpu:gloo,{args.device.type}:{dist.get_backend()}")
+    backend = f"cpu:gloo,{args.device.type}:{dist.get_backend()}"
+    return dist.new_group(backend=backend, timeout=args.ddp_timeout_delta)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer  # type: ignore[import-not-found, unused-ignore]
 
 from ..config import ShardingOptions
 from ..optimizer import ZeroOptimizer
@@ -34,7 +34,7 @@ class ZeroConfig(ShardingOptions):
     """
 
 
-class ZeroTrainer(Trainer):
+class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
     """A `transformers.Trainer` whose optimizer states, gradients and parameters are sharded over the ranks.
 
     The arguments are those of Trainer, and ``zero``. Start one process per rank, with torchrun; one process alone
@@ -93,19 +93,20 @@ class ZeroTrainer(Trainer):
         if self.optimizer is None:
             if self.zero_optimizer is not None:  # of the model before: `model_init` has built another one
                 self.zero_optimizer.close()
-            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            trained: Any = self.model
+            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, trained)
             optimizer_class, defaults = chosen
-            decayed = set(self.get_decay_parameter_names(self.model))
+            decayed = set(self.get_decay_parameter_names(trained))
             groups: list[dict[str, Any]] = [
                 {"params": [], "weight_decay": weight_decay} for weight_decay in (self.args.weight_decay, 0.0)
             ]
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in trained.named_parameters():
                 if parameter.requires_grad:
                     groups[name not in decayed]["params"].append((name, parameter))
             self.optimizer = self.zero_optimizer = ZeroOptimizer(
                 groups,
                 optimizer_class,
-                module=self.model,
+                module=trained,
                 process_group=process_group_of(self.args),
                 **self.zero.arguments(),
                 **defaults,
@@ -143,4 +144,4 @@ class ZeroTrainer(Trainer):
         """Make the model plain again, and end as Trainer does: trackers and the process group. All ranks."""
         if self.zero_optimizer is not None:
             self.zero_optimizer.close()
-        super().end()
+        super().end()  # type: ignore[no-untyped-call, unused-ignore]

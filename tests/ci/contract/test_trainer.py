@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from zero import MixedPrecision
 
 from ...contract.recipes import assert_same_dict
 from ...support.launched import launch
-from ...support.loops import code_of, seeded
+from ...support.loops import ROOT, code_of, seeded
 from ...support.refused import REFUSED
 from .ecosystem import (
     DATASET,
@@ -32,7 +36,8 @@ from .ecosystem import (
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from zero.integrations.transformers import ZeroConfig, ZeroTrainer  # noqa: E402 - needs transformers
+from zero.examples import finetune_lora, hf_trainer  # noqa: E402 - needs transformers
+from zero.integrations.transformers import ZeroConfig, ZeroTrainer  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -288,3 +293,55 @@ def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_anot
 def of_one_process(folder: Path, **others: Any) -> Any:
     """Return the arguments with which one process takes the micro-batches of two ranks."""
     return training_arguments(folder, gradient_accumulation_steps=4, **others)
+
+
+# -- imports and scripts -----------------------------------------------------------------------------------------------
+
+
+def test_the_library_itself_imports_neither_transformers_nor_accelerate() -> None:
+    code = "import sys, zero.integrations.trainer_arguments; print({'transformers', 'accelerate'} & {*sys.modules})"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.stdout == "set()\n", ended.stderr
+
+
+def digest_of(text: str) -> str:
+    """Return the SHA-256 of the last line that a script of `zero.examples` prints."""
+    word, digest = text.splitlines()[-1].split()
+    assert word == "SHA-256"
+    return digest
+
+
+def run_on_two_ranks(name: str, folder: Path, *words: str) -> str:
+    """Run a script of `zero.examples`; return its SHA-256."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", f"zero.examples.{name}", *words]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=250)
+    assert ended.returncode == 0, ended.stderr
+    return digest_of(ended.stdout)
+
+
+def run_alone(main: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run a script's ``main`` in this process; return its SHA-256."""
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    main()
+    return digest_of(capsys.readouterr().out)
+
+
+def test_the_script_of_trainer_goes_on_at_another_stage_and_number_of_ranks_with_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--output_dir", str(tmp_path / "run"), "--max_steps=6", "--save_steps=3", "--eval_steps=3")
+    expected = run_alone(hf_trainer.main, monkeypatch, capsys, *words, "--stage=1")
+    shutil.rmtree(tmp_path / "run" / "checkpoint-6")
+    assert run_on_two_ranks("hf_trainer", tmp_path, *words, "--stage=3") == expected
+
+
+def test_the_script_of_low_rank_adapters_has_the_same_bits_on_two_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = run_alone(finetune_lora.main, monkeypatch, capsys, "--epochs=2", "--stage=0")
+    assert run_on_two_ranks("finetune_lora", tmp_path, "--epochs=2", "--adapters=adapters.pt") == expected
+    adapters = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert len(adapters) == 2 * 9
+    assert all(name.endswith((".down", ".up")) for name in adapters)
