@@ -50,7 +50,7 @@ class ZeroStrategy(DDPStrategy):
     strategy_name = "zero"
 
     def __init__(self, **arguments: Any) -> None:
-        options, others = strategy_arguments(arguments)
+        options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
         self._conversions = Conversions(options, "ZeroStrategy")
 
@@ -68,7 +68,7 @@ class ZeroStrategy(DDPStrategy):
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
         self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign, assignment]
-        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
+        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
         return None
 
     def _check(self, trainer: Trainer) -> None:
@@ -79,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             _refuse_value()
-        check_precision(self.precision_plugin)
+        check_precision(type(self), self.precision_plugin)
 
     def _setup_model(self, model: Any) -> Any:  # private: Strategy.setup calls it
         return model
