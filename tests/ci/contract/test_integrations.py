@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from zero import MicroBatchSampler
 
 from ...contract.recipes import assert_same_dict
 from ...support.launched import launch
-from ...support.loops import BLOCKS, ROOT, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
+from ...support.loops import BLOCKS, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
 from ...support.plain import assert_same_states
 from .ecosystem import COUNT, State, state_of, variables
 
@@ -219,23 +216,3 @@ def read_saved(library: str, folder: Path, name: str) -> tuple[State, dict[str, 
     weights = load_file(state / "model.safetensors")
     assert_same_dict(load_file(folder / name.format("model") / "model.safetensors"), weights)
     return weights, torch.load(state / "optimizer.bin", weights_only=True)
-
-
-def test_the_example_of_accelerate_has_one_hash_at_any_number_of_ranks_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    hashes = []
-    for ranks, arguments in (
-        (2, "--stage 3 --epochs 2"),
-        (2, "--stage 2 --epochs 1 --folder"),
-        (1, "--stage 3 --epochs 2 --resume"),
-    ):
-        words = [f"{tmp_path}/run"] * arguments.endswith(("--folder", "--resume"))
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *start, "-m", "zero.examples.accelerate_loop", *arguments.split(), *words]
-        ended = run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert ended.returncode == 0, ended.stderr
-        hashes += re.findall(r"^SHA-256 (\w{64})$", ended.stdout, re.MULTILINE)
-    whole, half, resumed = hashes
-    assert whole == resumed != half
