@@ -67,8 +67,8 @@ class ZeroStrategy(DDPStrategy):
         if not fitting and not self._conversions.optimizers:
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
-        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign, assignment]
-        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
         return None
 
     def _check(self, trainer: Trainer) -> None:
@@ -97,7 +97,8 @@ class ZeroStrategy(DDPStrategy):
         self._conversions.add(module)
         self.optimizers = [self._conversions.convert(self.optimizers[0])]
         for name in _STEPS:
-            register_forward_method(module, name)  # a step may use weights itself, outside of a forward
+            if module.automatic_optimization or name != "training_step":  # else the optimizer steps inside of it
+                register_forward_method(module, name)  # it may use weights itself, outside of a forward
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the loader as it is. Local. Lightning sets the epoch of ``loader.batch_sampler.sampler`` alone."""
