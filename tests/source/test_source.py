@@ -35,7 +35,8 @@ def names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def unpickling(tree: ast.AST) -> list[tuple[str, int]]:
     """Return the names that unpickle, and the calls of ``torch.load`` without ``weights_only=True``."""
-    found = [(name, line) for name, line in names(tree) if name in UNPICKLES]
+    evaluated = {("eval", node.lineno) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}  # model.eval()
+    found = [(name, line) for name, line in names(tree) if name in UNPICKLES and (name, line) not in evaluated]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 -m zero.examples.accelerate_loop --stage 3
 
-To train with DistributedDataParallel instead, write ``accelerate.Accelerator`` for ``ZeroAccelerator``, and leave its
-``stage`` out. The last line, the SHA-256 of the trained weights, is the same at any stage and number of ranks, and also
-for a run that was stopped and resumed (``--epochs 1 --folder run``, then ``--resume run``).
+It is a script for `accelerate.Accelerator`, but for the accelerator: a `ZeroAccelerator` with a ``stage``. The last
+line, the SHA-256 of the trained weights, is the same at any stage and number of ranks, and also for a run that was
+stopped and resumed (``--epochs 1 --folder run``, then ``--resume run``).
 """
 
 from __future__ import annotations

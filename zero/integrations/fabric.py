@@ -1,6 +1,6 @@
-"""A strategy for Lightning Fabric: ``Fabric(strategy=ZeroStrategy(stage=3))``. Needs lightning-fabric or lightning.
+"""A strategy for Lightning Fabric: ``Fabric(strategy=ZeroFabricStrategy(stage=3))``.
 
-Knows: what Fabric asks of a strategy. Does not know: how to train.
+Knows: what Fabric asks of a strategy. Does not know: how to train. Needs lightning-fabric or lightning.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .conversion import Conversions
 from .lightning_common import check_precision, default_backend, imported, strategy_arguments
 
 if TYPE_CHECKING:
-    from lightning_fabric.strategies import DDPStrategy
+    from lightning_fabric.strategies.ddp import DDPStrategy
 else:
     DDPStrategy = imported("lightning.fabric", "lightning_fabric").strategies.DDPStrategy
 
 
-class ZeroStrategy(DDPStrategy):
+class ZeroFabricStrategy(DDPStrategy):
     """Train a module with a `ZeroOptimizer` of the class and options of the optimizer that ``fabric.setup`` gets.
 
     ``model, optimizer = fabric.setup(model, optimizer)`` takes a plain optimizer, or a `ZeroOptimizer` if this strategy
@@ -42,9 +42,9 @@ class ZeroStrategy(DDPStrategy):
     """
 
     def __init__(self, **arguments: Any) -> None:
-        options, others = strategy_arguments(arguments)
+        options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
-        self._conversions = Conversions(options, "ZeroStrategy")
+        self._conversions = Conversions(options, "ZeroFabricStrategy")
         self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
 
     # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
@@ -53,7 +53,7 @@ class ZeroStrategy(DDPStrategy):
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return the module as it is. Local."""
-        check_precision(self.precision)
+        check_precision(type(self), self.precision)
         self._conversions.add(module)
         return module
 
@@ -76,7 +76,9 @@ class ZeroStrategy(DDPStrategy):
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> NoReturn:
         """Raise `ValueError`."""
-        raise ValueError("ZeroStrategy clips by norm, not by value: give clip_gradients max_norm instead of clip_val")
+        raise ValueError(
+            "ZeroFabricStrategy clips by norm, not by value: give clip_gradients max_norm instead of clip_val"
+        )
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the whole state of the module on rank 0, on the CPU, and {} on other ranks. All ranks."""

@@ -50,7 +50,7 @@ class ZeroStrategy(DDPStrategy):
     strategy_name = "zero"
 
     def __init__(self, **arguments: Any) -> None:
-        options, others = strategy_arguments(arguments)
+        options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
         self._conversions = Conversions(options, "ZeroStrategy")
 
@@ -67,7 +67,7 @@ class ZeroStrategy(DDPStrategy):
         if not fitting and not self._conversions.optimizers:
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
-        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign, assignment]
+        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
         self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
         return None
 
@@ -79,7 +79,7 @@ class ZeroStrategy(DDPStrategy):
             )
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             _refuse_value()
-        check_precision(self.precision_plugin)
+        check_precision(type(self), self.precision_plugin)
 
     def _setup_model(self, model: Any) -> Any:  # private: Strategy.setup calls it
         return model
@@ -97,7 +97,8 @@ class ZeroStrategy(DDPStrategy):
         self._conversions.add(module)
         self.optimizers = [self._conversions.convert(self.optimizers[0])]
         for name in _STEPS:
-            register_forward_method(module, name)  # a step may use weights itself, outside of a forward
+            if module.automatic_optimization or name != "training_step":  # else the optimizer steps inside of it
+                register_forward_method(module, name)  # it may use weights itself, outside of a forward
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the loader as it is. Local. Lightning sets the epoch of ``loader.batch_sampler.sampler`` alone."""

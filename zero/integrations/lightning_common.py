@@ -35,13 +35,16 @@ def imported(*names: str) -> ModuleType:
     return importlib.import_module([*in_use, *installed, names[-1]][0])
 
 
-def strategy_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of `ZeroOptimizer`, and the arguments of Lightning's DDPStrategy. Raises `TypeError`."""
+def strategy_arguments(of: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `ZeroOptimizer`, and the arguments of Lightning's DDPStrategy.
+
+    Raises `TypeError` for arguments that are neither, which names the strategy's class ``of``.
+    """
     options, others = split(given)
     if unknown := others.keys() - _ARGUMENTS:
         raise TypeError(
-            f"ZeroStrategy has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and of "
-            f"DDPStrategy {', '.join(sorted(_ARGUMENTS))}"
+            f"{of.__name__} has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and "
+            f"{', '.join(sorted(_ARGUMENTS))} of DDPStrategy"
         )
     return options, others
 
@@ -51,8 +54,8 @@ def default_backend(device: torch.device) -> str | None:
     return BACKEND_OF_GPUS if device.type == "cuda" else None
 
 
-def check_precision(plugin: Any) -> None:
+def check_precision(of: type, plugin: Any) -> None:
     """Raise `ValueError` if a precision plugin of Lightning is not one of `PRECISIONS`."""
     name = getattr(plugin, "precision", "32-true")
     if name not in PRECISIONS:
-        raise ValueError(f"ZeroStrategy does not take the precision {name!r}: it takes {', '.join(PRECISIONS)}")
+        raise ValueError(f"{of.__name__} does not take the precision {name!r}: it takes {', '.join(PRECISIONS)}")

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from subprocess import run
 from typing import Any
 
 import pytest
@@ -19,7 +16,7 @@ from zero import MicroBatchSampler
 
 from ...contract.recipes import assert_same_dict
 from ...support.launched import launch
-from ...support.loops import BLOCKS, ROOT, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
+from ...support.loops import BLOCKS, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
 from ...support.plain import assert_same_states
 from .ecosystem import COUNT, State, state_of, variables
 
@@ -60,8 +57,13 @@ def other_stage(stage: int) -> int:
 # -- Lightning ---------------------------------------------------------------------------------------------------------
 
 
-def fit(started: dict[str, Any], stage: int, epochs: int, seed: int, path: str | None = None) -> dict[str, Any]:
-    """Run the block up to an epoch, from a checkpoint if there is one. Return its variables."""
+def fit(
+    started: dict[str, Any], stage: int, epochs: int, seed: int, path: str | None = None, by_hand: bool = False
+) -> dict[str, Any]:
+    """Run the block up to an epoch, from a checkpoint if there is one. Return its variables.
+
+    ``by_hand``: the module accumulates, clips and steps itself.
+    """
     import pytorch_lightning as pl
 
     names = names_of(started, stage, seed, epochs=epochs)
@@ -82,14 +84,31 @@ def fit(started: dict[str, Any], stage: int, epochs: int, seed: int, path: str |
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, halving)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
-    names["module"] = Module()
+    class ByHand(Module):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, number: int) -> Tensor:
+            optimizer: Any = self.optimizers()
+            scheduler: Any = self.lr_schedulers()
+            loss = mean_loss(self.model, batch)
+            self.manual_backward(loss / 2)
+            if number % 2:
+                self.clip_gradients(optimizer, gradient_clip_val=1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            return loss
+
+    names["module"] = ByHand() if by_hand else Module()
     built, _, fitted = BLOCKS["Lightning's Trainer"].partition("trainer.fit")
+    for flag in ("accumulate_grad_batches=4 // world,", "gradient_clip_val=1.0,") if by_hand else ():
+        built = built.replace(flag, "")
     exec(built, names)
-    exec(
-        f"trainer.fit{fitted}" if path is None else "trainer.fit(module, loader, loader, ckpt_path=path)",
-        names | {"path": path},
-    )
+    exec(f"trainer.fit{fitted}" if path is None else f"trainer.fit(module, loader, loader, ckpt_path={path!r})", names)
     return names
+
+
+FITS = ((2, False), (3, False), (3, True))  # the stage, and whether the module steps by hand
 
 
 def halving(step: int) -> float:
@@ -99,13 +118,13 @@ def halving(step: int) -> float:
 def lightning(started: dict[str, Any], folder: Path, resumed: str) -> list[Any]:
     """Fit two epochs and save; or load that, at the other stage, and fit a third one.
 
-    Return for each stage the state of the model, and the loss as measured after the fit, and again from the file.
+    Return for each fit the state of the model, and the loss as measured after the fit, and again from the file.
     """
     os.chdir(folder)
     results = []
-    for stage in STAGES:
-        path = f"{folder}/stage-{stage}.ckpt"
-        names = fit(started, other_stage(stage), 3, 6, path) if resumed else fit(started, stage, 2, 5)
+    for number, (stage, by_hand) in enumerate(FITS[: 2 if resumed else 3]):
+        path = f"{folder}/{number}.ckpt"
+        names = fit(started, other_stage(stage), 3, 6, path) if resumed else fit(started, stage, 2, 5, None, by_hand)
         trainer, measured = names["trainer"], []
         if not resumed:
             trainer.save_checkpoint(path)
@@ -127,10 +146,10 @@ def test_lightnings_trainer_has_the_plain_loops_bits_validates_saves_and_goes_on
     loop = PlainLoop(together=4, optimizer=optimizer, scheduler=lambda _: scheduler)
     loop.run(plain, list(epochs_of(0, 1)))
     losses = set()
-    for stage, (state, measured) in zip(
-        STAGES, launch(f"{__name__}:lightning", tmp_path, "", limit=LIMIT), strict=True
-    ):
-        saved = torch.load(tmp_path / f"stage-{stage}.ckpt", weights_only=False)
+    results = launch(f"{__name__}:lightning", tmp_path, "", limit=LIMIT)
+    assert len(results) == len(FITS)
+    for number, (state, measured) in enumerate(results):
+        saved = torch.load(tmp_path / f"{number}.ckpt", weights_only=False)
         weights = {name.removeprefix("model."): value for name, value in saved["state_dict"].items()}
         for found in (state, weights):
             assert_same_dict(found, plain.state_dict())
@@ -219,23 +238,3 @@ def read_saved(library: str, folder: Path, name: str) -> tuple[State, dict[str, 
     weights = load_file(state / "model.safetensors")
     assert_same_dict(load_file(folder / name.format("model") / "model.safetensors"), weights)
     return weights, torch.load(state / "optimizer.bin", weights_only=True)
-
-
-def test_the_example_of_accelerate_has_one_hash_at_any_number_of_ranks_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    hashes = []
-    for ranks, arguments in (
-        (2, "--stage 3 --epochs 2"),
-        (2, "--stage 2 --epochs 1 --folder"),
-        (1, "--stage 3 --epochs 2 --resume"),
-    ):
-        words = [f"{tmp_path}/run"] * arguments.endswith(("--folder", "--resume"))
-        start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *start, "-m", "zero.examples.accelerate_loop", *arguments.split(), *words]
-        ended = run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, env=os.environ | {"OMP_NUM_THREADS": "1"}
-        )
-        assert ended.returncode == 0, ended.stderr
-        hashes += re.findall(r"^SHA-256 (\w{64})$", ended.stdout, re.MULTILINE)
-    whole, half, resumed = hashes
-    assert whole == resumed != half
