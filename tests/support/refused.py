@@ -25,7 +25,7 @@ REFUSED = (
     Refused("deepspeed", "ds.json", "zero=ZeroConfig(stage=", ""),
     Refused("fsdp", True, "zero=ZeroConfig(stage=3)", False),
     Refused("fsdp_config", {"version": 2}, "zero=ZeroConfig(stage=3)", {}),
-    Refused("parallelism_config", object(), "no tensor, context or sequence parallelism"),
+    Refused("parallelism_config", "sizes", "no tensor, context or sequence parallelism"),
     Refused("ddp_find_unused_parameters", False, "there is no DistributedDataParallel"),
     Refused("ddp_bucket_cap_mb", 25, "zero=ZeroConfig(bucket_cap_mb="),
     Refused("ddp_broadcast_buffers", False, "zero_optimizer.broadcast_buffers()"),

@@ -17,8 +17,8 @@ import torch
 from .conversion import split
 
 BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"  # the optimizer sends short messages by gloo
-PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-"""The precisions that neither replace modules nor shard by themselves."""
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+"""The precisions that neither replace modules nor shard by themselves, and that were tried."""
 
 _ARGUMENTS = frozenset(  # of DDPStrategy; its others are those of DistributedDataParallel, which is not used
     {

@@ -28,6 +28,8 @@ def test_importing_the_library_imports_no_command_no_planner_and_no_process_grou
     assert "collectives.backends.gloo" not in modules
     tops = {name.partition(".")[0] for name in modules}
     assert not tops & {"typer", "rich", "matplotlib", "safetensors", "click"}
+    assert not tops & {"transformers", "accelerate", "pytorch_lightning", "lightning_fabric", "lightning"}
+    assert not any(name.startswith(("zero.integrations", "zero.examples")) for name in modules)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["trian"], []])
