@@ -3,7 +3,8 @@
 A block is run with the variables of the block `Start` (or with that block itself, on launched processes), and with the
 names of the recipes' table:
 
-    model, loader     of the `Example` below, from a seed
+    model, dataset    of the `Example` below, from a seed
+    sampler, loader   those of the block `Data`; where micro-batches have several sizes, a list of this rank's
     loss_fn           torch's mean squared error
     stage             each of 0 to 3
     device, backend   "cpu", "aot_eager"
@@ -13,6 +14,7 @@ names of the recipes' table:
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,13 +23,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from zero import MixedPrecision, ZeroOptimizer, save
+from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer, save
 
 from ..support.loops import (
+    SAMPLES,
     Conditioned,
     PlainLoop,
     autocast_loss,
@@ -54,7 +59,7 @@ BACKEND = "aot_eager"  # inductor would compile C++
 
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=10)
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=4)
 
 
 @dataclass(frozen=True)
@@ -63,9 +68,10 @@ class Example:
 
     plain: PlainLoop
     build: Callable[[], nn.Module] = network
-    loader: Callable[[int], list[tuple[Tensor, Tensor]]] = even
+    given: Callable[[int], list[tuple[Tensor, Tensor]]] = even
     count: int = 8
     compiled: bool = False
+    everywhere: bool = False  # the loader has all micro-batches on each rank
 
     def model(self) -> nn.Module:
         return seeded(7, self.build)
@@ -76,20 +82,34 @@ class Example:
             blocks: Any = model.blocks
             for block in blocks:
                 block.compile(backend=BACKEND)
-        self.plain.run(model, self.loader(self.count))
+        self.plain.run(model, self.micro_batches())
         return model
+
+    def dataset(self) -> list[tuple[Tensor, Tensor]]:
+        return [sample for inputs, targets in self.given(self.count) for sample in zip(inputs, targets, strict=True)]
+
+    def micro_batches(self, rank: int = 0, world: int = 1, epoch: int = 0) -> list[tuple[Tensor, Tensor]]:
+        """Return the micro-batches of a rank; by default all of them, as the plain loop has them."""
+        if self.given is even:
+            dataset: Any = self.dataset()
+            sampler = MicroBatchSampler(dataset, SAMPLES, rank, world)
+            sampler.set_epoch(epoch)
+            return [tuple(batch) for batch in DataLoader(dataset, batch_sampler=sampler)]
+        given = self.given(self.count)
+        return [given[index] for (index,) in MicroBatchSampler(given, 1, rank, world)]
 
 
 EXAMPLES = {
     "fp32": Example(PlainLoop()),
+    "A loader of your own": Example(PlainLoop(), everywhere=True),
     "Gradient accumulation": Example(PlainLoop(together=4)),
     "Several losses": Example(PlainLoop(sum_of_losses)),
     "Several backwards": Example(PlainLoop(second_loss)),
     "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),
-    "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven),
-    "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), loader=uneven, count=7),
+    "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven),
+    "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven, count=7),
     "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
     "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
     "Moving averages": Example(PlainLoop()),
@@ -99,27 +119,36 @@ EXAMPLES = {
     "Activation checkpointing": Example(PlainLoop()),
     "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
-OTHERS = ("Start", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "From FSDP2", "To FSDP2")
+OTHERS = ("Start", "Data", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "From FSDP2", "To FSDP2")
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
-    """Return the variables of the guide's first block, for the ranks of a group, and those of the recipes' table."""
-    return {
+    """Return the variables of the blocks `Start` and `Data`, for ranks of a group, and those of the recipes' table."""
+    names = {
         "islice": islice,
         "torch": torch,
         "nn": nn,
         "dist": dist,
+        "DataLoader": DataLoader,
+        "MicroBatchSampler": MicroBatchSampler,
         "MixedPrecision": MixedPrecision,
         "ZeroOptimizer": partial(ZeroOptimizer, process_group=group),
         "rank": rank,
         "world": WORLD_SIZE,
         "model": example.model(),
-        "loader": example.loader(example.count),
+        "dataset": example.dataset(),
+        "batch_size": SAMPLES,
+        "epochs": 1,
         "loss_fn": nn.functional.mse_loss,
         "stage": stage,
         "device": "cpu",
         "backend": BACKEND,
     }
+    if example.given is even and not example.everywhere:
+        exec(code_of("Data"), names)
+    else:
+        names["loader"] = example.micro_batches() if example.everywhere else example.micro_batches(rank, WORLD_SIZE)
+    return names
 
 
 def trained(names: dict[str, Any]) -> nn.Module:
@@ -182,24 +211,40 @@ def save_and_load(group: dist.ProcessGroup, rank: int, path: str) -> list[Any]:
 
 
 def stop_and_go_on(group: dist.ProcessGroup, rank: int, path: str) -> list[dict[str, Tensor]]:
-    """Run the block over half of the micro-batches, and then at another stage over all of them."""
+    """Run the block over one epoch, lose its last checkpoint, and run it at another stage over two epochs."""
     results = []
     for stage in STAGES:
-        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "folder": f"{path}-{stage}"}
-        names["loader"] = names["loader"][: len(names["loader"]) // 2]
+        folder = Path(f"{path}-{stage}")
+        names = {**names_of(EXAMPLES["fp32"], stage, group, rank), "folder": folder}
         exec(code_of("Checkpoints"), names)
         names["optimizer"].close()
-        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "folder": f"{path}-{stage}"}
+        if rank == 0:
+            shutil.rmtree(max(folder.glob("step-*")))
+        dist.barrier(group)
+        later = {**names_of(EXAMPLES["fp32"], 3 - stage, group, rank), "folder": folder, "epochs": 2}
         later["model"] = seeded(8, network)
         exec(code_of("Checkpoints"), later)
+        assert later["restored"].step == 2
         results.append(trained(later).state_dict())
     return results
+
+
+def deal_differently(group: dist.ProcessGroup, rank: int) -> str:
+    """Run a block whose loader shuffles by a seed of each rank. Return the error."""
+    example = EXAMPLES["A loader of your own"]
+    names = names_of(example, 2, group, rank)
+    order = torch.Generator().manual_seed(rank)
+    names["loader"] = DataLoader(names["dataset"], batch_size=SAMPLES, shuffle=True, generator=order)
+    with pytest.raises(RuntimeError) as raised:
+        exec(code_of("A loader of your own"), names)
+    names["optimizer"].close()
+    return str(raised.value)
 
 
 def started_names(names: dict[str, Any], stage: int) -> dict[str, Any]:
     """Return the variables of a block for processes that have run the block `Start`: the world is the group."""
     public = {name: value for name, value in names.items() if not name.startswith("__")}
-    return {**names_of(EXAMPLES["fp32"], stage, None, names["rank"]), **public}
+    return {**names_of(EXAMPLES["fp32"], stage, None, names["rank"] % WORLD_SIZE), **public}
 
 
 def through_a_pipeline(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
@@ -220,7 +265,7 @@ def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Ten
     """Train a part of the micro-batches here, a part by FSDP2, and the rest here again."""
     from torch.distributed.fsdp import fully_shard
 
-    rank, loader = names["rank"], EXAMPLES["fp32"].loader(12)
+    rank, loader = names["rank"], EXAMPLES["fp32"].given(12)
     scope = {**started_names(names, 3), "path": str(folder / "file")}
     ours = ZeroOptimizer(scope["model"], torch.optim.AdamW, stage=3, lr=1e-2)
     step_through(scope["model"], ours, loader[:4], rank)

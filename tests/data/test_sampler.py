@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from collectives import Transport, on_threads
-from zero import MicroBatchSampler, ZeroOptimizer
+from zero import CheckpointManager, MicroBatchSampler, ZeroOptimizer
 
 from ..support.models import seeded
 from ..support.plain import assert_same_model, plain_step
@@ -369,3 +370,15 @@ def test_ranks_whose_samplers_differ_learn_the_first_difference(change: dict[str
     for said in on_threads(3, program):
         assert (said is None) == (words is None)
         assert words is None or words in said
+
+
+def test_a_checkpoint_that_holds_samplers_which_differ_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    def program(transport: Transport) -> str:
+        optimizer = ZeroOptimizer(nn.Linear(1, 1), process_group=transport)
+        sampler = MicroBatchSampler(8, 2, transport.rank, 2, seed=transport.rank)
+        with CheckpointManager(tmp_path, optimizer) as checkpoints, pytest.raises(ValueError, match="rank 1") as raised:
+            checkpoints.save(1, state={"sampler": sampler})
+        return str(raised.value)
+
+    for said in on_threads(2, program):
+        assert "state['sampler'] differs between rank 0 and rank 1" in said

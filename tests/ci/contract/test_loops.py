@@ -30,7 +30,7 @@ def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
     example = EXAMPLES["Moving averages"]
     model = example.model()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    PlainLoop(after_step=average.update_parameters).run(model, example.loader(example.count))
+    PlainLoop(after_step=average.update_parameters).run(model, example.micro_batches())
     first, second = gloo.run(recipes.run_block, "Moving averages")
     for _, averaged in first:
         assert_same_dict(averaged, dict(average.module.named_parameters()))
@@ -39,7 +39,7 @@ def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
 
 def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:
     example = EXAMPLES["fp32"]
-    model, batches = example.model(), example.loader(example.count)
+    model, batches = example.model(), example.micro_batches()
     optimizer = example.plain.run(model, batches)
     weights, states = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     PlainLoop(optimizer=optimizer).run(model, batches)
@@ -51,14 +51,21 @@ def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tm
 
 
 def test_a_loop_that_was_stopped_goes_on_from_its_checkpoint(gloo: GlooPool, tmp_path: Path) -> None:
-    expected = EXAMPLES["fp32"].expected().state_dict()
+    example = EXAMPLES["fp32"]
+    expected = example.model()
+    example.plain.run(expected, [*example.micro_batches(), *example.micro_batches(epoch=1)])
     for by_stage in gloo.run(recipes.stop_and_go_on, str(tmp_path / "run")):
         for state in by_stage:
-            assert_same_dict(state, expected)
+            assert_same_dict(state, expected.state_dict())
+
+
+def test_loaders_that_shuffle_differently_are_an_error_on_every_rank(gloo: GlooPool) -> None:
+    for said in gloo.run(recipes.deal_differently):
+        assert said == "the loaders of the ranks have different micro-batches: give each the same seed"
 
 
 def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
-    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(8)
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].micro_batches()
     halves = [
         (inputs.chunk(2)[half], targets.chunk(2)[half])
         for step in range(0, len(batches), 2)
@@ -72,7 +79,7 @@ def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Pa
 
 def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_path: Path) -> None:
     """Two ranks with a micro-batch each: a sum of two terms has one order, and FSDP2's bits are the plain loop's."""
-    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].loader(12)
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].given(12)
     PlainLoop(max_norm=float("inf")).run(expected, batches)
     for state in launch(f"{recipes.__name__}:from_and_to_fsdp2", tmp_path):
         assert_same_dict(state, expected.state_dict())
@@ -81,7 +88,7 @@ def test_training_goes_to_fsdp2_and_comes_back_with_the_plain_loops_bits(tmp_pat
 def test_batch_norm_has_the_plain_loops_parameters_and_rank_0s_statistics_everywhere(gloo: GlooPool) -> None:
     example = EXAMPLES["Batch norm"]
     expected = example.expected()
-    batches = example.loader(example.count)
+    batches = example.micro_batches()
     alone, statistics = example.model(), example.model()
 
     def keep_rank_0s(model: nn.Module, batch: Any) -> Tensor:
