@@ -1,37 +1,26 @@
-"""A ZeRO optimizer for PyTorch whose results are those of the plain loop, bit for bit."""
+"""A ZeRO optimizer for PyTorch whose results are those of the plain loop, bit for bit.
+
+Its names are those of `public`. They are imported, and torch with them, when the first one is used: Python imports this
+package before `zero.commands`, and `zero --help` needs no torch.
+"""
 
 from __future__ import annotations
 
-from .checkpoint.manager import CheckpointManager
-from .checkpoint.read.file_reader import CheckpointError
-from .checkpoint.read.reader import open_checkpoint
-from .checkpoint.single import load, save
-from .checkpoint.stop_request import StopOnSignal
-from .commands.verify.verification import Verification, verify
-from .config import MixedPrecision, Offload
-from .data import MicroBatchSampler
-from .optimizer import ZeroOptimizer
-from .parameters.module_hooks import register_forward_method
-from .runtime.process_group import process_group
-from .state.average import ShardedAverage
-from .step.clip import clip_grad_norm_
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "CheckpointError",
-    "CheckpointManager",
-    "MicroBatchSampler",
-    "MixedPrecision",
-    "Offload",
-    "ShardedAverage",
-    "StopOnSignal",
-    "Verification",
-    "ZeroOptimizer",
-    "clip_grad_norm_",
-    "load",
-    "open_checkpoint",
-    "process_group",
-    "register_forward_method",
-    "save",
-    "verify",
-]
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from .public import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        public = importlib.import_module(".public", __name__)
+        globals().update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+        if name not in globals():  # the import may have added a module of this name
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

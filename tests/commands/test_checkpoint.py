@@ -106,12 +106,15 @@ def test_the_table_has_every_checkpoint_and_says_why_one_is_not_complete(
     shutil.copytree(saved, damaged / "step-00000005")
     flip(damaged / "step-00000005" / "checkpoint.json", 200)
     size = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file() and path.name != "checkpoint.json")
-    assert run("list", saved) == 0
-    assert capsys.readouterr().out == f"{saved} has no checkpoints\n"
+    assert run("list", saved / "model") == 0
+    assert capsys.readouterr().out == f"{saved / 'model'} has no checkpoints\n"
+    assert run("list", saved) == 0, "a checkpoint itself"
+    alone = capsys.readouterr().out.splitlines()
     assert run("list", saved.parent) == 0
     _, header, _, whole, shorter, unreadable = capsys.readouterr().out.splitlines()
     assert header.split() == ["step", "bytes", "written", "by", "content", "files"]
     assert re.split(r"  +", whole) == ["3", f"{size:,}", "ranks: 1, stage: 2", content, "complete"]
+    assert re.split(r"  +", alone[-1]) == re.split(r"  +", whole)
     assert re.search(rf" {content} +{cut}/state.safetensors has 0 bytes instead of ", shorter)
     assert re.match(r"5 +\? +\? +\? .*step-00000005/checkpoint.json: its text ", unreadable)
 

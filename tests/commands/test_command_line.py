@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
+from dataclasses import MISSING
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from torch import nn
 
+import zero
 from zero import ZeroOptimizer, save
 from zero.commands import cli
-from zero.commands.runner import record_error
+from zero.commands.application import application
+from zero.commands.flags import flags_of
+from zero.commands.plan.settings import PlanConfig
+from zero.commands.runner import choose_device, record_error
 from zero.commands.train import data
+from zero.commands.train.settings import TrainConfig
+from zero.commands.verify.settings import VerifyConfig
 
 from ..planning.configs import SMALL
 from ..support.rows import only
 
 TRAIN = ("--preset=tiny", "--sequence=24", "--data={}/text", "--out={}/out")
 VERIFIED = "tests.commands.verified"
+RIGHT = f"{VERIFIED}:right_arguments"
 WRONG = {  # words with gaps
     "trian": "No such command 'trian'. Did you mean 'train'? See `zero --help`",
     "export saved": "No such command 'export'. It is `zero checkpoint export`",
@@ -28,6 +40,8 @@ WRONG = {  # words with gaps
     "train --steps=0": "--steps is 0: it must be at least 1",
     "train --resume=saved": "Invalid value for '--resume': … 'none', 'auto'",
     "train --elastic=2:4": "No such option: --elastic",
+    "train --precision=int8": "error: Invalid value for '--precision': 'int8' is not one of 'fp32', 'bf16', 'fp16'.",
+    "train --bucket-cap-mb=all": "--bucket-cap-mb is all: it must be a number of MiB or auto",
     "train --preset=huge": "Invalid value for '--preset': … 'tiny', 'small', 'medium'",
     "train 5": "Got unexpected extra argument … 5 … See `zero train --help`",
     "train --ranks=0": "--ranks is 0: it must be at least 1",
@@ -67,12 +81,20 @@ WRONG = {  # words with gaps
     "verify builtins:dict": "verify() missing 2 required positional arguments: 'build_model' and 'batches'",
     f"verify {VERIFIED}:unknown_arguments": "(what is no argument of verify() goes to AdamW: lr, stage, learning_rate)",
     f"verify {VERIFIED}:a_lambda": "loss_fn is a_lambda.<locals>.<lambda>, which other processes cannot import by name",
+    f"verify {RIGHT} --stages=0-3": "--stages is 0-3: it must be whole numbers with commas between",
+    f"verify {RIGHT} --stages=7": "stage must be one of 0, 1, 2, 3, not 7",
+    f"verify {RIGHT} --world-sizes=1,0": "world_sizes must hold numbers of at least 1, not (1, 0)",
+    f"verify {RIGHT} --bucket-cap-mb=all": "--bucket-cap-mb is all: it must be a number of MiB or auto",
+    f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
+    f"verify {RIGHT} --device=tpu": "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'",
+    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda needs one GPU per rank, and",
     "plan": "the model needs exactly one of --config, --parameters, --module, --preset, here none",
     "plan --preset=tiny --config=config.json": "here --config and --preset",
     "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
     "plan --config=config.json --micro=0": "--micro 0 and --sequence 2048 must both be at least 1",
     "plan --module=nowhere:model": "--module nowhere:model: ModuleNotFoundError",
-    "plan --preset=tiny --checkpoint=full": "leave it out with --preset",
+    "plan --preset=tiny --recompute=full": "leave it out with --preset",
+    "plan --checkpoint=full --preset=tiny": "error: No such option: --checkpoint. It is --recompute\n",
     "plan --preset=tiny --cluster=h10:8": "did you mean 'h100'",
     "checkpoint": "Missing command. See `zero checkpoint --help`",
     "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",
@@ -101,13 +123,15 @@ FIRST = (
     "plan --config=config.json --global-batch=12",
     "plan --config=config.json --micro=0",
     "plan --module=nowhere:model",
-    "plan --preset=tiny --checkpoint=full",
+    "plan --preset=tiny --recompute=full",
+    "plan --checkpoint=full --preset=tiny",
     "train --data={}/folder",
     "train --data={}/no",
     "train --data={}/short --sequence=17",
     "train --optimizer=adamu",
     "train --optimizer=rprop --fused",
     "train --device=cuda --ranks=1000",
+    "train --precision=int8",
     "train --out={}/file/below",
     "train --reshard-after-forward=3 --stage=3",
     "train --reshard-after-forward=some",
@@ -115,6 +139,9 @@ FIRST = (
     "verify os:getcwd",
     "verify tests.commands.verified",
     "verify tests.commands.verified:leaves",
+    f"verify {RIGHT} --collective=telepathy",
+    f"verify {RIGHT} --stages=0-3",
+    f"verify {RIGHT} --world-sizes=9999 --device=cuda",
     "verify tests.commands.verified:unknown_arguments",
 )
 
@@ -144,6 +171,99 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     for part in WRONG[line].replace("{}", str(tmp_path)).split(" … "):
         place = shown.err.index(part, place)
     assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "example"),
+    [
+        ("", ["Options", "Commands"], None),
+        ("train", ["Model", "Training", "Sharding", "Checkpoints", "Output"], "zero train --ranks 4 --stage 3"),
+        ("plan", ["Model", "Cluster", "Training", "Cost", "Output"], "zero plan --module my_model:build "),
+        (
+            "verify",
+            ["Arguments", "What is run", "Where"],
+            "zero verify my_model:arguments --stages 3 --world-sizes 2,4 ",
+        ),
+        ("checkpoint", ["Options", "Commands"], None),
+        ("checkpoint list", ["Arguments", "Options"], "zero checkpoint list checkpoints"),
+        ("checkpoint verify", ["Arguments", "Options"], "zero checkpoint verify checkpoints"),
+        ("checkpoint export", ["Arguments", "Options"], "zero checkpoint export "),
+    ],
+)
+def test_help_has_the_flags_in_groups_and_ends_with_commands_that_it_can_parse(
+    words: str,
+    groups: list[str],
+    example: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*words.split(), "-h"]) == 0
+    shown = capsys.readouterr().out
+    more = [] if "Options" in groups else ["Other options"]
+    found = re.findall(r"^(\w.*):$", shown, re.MULTILINE)
+    assert found == [*groups, *more, *([] if example is None else ["Examples"])]
+    if example is not None:
+        lines = [line.strip() for line in shown.partition("\nExamples:\n")[2].splitlines()]
+        assert any(line.startswith(example) for line in lines)
+        for line in lines:
+            program, *arguments = shlex.split(line, comments=True) or [""]
+            if program == "zero":
+                parse(arguments)
+
+
+def parse(arguments: list[str]) -> None:
+    """Parse a line of `zero`, and run nothing. Raises an error for a wrong one."""
+    command: Any = typer.main.get_command(application(arguments[0]))
+    while hasattr(command, "commands"):
+        _, command, arguments = command.resolve_command(typer.Context(command), arguments)
+    command.make_context("zero", arguments)
+
+
+def test_every_flag_is_in_one_group() -> None:
+    for config in (TrainConfig, PlanConfig, VerifyConfig):
+        names = [name for group in config.GROUPS.values() for name in group]
+        fields = [flag.field for flag in flags_of(config) if flag.default is not MISSING]
+        assert set(fields) <= set(names), config
+        assert len(names) == len(set(names))
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zero {zero.__version__}\n"
+
+
+ON_CPU = ", so they compute on the CPU, over gloo; with at most"
+# asked, ranks of the host, its GPUs -> device, what is said
+DEVICES = {
+    (None, 2, 0): ("cpu", None),
+    (None, 2, 1): (
+        "cpu",
+        "this host has 1 GPU for 2 ranks, so they compute on the CPU, over gloo; with at most 1 rank",
+    ),
+    (None, 3, 2): (
+        "cpu",
+        "this host has 2 GPUs for 3 ranks, so they compute on the CPU, over gloo; with at most 2 ranks",
+    ),
+    (None, 2, 2): ("cuda", None),
+    (None, 1, 8): ("cuda", None),
+    ("cpu", 2, 8): ("cpu", None),
+    ("cuda", 2, 2): ("cuda", None),
+    ("cuda", 1, 0): (None, "--device cuda needs one GPU per rank, and this host has 0 GPUs for 1 rank: start fewer"),
+    ("cuda", 4, 3): (None, "--device cuda needs one GPU per rank, and this host has 3 GPUs for 4 ranks: start fewer"),
+    ("tpu", 1, 8): (None, "device must be 'cpu' or 'cuda', not 'tpu'"),
+}
+
+
+@pytest.mark.parametrize("given", DEVICES)
+def test_a_gpu_for_each_rank_is_used_unless_the_cpu_is_asked_for(given: tuple[str | None, int, int]) -> None:
+    device, said = DEVICES[given]
+    try:
+        found, note = choose_device(*given)
+    except ValueError as error:
+        found, note = None, str(error)
+    assert found == device
+    assert note is None if said is None else str(note).startswith(said)
 
 
 def test_ranks_that_contradict_the_launcher_are_an_error(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.launcher import api
 
 from collectives import Transport, on_threads
 from zero import Offload, ZeroOptimizer
@@ -262,11 +263,11 @@ def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
 
 
 def test_ranks_start_also_where_the_launcher_has_no_time_for_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [field.name for field in dataclasses.fields(runner.LaunchConfig) if field.name != "shutdown_timeout"]
+    names = [field.name for field in dataclasses.fields(api.LaunchConfig) if field.name != "shutdown_timeout"]
     older = dataclasses.make_dataclass("LaunchConfig", [(name, Any, None) for name in names])
     started: list[Any] = []
-    monkeypatch.setattr(runner, "LaunchConfig", older)
-    monkeypatch.setattr(runner, "elastic_launch", lambda config, _: lambda *_: started.append(config))
+    monkeypatch.setattr(api, "LaunchConfig", older)
+    monkeypatch.setattr(api, "elastic_launch", lambda config, _: lambda *_: started.append(config))
     runner.launch_ranks("zero.commands.train.rank", {}, 2)
     (config,) = started
     assert config.nproc_per_node == 2

@@ -40,6 +40,8 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"build_model": verified.with_dropout, "loss_fn": verified.seeded_by_the_batch},
     {"optimizer_class": SGD, "lr": torch.tensor(0.1), "momentum": 0.9},
     {"units": verified.is_linear},
+    {"collective": "pairwise", "bucket_cap_mb": "auto", "device": "cpu"},
+    {"collective": verified.Pairs},
     {"build_model": verified.Masked},
     *({**ODD, "max_norm": 0.5, "mixed_precision": precision} for precision in PRECISIONS.values()),
 )
@@ -83,6 +85,12 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"batches": [(object(), 1)] * 2}, "batches must hold only tensors, numbers, text, lists, tuples and dicts"),
     ({"max_norm": -1.0}, "max_norm must be at least 0"),
     ({"bucket_cap_mb": 0}, 'bucket_cap_mb must be a positive number of MiB, None or "auto", not 0'),
+    ({"collective": "telepathy"}, "collective must be one of auto, pairwise, "),
+    (
+        {"collective": lambda *of: verified.Pairs(*of)},
+        "collective is <lambda>, which other processes cannot import by name",
+    ),
+    ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
 
@@ -91,7 +99,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 9))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 11))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +128,33 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
     monkeypatch.setattr(sys, "argv", ["zero", "verify", "tests.commands.verified:not_deterministic"])
     assert cli.main() == 1
     assert "The model is not deterministic by itself" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_flags_of_the_command_replace_what_the_function_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        "--stages=3,1",
+        "--collective=pairwise",
+        "--micro-batches=4",
+        "--max-norm=0.1",
+        "--device=cpu",
+        "--threads=1",
+    )
+    assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "AdamW, first in the plain loop, twice; stages: 3, 1; ranks: 1; micro-batches a step: 4; collective: pairwise",
+        "the plain loop, again: same bits, 1 step, 42 parameters",
+        *(f"stage {stage}, 1 rank: same bits, 1 step, 42 parameters" for stage in (3, 1)),
+        "no bit differs from the plain loop in 2 runs",
+    ]
+
+
+def test_ranks_that_have_no_gpu_each_use_the_cpu_and_the_first_line_says_so(
+    in_this_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(runner, "choose_device", lambda asked, ranks, gpus: ("cpu", f"{asked}, {ranks}, {gpus}"))
+    assert alone(stages=(2,)).ok
+    assert capsys.readouterr().out.splitlines()[0] == f"None, 1, {torch.cuda.device_count()}"
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from collectives.algorithms.pairwise import Pairwise
 from zero import Verification, verify
 
 from ..support.models import Odd, build, odd_batches, odd_loss
@@ -69,6 +70,10 @@ class Predicts(Squares):
 
     def forward(self, inputs: Tensor, scale: float = 1.0) -> Any:
         return {"loss": super().forward(inputs, scale)}
+
+
+class Pairs(Pairwise):
+    """An algorithm that this library does not name."""
 
 
 def with_dropout() -> Squares:

@@ -34,10 +34,10 @@ CASES = [(name, hosts, wire) for name in MODELS for hosts in (4, 16, 64) for wir
 
 @functools.cache
 def planner_of(name: str) -> Planner:
-    config, checkpoint = MODELS[name]
+    config, recompute = MODELS[name]
     model = from_config(config, name)
     works = count_transformer(model, 1, SEQUENCE, torch.bfloat16)
-    return Planner(Training(model, works, 1, SEQUENCE, checkpoint=checkpoint))
+    return Planner(Training(model, works, 1, SEQUENCE, recompute=recompute))
 
 
 @pytest.mark.parametrize(("name", "hosts", "wire"), only(CASES, ("7B", 16, "float32")), ids=str)

@@ -30,9 +30,10 @@ def main(arguments: Sequence[str] | None = None, command: str | None = None) -> 
 def _run(arguments: list[str], program: str, command: str | None) -> int:
     import typer
 
-    from .application import application
+    from .application import OF_CHECKPOINT, RENAMED, application
 
-    group: Any = typer.main.get_command(application)
+    called = command or next((word for word in arguments if not word.startswith("-")), None)
+    group: Any = typer.main.get_command(application(called))
     parser = group if command is None else group.commands[command]
     usage_error: Any = typer.BadParameter.__base__  # typer has no public name for it
     try:
@@ -40,9 +41,12 @@ def _run(arguments: list[str], program: str, command: str | None) -> int:
     except usage_error as error:
         path = program if error.ctx is None else error.ctx.command_path
         remedy = f"See `{path} --help`"
-        if parser is group and arguments[0] in group.commands["checkpoint"].commands.keys() - group.commands.keys():
-            remedy = f"It is `{path} checkpoint {arguments[0]}`"
-        said = error.format_message()
+        renamed = RENAMED.get(f"{called} {getattr(error, 'option_name', '')}")
+        if renamed is not None:
+            remedy = f"It is {renamed}"
+        elif parser is group and called in OF_CHECKPOINT and called not in group.commands:
+            remedy = f"It is `{path} checkpoint {called}`"
+        said = error.format_message().replace("Value error, ", "")  # words of pydantic, with which typer parses
         fail(f"{said}{'' if said.endswith(('.', '?')) else '.'} {remedy}")
         return WRONG_INPUT
     return code

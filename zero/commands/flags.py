@@ -1,4 +1,5 @@
-"""Flags of a command, made of the fields of a frozen dataclass: a field is a flag, the text in its type is its help.
+"""Flags of a command, made of the fields of a frozen dataclass: a field is a flag, the text in its type is its help. A
+field without a default is an argument.
 
 Knows: names, types, defaults and help of fields, and how the value of a field is written in a flag and in JSON. Does
 not know: the parser, or what a flag does.
@@ -7,7 +8,7 @@ not know: the parser, or what a flag does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
@@ -22,13 +23,15 @@ Settings = TypeVar("Settings")
 class TextForm:
     """How a value is written in a flag and in JSON.
 
-    ``type``: of what is written; ``parse`` and ``write``: from it and to it; ``expected``: what it must be, in words.
+    ``type``: of what is written; ``parse`` and ``write``: from it and to it; ``expected``: what it must be, in words;
+    ``metavar``: how help names it, None for the name of the type.
     """
 
     type: Any
     parse: Callable[[Any], Any]
     write: Callable[[Any], Any]
     expected: str = ""
+    metavar: str | None = None
 
 
 def _text(value: Any) -> str | None:
@@ -44,7 +47,18 @@ FORMS: Mapping[Any, TextForm] = {
     Path | None: TextForm(Path | None, Path, _text),
     bool | int: TextForm(str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"),
     float | Literal["auto"] | None: TextForm(
-        str | None, lambda text: text if text == "auto" else float(text), lambda value: value, "a number of MiB or auto"
+        str | None,
+        lambda text: text if text == "auto" else float(text),
+        lambda value: value,
+        "a number of MiB or auto",
+        "<MiB|auto>",
+    ),
+    tuple[int, ...] | None: TextForm(
+        str | None,
+        lambda text: tuple(map(int, text.split(","))),
+        lambda value: None if value is None else ",".join(map(str, value)),
+        "whole numbers with commas between them",
+        "<int,int>",
     ),
     str | Algorithm: TextForm(str, str, str),
     Offload | None: TextForm(
@@ -61,7 +75,11 @@ NAMES = {"mixed_precision": "precision"}
 
 @dataclass(frozen=True)
 class Flag:
-    """One field of a configuration, as a command line and JSON have it: ``type`` and ``default`` are written ones."""
+    """One field of a configuration, as a command line and JSON have it: ``type`` and ``default`` are written ones.
+
+    ``default`` is `MISSING` if there is none. ``group``: of flags, as help has it. ``metavar``: the third part of the
+    field's type, else that of its form.
+    """
 
     field: str
     name: str
@@ -69,21 +87,27 @@ class Flag:
     default: Any
     help: str
     form: TextForm
+    group: str
+    metavar: str | None
 
 
 def flags_of(config: type[Any]) -> list[Flag]:
     """Return the flags of a command, in the order of the fields of its configuration.
 
-    ``config.NO_FLAGS``, if there is one, has the names of fields that are no flags.
+    ``config.NO_FLAGS``, if there is one, has the names of fields that are no flags. ``config.GROUPS`` has the names of
+    the groups of flags, and of the fields in each; what is in none is in the last one.
     """
     hints = get_type_hints(config, include_extras=True)
+    groups = {field: group for group, names in config.GROUPS.items() for field in names}
     found = []
     for item in fields(config):
         if item.name not in getattr(config, "NO_FLAGS", ()):
-            kind, text = get_args(hints[item.name])
+            kind, text, *metavar = get_args(hints[item.name])
             form = FORMS.get(kind, TextForm(kind, lambda value: value, lambda value: value))
-            name, default = NAMES.get(item.name, item.name), form.write(item.default)
-            found.append(Flag(item.name, name, form.type, default, text, form))
+            default = MISSING if item.default is MISSING else form.write(item.default)
+            group = groups.get(item.name, list(config.GROUPS)[-1])
+            named = (item.name, NAMES.get(item.name, item.name))
+            found.append(Flag(*named, form.type, default, text, form, group, *(metavar or [form.metavar])))
     return found
 
 

@@ -203,10 +203,12 @@ def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, 
     ``asked``: the value of --device, None if it is omitted: then the GPUs are taken if each rank gets its own.
     ``local_ranks`` and ``gpus``: how many the host has. Raises ValueError if "cuda" is asked for and they are too few.
     """
+    if asked not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
     if asked == "cuda" and gpus < local_ranks:
         raise ValueError(
             f"--device cuda needs one GPU per rank, and this host has {_counted(gpus, 'GPU')} for "
-            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or give --device cpu"
+            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or take the CPU"
         )
     if asked is not None:
         return asked, None

@@ -171,7 +171,8 @@ class Agreement:
                     warnings.warn(
                         f"before {purpose}, ranks {first} and {rank} have run different forwards without gradients "
                         "or gathered() different modules: did one rank alone evaluate, generate or save? These share "
-                        f"memory, and may. Where units are gathered from other ranks it is an error: {SAME_UNITS}",
+                        "memory, and may. Where units are gathered from other ranks it is an error (rehearse that with "
+                        f"collective='pairwise'): {SAME_UNITS}",
                         RuntimeWarning,
                         stacklevel=2,
                     )

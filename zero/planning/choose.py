@@ -260,8 +260,8 @@ def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list
 
 def _smallest(planner: Planner, cluster: Cluster) -> dict[str, PlannedSetting]:
     found: dict[str, PlannedSetting] = {}
-    for checkpoint in (planner.training.checkpoint, *(["full"] if planner.training.counts_activations else [])):
-        smallest = smallest_cluster(planner.recomputing(checkpoint), cluster)
+    for recompute in (planner.training.recompute, *(["full"] if planner.training.counts_activations else [])):
+        smallest = smallest_cluster(planner.recomputing(recompute), cluster)
         if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
-            found[checkpoint] = smallest
+            found[recompute] = smallest
     return found

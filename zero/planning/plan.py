@@ -50,7 +50,7 @@ class Training:
         micro: sequences of a micro-batch.
         sequence: tokens of a sequence.
         global_batch: sequences of a step over all ranks; None: one micro-batch of each rank.
-        checkpoint: which blocks are recomputed, as `works.recomputed` has it.
+        recompute: which blocks are recomputed, as `works.recomputed` has it.
         precision: one of `PRECISIONS`.
         optimizer: as `PlanSetting` has it.
         counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
@@ -61,7 +61,7 @@ class Training:
     micro: int = 1
     sequence: int = 2048
     global_batch: int | None = None
-    checkpoint: str = "none"
+    recompute: str = "none"
     precision: PrecisionName = "bf16"
     optimizer: str = "adamw"
     counts_activations: bool = True
@@ -71,7 +71,7 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: it must be at least 1")
-        recomputed(0, self.checkpoint)
+        recomputed(0, self.recompute)
 
     @property
     def tokens(self) -> int:
@@ -143,7 +143,7 @@ class Training:
         if not self.counts_activations:
             return 0
         root, *blocks = self.works
-        again = recomputed(len(blocks), self.checkpoint)
+        again = recomputed(len(blocks), self.recompute)
         kept = sum(kept_bytes(work, is_again) for work, is_again in zip(blocks, again, strict=True))
         rest = (
             work.peak_bytes - (0 if is_again else work.saved_bytes)
@@ -228,10 +228,10 @@ class Planner:
         self._units = training.model.unit_numels()
         self._tensors = training.model.by_unit(lambda _: 1)
 
-    def recomputing(self, checkpoint: str) -> Planner:
+    def recomputing(self, recompute: str) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""
         other = copy.copy(self)
-        other.training = replace(self.training, checkpoint=checkpoint)
+        other.training = replace(self.training, recompute=recompute)
         other._activations = other.training.activation_bytes()
         return other
 
@@ -309,7 +309,7 @@ class Planner:
 
     def _unit_loads(self, compute: Compute) -> list[UnitLoad]:
         training = self.training
-        again = (False, *recomputed(len(training.works) - 1, training.checkpoint))
+        again = (False, *recomputed(len(training.works) - 1, training.recompute))
         hidden = training.model.hidden
         return [
             UnitLoad(compute.passes(work, hidden, training.repeated(work) if is_again else None), numel, tensors)

@@ -66,6 +66,6 @@ def test_ranks_that_use_other_units_without_gradients_are_told_once_and_train_on
     assert (len(told), other) == (CASES[case], [])
     for text in told:
         assert text.startswith("before step(), ranks 0 and 1 have run different forwards without gradients")
-        assert "Where units are gathered from other ranks it is an error" in text
+        assert "Where units are gathered from other ranks it is an error (rehearse that with collective='p" in text
         assert "synced_gpus=True" in text
         assert "optimizer.gathered()" in text

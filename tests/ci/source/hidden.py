@@ -70,8 +70,8 @@ def errors_of_uses(paths: list[str]) -> dict[str, list[str]]:
     for path in paths:
         if not is_hidden(path):
             hide(path)
-    import zero  # noqa: F401
     from collectives import torch_internals
+    from zero import ZeroOptimizer  # noqa: F401
 
     found = {}
     for value in vars(torch_internals).values():

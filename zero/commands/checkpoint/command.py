@@ -1,7 +1,7 @@
 """`zero checkpoint list | verify | export`.
 
-Knows: the arguments of each command, its help, what it prints, and its exit code. Does not know: formats, or how a
-conversion works.
+Knows: the arguments of each command, its help and examples, what it prints, and its exit code. Does not know: formats,
+or how a conversion works.
 """
 
 from __future__ import annotations
@@ -23,12 +23,15 @@ SHOWN = 12  # characters of a hash
 
 
 @reports_errors
-def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints")]) -> int:
+def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints, or one")]) -> int:
     """Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete."""
     if not directory.is_dir():
         raise WrongInputError(f"{directory} is not a folder")
     console = Console()
-    rows = [_row(step, folder) for step, folder in steps_in(directory).items()]
+    if (directory / NAME).exists():
+        rows = [_row(_open(directory).step, directory)]
+    else:
+        rows = [_row(step, folder) for step, folder in steps_in(directory).items()]
     if not rows:
         console.line(f"{directory} has no checkpoints")
         return 0
@@ -98,3 +101,16 @@ def _open(path: Path) -> Checkpoint:
         if isinstance(error.__cause__, (FileNotFoundError, NotADirectoryError)):
             raise WrongInputError(str(error)) from error
         raise
+
+
+COMMANDS = {  # name -> function, examples
+    "list": (list_, ("zero checkpoint list checkpoints",)),
+    "verify": (verify, ("zero checkpoint verify checkpoints", "zero checkpoint verify checkpoints/step-00000600")),
+    "export": (
+        export,
+        (
+            "zero checkpoint export checkpoints/step-00000600 --to torch model.pt",
+            "zero checkpoint export checkpoints/step-00000600 --to hf exported",
+        ),
+    ),
+}

@@ -77,7 +77,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     console.line(
         f"{training.model.name}: {_short(training.model.numel)} parameters in {len(training.model.units)} units, "
         f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {micro_batches} x {training.micro} x "
-        f"{training.sequence:,} tokens of a rank and step, checkpoint {training.checkpoint}"
+        f"{training.sequence:,} tokens of a rank and step, recompute {training.recompute}"
     )
     if not training.counts_activations:
         console.line("activations are not counted, and compute is 2 operations for each parameter and token")
@@ -91,9 +91,9 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     if found.best:
         for line in _recommendation(config, found, found.best):
             console.line(line)
-    for checkpoint, smallest in found.smallest.items():
+    for recompute, smallest in found.smallest.items():
         console.line(
-            f"smallest cluster that fits, checkpoint {checkpoint}: {_cluster(smallest.cluster)}, "
+            f"smallest cluster that fits, recompute {recompute}: {_cluster(smallest.cluster)}, "
             f"{name_of(smallest.setting)}, {_gb(smallest.peak.total)} of {_gb(smallest.usable)} GB{_beside(smallest)}"
         )
     for curve in found.curves:
@@ -195,10 +195,10 @@ def _cluster(cluster: Cluster) -> str:
 
 
 def _smallest_change(config: PlanConfig, asked: Asked) -> str:
-    """Return the first change that makes a setting fit: more checkpointing, smaller micro-batches, more hosts."""
+    """Return the first change that makes a setting fit: more recomputation, smaller micro-batches, more hosts."""
     tried = [config]
     if config.preset is None:
-        tried += [replace(config, checkpoint=each) for each in ("selective", "full") if each != config.checkpoint]
+        tried += [replace(config, recompute=each) for each in ("selective", "full") if each != config.recompute]
     tried += [replace(each, micro=1) for each in tried if config.micro > 1]
     for each in tried[1:]:
         planner = Planner(training_of(each))
@@ -216,7 +216,7 @@ def _smallest_change(config: PlanConfig, asked: Asked) -> str:
 
 def _changed(config: PlanConfig, tried: PlanConfig) -> str:
     """Return the flags in which ``tried`` differs."""
-    names = ("checkpoint", "micro")
+    names = ("recompute", "micro")
     flags = [f"--{name} {getattr(tried, name)}" for name in names if getattr(tried, name) != getattr(config, name)]
     return " and ".join(flags)
 

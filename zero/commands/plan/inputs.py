@@ -76,7 +76,7 @@ def training_of(config: PlanConfig) -> Training:
         config.micro,
         config.sequence,
         config.global_batch,
-        config.checkpoint,
+        config.recompute,
         config.precision,
         config.optimizer,
         counts_activations=bool(works),
@@ -96,8 +96,8 @@ def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
     if config.parameters is not None:
         return of_parameter_list(config.parameters), None
     if config.preset is not None:
-        if config.checkpoint != "none":
-            raise ValueError("--checkpoint: the models of zero train recompute nothing, so leave it out with --preset")
+        if config.recompute != "none":
+            raise ValueError("--recompute: the models of zero train recompute nothing, so leave it out with --preset")
         return _preset(config, dtype)
     module, loss = _made(str(config.module))
     model = model_of(module, str(config.module))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from ...config import PrecisionName
 
@@ -18,6 +18,19 @@ __all__ = ["PlanConfig"]
 @dataclass(frozen=True, kw_only=True)
 class PlanConfig:
     """The settings of `zero plan`. A field is a flag; the text in its type is the flag's help."""
+
+    GROUPS: ClassVar = {
+        "Model": ("config", "parameters", "module", "preset"),
+        "Cluster": ("cluster", "nic", "fabric", "hardware"),
+        "Training": ("micro", "sequence", "global_batch", "recompute", "precision", "optimizer"),
+        "Cost": ("tokens", "price"),
+        "Output": ("all", "trace", "out"),
+    }
+    EXAMPLES: ClassVar = (
+        "zero plan --config Llama-3.1-8B --cluster h100:8 --global-batch 64 --sequence 8192 --recompute full",
+        "# a model of your own, which a function builds; days and dollars of the whole training",
+        "zero plan --module my_model:build --cluster a100:8x4 --tokens 1e12 --price 2",
+    )
 
     config: Annotated[Path | None, "the model: a Hugging Face config.json, or its folder"] = None
     parameters: Annotated[
@@ -38,7 +51,7 @@ class PlanConfig:
     global_batch: Annotated[
         int | None, "sequences of a step over all ranks; one micro-batch of each rank when omitted"
     ] = None
-    checkpoint: Annotated[
+    recompute: Annotated[
         Literal["none", "selective", "full"], "blocks that the backward recomputes: none, every second one, all"
     ] = "none"
     precision: Annotated[PrecisionName, "what the model computes in; 16 bits have fp32 masters"] = "bf16"

@@ -62,14 +62,14 @@ def write(config: PlanConfig, found: Findings, planner: Planner) -> list[str]:
         },
         "smallest": [
             {
-                "checkpoint": checkpoint,
+                "recompute": recompute,
                 "hosts": smallest.cluster.hosts,
                 "per_host": smallest.cluster.per_host,
                 "name": name_of(smallest.setting),
                 "bytes": asdict(smallest.peak),
                 "offloaded_bytes": smallest.offloaded,
             }
-            for checkpoint, smallest in found.smallest.items()
+            for recompute, smallest in found.smallest.items()
         ],
         "scale": [asdict(curve) for curve in found.curves],
     }

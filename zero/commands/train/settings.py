@@ -7,7 +7,7 @@ themselves. Does not know: the parser, or what a flag does.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -24,6 +24,24 @@ class TrainConfig(ShardingOptions):
     is the flag's help."""
 
     NO_FLAGS: ClassVar = ("units", "partition")  # which follow from the model and the optimizer
+    GROUPS: ClassVar = {
+        "Model": ("preset",),
+        "Training": (
+            *("ranks", "device", "steps", "micro_batches", "batch", "sequence", "optimizer", "fused", "clip", "lr"),
+            *("weight_decay", "seed", "threads", "data"),
+        ),
+        "Sharding": tuple(field.name for field in fields(ShardingOptions)),
+        "Checkpoints": ("checkpoint", "checkpoint_every", "resume"),
+        "Output": ("out",),
+    }
+    EXAMPLES: ClassVar = (
+        "zero train --ranks 4 --stage 3",
+        "zero train --optimizer muon --precision bf16 --clip 1",
+        "# it can be killed at any time; the same line goes on from the newest checkpoint",
+        "zero train --checkpoint checkpoints --checkpoint-every 100 --resume auto",
+        "# under a launcher, which sets the number of ranks",
+        "torchrun --nproc-per-node 2 -m zero.train --stage 3",
+    )
 
     ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
     device: Annotated[

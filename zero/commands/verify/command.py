@@ -1,32 +1,29 @@
 """`zero verify MODULE:FUNCTION`: calls `zero.verify` with the arguments that a function of the user returns.
 
-Knows: how to find the function. Does not know: what is verified.
+Knows: how to find the function, and which arguments flags replace. Does not know: what is verified.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from ..runner import check_alone, checking_input, reports_errors
+from ..runner import check_alone, checking_input
+from .settings import VerifyConfig
 from .spec import resolve
 from .verification import verify
 
-HELP = "a function without arguments that returns a dict of zero.verify's; the current directory is importable"
 
-
-@reports_errors
-def run(function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", help=HELP)]) -> int:
-    """Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop."""
+def run(config: VerifyConfig) -> int:
+    """Verify, and return the exit code."""
     sys.path.insert(0, os.getcwd())
+    given = {name: value for name, value in vars(config).items() if value is not None and name != "function"}
     with checking_input():
         check_alone("zero verify")
-        arguments = _arguments(function)
+        arguments = _arguments(config.function)
     with checking_input(ValueError, TypeError):
-        return 0 if verify(**arguments).ok else 1
+        return 0 if verify(**{**arguments, **given}).ok else 1
 
 
 def _arguments(text: str) -> dict[str, Any]:

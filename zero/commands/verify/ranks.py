@@ -115,6 +115,8 @@ class Workload:
         self.model: nn.Module = resolve(self.spec.build_model)()
         if not isinstance(self.model, nn.Module):
             raise TypeError(f"build_model() must return an nn.Module, not {type(self.model).__name__}")
+        if self.spec.device != "cpu":
+            self.model.to(self.spec.device)
         self.at("batches")
         given = self.spec.batches
         self._batches = as_batches(resolve(given)()) if isinstance(given, str) else given
@@ -134,7 +136,8 @@ class Workload:
         self.at(f"step {step}, batches[{index}]")
         given = self.spec.loss_fn
         before = [(parameter.grad, _version(parameter.grad)) for parameter in self.model.parameters()]
-        loss = (resolve(given) if given else _default_loss)(self.model, self._batches[index])
+        batch = self._batches[index] if self.spec.device == "cpu" else _moved(self._batches[index], self.spec.device)
+        loss = (resolve(given) if given else _default_loss)(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = "loss_fn(model, batch)" if given else "without loss_fn the model"
             found = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -172,6 +175,18 @@ class Workload:
         with (folder / RESULTS).open("a") as file:
             file.write(json.dumps(asdict(run)) + "\n")
         self.spec.tell(str(run))
+
+
+def _moved(value: Any, device: str) -> Any:
+    """Return a micro-batch with its tensors on the device."""
+    if hasattr(value, "to"):  # also a batch of another library
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_moved(item, device) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -234,7 +249,8 @@ def all_world_sizes(folder: Path, watchdog: Watchdog) -> None:
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
         watchdog.at(f"{size} ranks, joining their group")
         meeting, timeout = folder / f"world-{size}", timedelta(seconds=2 * spec.timeout)
-        with process_group(meeting, world_size=size, timeout=timeout), watchdog.locating():
+        group = process_group(meeting, spec.device, world_size=size, timeout=timeout)
+        with group, watchdog.locating():
             for stage in spec.stages:
                 _on_ranks(folder, watchdog, stage, size)
 
@@ -252,6 +268,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         stage=stage,
         divisor=spec.micro_batches,
         bucket_cap_mb=spec.bucket_cap_mb,
+        collective=spec.algorithm,
         mixed_precision=spec.precision,
         units=resolve(spec.units) if spec.units else None,
         **spec.defaults,

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from collectives import Algorithm
 
 from ...config import MixedPrecision
 from ...step.clip import check_norm_arguments
@@ -30,7 +32,8 @@ RESULTS = "runs.jsonl"
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list."""
+    """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list, and
+    ``collective`` the name of an algorithm or of its class."""
 
     build_model: str
     batches: str | list[Any]
@@ -43,10 +46,12 @@ class VerifySpec:
     world_sizes: tuple[int, ...]
     micro_batches: int
     max_norm: float | None
-    bucket_cap_mb: float | None
+    bucket_cap_mb: float | Literal["auto"] | None
+    collective: str
     mixed_precision: dict[str, Any] | None
     threads: int
     timeout: float
+    device: str
     path: list[str]
     quiet: bool
 
@@ -61,6 +66,11 @@ class VerifySpec:
     @property
     def precision(self) -> MixedPrecision | None:
         return None if self.mixed_precision is None else MixedPrecision(**self.mixed_precision)
+
+    @property
+    def algorithm(self) -> str | Algorithm:
+        found: str | Algorithm = resolve(self.collective) if ":" in self.collective else self.collective
+        return found
 
     def steps(self, count: int) -> int:
         """Return the number of steps of ``count`` micro-batches. Raises ValueError if they fill no whole steps."""

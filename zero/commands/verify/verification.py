@@ -15,10 +15,12 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from collectives import Algorithm
 
 from ...config import MixedPrecision
 from ...core.stage import STAGES
@@ -87,17 +89,19 @@ def verify(
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
-    bucket_cap_mb: float | None = None,
+    bucket_cap_mb: float | Literal["auto"] | None = None,
+    collective: str | Algorithm = "auto",
     mixed_precision: MixedPrecision | None = None,
     threads: int = 1,
     timeout: float = 300.0,
+    device: Literal["cpu", "cuda"] | None = None,
     quiet: bool = False,
     **defaults: Any,
 ) -> Verification:
     """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
 
     The plain loop runs twice, each time in a new process, to see that the model is deterministic by itself; then each
-    stage runs on each number of ranks, local processes over gloo, and is compared after every step. Prints a line for
+    stage runs on each number of ranks, which are local processes, and is compared after every step. Prints a line for
     each run as it ends. Torch's random generator is seeded before ``build_model()`` and differently in every process
     after it: dropout has to be seeded by ``loss_fn``, from the batch. Temporary files take the parameters' bytes once
     for each step.
@@ -117,12 +121,14 @@ def verify(
         micro_batches: of a step, over all ranks, and what the summed gradient is divided by; None: the least common
             multiple of ``world_sizes``.
         max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
-        units, bucket_cap_mb: of `ZeroOptimizer`.
+        units, bucket_cap_mb, collective: of `ZeroOptimizer`.
         param_groups: returns the param groups of a model, of which each may have its own ``optimizer_class``. Default:
             all parameters in one.
         mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
         threads: intra-op threads of a process; their number changes bits.
         timeout: seconds that building the model, a micro-batch or an update may take.
+        device: "cpu" (over gloo) or "cuda" (over NCCL), to which the model and the tensors of the batches are moved.
+            None: "cuda" if this host has a GPU for each rank, else "cpu".
         quiet: print nothing.
         defaults: arguments of ``optimizer_class``.
 
@@ -131,12 +137,14 @@ def verify(
         RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
             none moved); the message says where it was, and the cause is its traceback.
     """
+    from ..runner import choose_device
+
     _check_process()
     sizes = _integers(world_sizes, "world_sizes")
     stage_numbers = _integers(stages, "stages", least=0)
-    _dry_run(
-        optimizer_class, stage_numbers, {"bucket_cap_mb": bucket_cap_mb, "mixed_precision": mixed_precision}, defaults
-    )
+    place, note = choose_device(device, max(sizes), torch.cuda.device_count())
+    ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": mixed_precision}
+    _dry_run(optimizer_class, stage_numbers, ours, defaults)
     spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -152,9 +160,11 @@ def verify(
         micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
+        collective=collective if isinstance(collective, str) else reference(collective, "collective"),
         mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
+        device=place,
         path=[os.path.abspath(entry) for entry in sys.path],
         quiet=quiet,
     )
@@ -164,6 +174,10 @@ def verify(
         "micro-batches a step": [spec.micro_batches],
     }
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
+    settings += "" if collective == "auto" else f"; collective: {spec.collective}"
+    settings += "" if place == "cpu" else "; on GPUs"
+    if note is not None:
+        spec.tell(note)
     spec.tell(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
     found = _run(spec)
     spec.tell(found.conclusion)

@@ -170,14 +170,14 @@ def together(works: Sequence[UnitWork]) -> UnitWork:
     return UnitWork(**{**sums, "peak_bytes": saved + max(peak, 0)})
 
 
-def recomputed(layers: int, checkpoint: str) -> tuple[bool, ...]:
+def recomputed(layers: int, recompute: str) -> tuple[bool, ...]:
     """Return which of so many blocks are recomputed in the backward.
 
-    ``checkpoint``: "none", "selective" (every second block, the first one included), or "full".
+    ``recompute``: "none", "selective" (every second block, the first one included), or "full".
     """
-    if checkpoint not in ("none", "selective", "full"):
-        raise ValueError(f"checkpoint {checkpoint!r} is unknown: it is 'none', 'selective' or 'full'")
-    return tuple(checkpoint == "full" or (checkpoint == "selective" and not number % 2) for number in range(layers))
+    if recompute not in ("none", "selective", "full"):
+        raise ValueError(f"recompute {recompute!r} is unknown: it is 'none', 'selective' or 'full'")
+    return tuple(recompute == "full" or (recompute == "selective" and not number % 2) for number in range(layers))
 
 
 def kept_bytes(work: UnitWork, is_recomputed: bool) -> int:

@@ -1,0 +1,49 @@
+"""The flags of `zero verify`.
+
+Knows: the name, type and help text of every flag, as fields of a frozen dataclass. Does not know: the parser, which
+values are valid, or what a flag does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+__all__ = ["VerifyConfig"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyConfig:
+    """The settings of `zero verify`: a function, and arguments of `zero.verify` that replace those that it returns."""
+
+    GROUPS: ClassVar = {
+        "What is run": ("stages", "world_sizes", "collective", "bucket_cap_mb", "micro_batches", "max_norm"),
+        "Where": ("device", "threads", "timeout"),
+    }
+    EXAMPLES: ClassVar = (
+        "zero verify my_model:arguments",
+        "# with my_model.py in this folder:",
+        "#   def arguments():",
+        "#       return dict(build_model=build, loss_fn=loss, batches=batches, lr=1e-3)",
+        "zero verify my_model:arguments --stages 3 --world-sizes 2,4 --collective pairwise",
+        "# all arguments of zero.verify",
+        "python -c 'import zero; help(zero.verify)'",
+    )
+
+    function: Annotated[
+        str,
+        "a function without arguments that returns a dict of zero.verify's, which flags override; the current "
+        "directory is importable",
+        "MODULE:FUNCTION",
+    ]
+    stages: Annotated[tuple[int, ...] | None, "stages, as in 0,3; by default all"] = None
+    world_sizes: Annotated[tuple[int, ...] | None, "numbers of ranks, as in 2,4; by default 1,2,3"] = None
+    collective: Annotated[str | None, "algorithm that moves the buckets; by default auto"] = None
+    bucket_cap_mb: Annotated[float | Literal["auto"] | None, "size of a bucket in MiB, or auto"] = None
+    micro_batches: Annotated[int | None, "micro-batches of a step, over all ranks"] = None
+    max_norm: Annotated[float | None, "bound of the global gradient norm; by default no clipping"] = None
+    device: Annotated[
+        Literal["cpu", "cuda"] | None, "by default cuda if the host has a GPU for each rank, else cpu"
+    ] = None
+    threads: Annotated[int | None, "threads that a rank computes with (their number changes bits); by default 1"] = None
+    timeout: Annotated[float | None, "seconds that a micro-batch or an update may take; by default 300"] = None
