@@ -111,7 +111,7 @@ def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(t
 )
 def test_the_bytes_of_each_stage_by_formula_are_those_of_a_run_at_that_stage(trained: Train, flag: str) -> None:
     for stage in range(4):
-        record = trained(flag, f"--stage={stage}", steps=1)
+        record = trained(flag, f"--stage={stage}", steps=2)
         held = {kind: record["bytes_per_rank"][kind] for kind in KINDS}
         assert record["formula_bytes_by_stage"][f"stage {stage}"] == held
 

@@ -63,7 +63,7 @@ def train_steps(
 @torch.no_grad()
 def evaluate(model: nn.Module, optimizer: zero.ZeroOptimizer, loss_of: LossOf, micro_batches: Iterable[Batch]) -> float:
     """Return the mean loss over the micro-batches of all ranks, of which some may have fewer. All ranks."""
-    model.eval()
+    model.train(mode=False)
     with optimizer.join():  # at stage 3 a forward gathers parameters, which all ranks do together
         losses = [loss_of(batch) for batch in micro_batches]
     model.train()

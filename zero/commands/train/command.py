@@ -42,7 +42,7 @@ def run(config: TrainConfig) -> int:
         world = _world_size(config)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         device, remark = choose_device(config.device, local, torch.cuda.device_count())
-        config = replace(config, device=device)
+        config = replace(config, device="cuda" if device == "cuda" else "cpu")
         about = _check(config, world)
         if int(os.environ.get("RANK", "0")) == 0:
             print(*([remark] if remark else []), *about, sep="\n", flush=True)

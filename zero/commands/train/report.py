@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ... import __version__
+from ...core.stage import Placement
 from ...planning.stages import PLAIN
 from ..console import INSTALL_HINT, Console
 from ..flags import option_of, to_flags
@@ -77,9 +78,9 @@ def _show(record: dict[str, Any], console: Console) -> None:
 def next_command(config: TrainConfig, ranks: int) -> str:
     """Return a command that has the same result at stage 3, or there on other ranks than these."""
     anew = replace(config, stage=3, checkpoint=None, checkpoint_every=None, resume="none")
-    if config.stage == 3:
+    if config.row.parameters is Placement.SHARD:
         anew = replace(anew, ranks=2 if ranks == 4 else 4, sharding_factor=None, reshard_after_forward=True)
-    device, _ = choose_device(None, anew.ranks or DEFAULT_RANKS, torch.cuda.device_count())
+    device: Any = choose_device(None, anew.ranks or DEFAULT_RANKS, torch.cuda.device_count())[0]
     usual, words = to_flags(TrainConfig(device=device)), ["zero", "train"]
     for name, value in to_flags(anew).items():
         if value != usual[name]:
