@@ -53,7 +53,7 @@ def plain(text: Path, precision: zero.MixedPrecision | None) -> nn.Module:
         sampler.set_epoch(epoch)
         batches += [tuple(batch) for batch in DataLoader(data, batch_sampler=sampler)]
     torch.manual_seed(0)
-    model = train.Transformer()
+    model = train.ByteModel()
 
     def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
         decayed = [p for p in parameters if p.ndim > 1]

@@ -65,7 +65,7 @@ def draw_memory(path: Path, title: str, bars: Mapping[str, Mapping[str, int]], m
             bar.set_alpha(1.0 if name == measured else 0.55)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     for place, (name, total) in enumerate(zip(bars, totals, strict=True)):
-        share = "" if place == 0 else f"\n{total / totals[0]:.0%}"
+        share = f"\n{total / totals[0]:.0%}"
         weight = "bold" if name == measured else "normal"
         axes.annotate(
             f"{total:.2f} MB{share}", (place, total), (0, 4), ha="center", textcoords="offset points", weight=weight

@@ -84,7 +84,7 @@ def choose_device(asked: str | None, ranks: int, gpus: int) -> tuple[str, str]:
     return asked or ("cuda" if gpus else "cpu"), ""
 
 
-class Transformer(nn.Module):
+class ByteModel(nn.Module):
     """int64 (batch, LENGTH) of bytes -> (batch, LENGTH, 256) of logits of the next byte."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace, device: str) -> None:
     data, cut = TensorDataset(samples[:, :-1], samples[:, 1:]), len(samples) * 9 // 10
     training, held_out = Subset(data, range(cut)), Subset(data, range(cut, len(samples)))
 
-    model = Transformer().to(device)
+    model = ByteModel().to(device)
     named = list(model.named_parameters())
     groups = [
         {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": 0.1},

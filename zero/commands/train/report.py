@@ -62,7 +62,7 @@ def _show(record: dict[str, Any], console: Console) -> None:
     header = ["bytes", "measured", "formula", PLAIN]
     console.table(title, header, [(name, *(f"{size:,}" for size in row)) for name, *row in rows])
     for kind, name in PEAKS.items():
-        if sizes[1][kind]:
+        if sizes[0][kind]:  # where ranks share memory, nothing is gathered
             console.line(f"{name}: {sizes[0][kind]:,} bytes at the peak (formula: at most {sizes[1][kind]:,})")
     sent, formula = record["traffic_bytes_per_step"], record["formula_traffic_bytes_per_step"]
     control = f"{record['control_bytes_per_step']:,} bytes of control messages"
