@@ -82,7 +82,7 @@ WRONG = {  # words with gaps
     f"verify {VERIFIED}:unknown_arguments": "(what is no argument of verify() goes to AdamW: lr, stage, learning_rate)",
     f"verify {VERIFIED}:a_lambda": "loss_fn is a_lambda.<locals>.<lambda>, which other processes cannot import by name",
     f"verify {RIGHT} --stages=0-3": "--stages is 0-3: it must be whole numbers with commas between",
-    f"verify {RIGHT} --stages=7": "stage must be one of 0, 1, 2, 3, not 7",
+    f"verify {RIGHT} --stages=7": "stage must be one of [0, 1, 2, 3], not 7",
     f"verify {RIGHT} --world-sizes=1,0": "world_sizes must hold numbers of at least 1, not (1, 0)",
     f"verify {RIGHT} --bucket-cap-mb=all": "--bucket-cap-mb is all: it must be a number of MiB or auto",
     f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
