@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes in which a model computes and in which gradients travel and are added up, in FSDP's terms.
+    """The dtypes of the model's compute, of the gradients that are sent, and of their sums, named as in FSDP.
 
     The owner of an element keeps a master weight of it, in fp32 (fp64 for an fp64 parameter).
 
     Args:
-        param_dtype: dtype of the parameters while the model computes, and of their gradients.
-        reduce_dtype: dtype of the contributions that are sent to an element's owner. None: ``param_dtype``.
-        accumulate_dtype: dtype in which an owner adds up contributions: ``reduce_dtype`` itself, or wider. 16 bits
-            halve the memory of a gradient, but lose addends that are small beside the sum.
-        buffer_dtype: dtype of the module's floating-point buffers. None: they keep theirs.
+        param_dtype: dtype of the parameters in the forward and the backward, and of their gradients.
+        reduce_dtype: dtype of the gradients that a rank sends to an element's owner. None: ``param_dtype``.
+        accumulate_dtype: dtype in which the owner adds them up: ``reduce_dtype`` itself, or a wider one. 16 bits halve
+            a gradient's memory, but lose addends that are small relative to the sum.
+        buffer_dtype: dtype of the module's floating-point buffers. None: they keep their own.
         cast_forward_inputs: cast the floating-point inputs of the module's forward to ``param_dtype``.
 
     Raises:
@@ -103,12 +103,12 @@ def dtypes_of(dtype: torch.dtype, precision: MixedPrecision | None) -> Dtypes:
 
 @dataclass(frozen=True)
 class Offload:
-    """The tensors that a rank keeps on disk or in the host's memory, as in ``ZeroOptimizer(offload=...)``.
+    """Which tensors a rank keeps on disk or in the host's memory: ``ZeroOptimizer(offload=zero.Offload(...))``.
 
     Args:
-        states: a folder or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
-            parameters on the CPU) in an unnamed file; one or two buckets of it are in memory at a time. With "cpu" the
-            states of parameters on a GPU are kept in the host's pinned memory.
+        states: a folder, or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
+            parameters on the CPU) in an unnamed file, with one or two buckets of it in memory at a time. "cpu" keeps
+            the states of parameters on a GPU in the host's pinned memory.
     """
 
     states: str | os.PathLike[str]
@@ -140,17 +140,17 @@ class ShardingOptions:
 
     stage: Annotated[int, "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too"] = 2
     sharding_factor: Annotated[
-        int | None, "ranks that share one copy of what is sharded, a divisor of their number; all when omitted"
+        int | None, "ranks that share one copy of what is sharded; a divisor of the number of ranks; default: all"
     ] = None
     reshard_after_forward: Annotated[
-        bool | int, "at stage 3: true, false (keep parameters for the backward), or how many ranks share what is kept"
+        bool | int, "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them"
     ] = True
-    offload: Annotated[Offload | None, "folder on a disk, in which a rank keeps its optimizer states"] = None
+    offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
     mixed_precision: Annotated[
-        MixedPrecision | None, "what the model computes in; 16 bits have fp32 masters, fp16 a scaled loss"
+        MixedPrecision | None, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
     ] = None
     bucket_cap_mb: Annotated[
-        float | Literal["auto"] | None, "size of a bucket in MiB, or auto; on the CPU 25 when omitted"
+        float | Literal["auto"] | None, "size of a bucket in MiB, or auto; default on the CPU: 25"
     ] = None
     collective: Annotated[str | Algorithm, "algorithm that moves the buckets"] = "auto"
     units: Annotated[Predicate | None, "at stage 3: selects the modules that are gathered as a whole"] = None

@@ -37,54 +37,54 @@ if TYPE_CHECKING:
 class ZeroOptimizer(WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
-    All ranks construct it, and all ranks call each method that is not marked as local. After construction every rank
-    has group rank 0's parameters and buffers. A *shard* is the part of a bucket that one rank owns. A *unit* is a
-    module whose parameters are gathered and released together at stage 3.
+    All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
+    construction every rank has the parameters and buffers of group rank 0. A *shard* is the part of a bucket that one
+    rank owns. A *unit* is a module whose parameters are gathered and released together at stage 3.
 
     Args:
         params: an ``nn.Module``, parameters, (name, parameter) pairs, or torch.optim param groups. A group may name its
-            own ``optimizer_class``, of which it holds the arguments: that class's defaults, none of those given here.
-        optimizer_class: any `torch.optim` class whose step of a parameter depends on no other parameter. It takes the
-            path (for-loop, ``foreach``, ``fused``) that it would take alone.
+            own ``optimizer_class``: what the group leaves out is that class's default, and not a value given here.
+        optimizer_class: any `torch.optim` class that updates each parameter independently. It runs the implementation
+            (for-loop, ``foreach``, ``fused``) that it would run in the plain loop.
         stage: 0 replicates, as DDP does; 1 shards optimizer states; 2 also gradients; 3 also parameters, including
-            those of the module that are not listed. Frozen parameters that are not plain fp64, fp32, bf16 or fp16
-            tensors (a quantised base) stay whole on every rank.
-        module: the module that the parameters belong to, if ``params`` is not a module. It provides names, the order of
-            registration, and buffers. Stage 3 needs it.
-        process_group: a torch process group or a `collectives.Transport`. Default: the world, or a rank alone.
-        divisor: the number by which a summed gradient is divided. None: the number of ranks, as in DDP.
-        bucket_cap_mb: MiB of a bucket, as in DDP. None: on the CPU 25; on accelerators a bucket for each unit at stage
-            3, and a twelfth of the model at stages 0 to 2 (`describe` says it). "auto": as None, and at least the
-            largest unit if 64 ranks share a copy.
-        collective: an algorithm of `collectives`, by name or as a class. Default: the fastest one for the placement of
-            the ranks and the parameters. `describe` names it, with the reason.
-        sharding_factor: F, how many ranks share one copy of what the stage shards. It is a divisor of the number of
-            ranks, which is the default. Ranks 0 to F - 1 form one replica, F to 2F - 1 the next, and all replicas hold
-            the same. With F ranks on each host, gathers stay inside it. 1 shards nothing. Every F has the same bits.
-        reshard_after_forward: at stage 3, the part of a unit that a rank keeps between its forward and its backward.
-            True: only its own shard. False: the whole unit, so that the backward gathers nothing. A number: that many
-            neighbouring ranks share the unit, and the backward gathers among them (the ranks of one host, say).
-        offload: tensors that are kept on disk, or in the host's memory if the parameters are on a GPU; see `Offload`.
-        param_init_fn: for a model that was built under ``torch.device("meta")``. It is called with each module that has
-            tensors of its own there, in order of registration, after these tensors got memory. Default: the module's
+            those of the module that ``params`` does not list. Frozen parameters other than plain fp64, fp32, bf16 or
+            fp16 tensors (a quantised base model) stay whole on every rank.
+        module: the module that the parameters belong to, if ``params`` is not a module. It provides names, registration
+            order and buffers. Stage 3 needs it.
+        process_group: a torch process group or a `collectives.Transport`. Default: torch's default group, or one rank.
+        divisor: the number by which the summed gradient is divided. None: the number of ranks, as in DDP.
+        bucket_cap_mb: MiB per bucket, as in DDP. None: 25 on the CPU; on accelerators one bucket per unit at stage 3,
+            and a twelfth of the model at stages 0 to 2 (`describe` prints it). "auto": like None, but at least the
+            largest unit if 64 or more ranks share a copy.
+        collective: an algorithm of `collectives`, by name or as a class. "auto": the fastest one for the placement of
+            the ranks and the parameters; `describe` prints which one, and why.
+        sharding_factor: F, the number of ranks that share one copy of what the stage shards. It divides the number of
+            ranks, and defaults to it. Ranks 0 to F - 1 form one replica, F to 2F - 1 the next; all replicas hold the
+            same. With F ranks per host, gathers stay inside a host. 1 shards nothing. Every F gives the same bits.
+        reshard_after_forward: at stage 3, what a rank keeps of a unit between its forward and its backward. True: only
+            its own shard. False: the whole unit, so the backward gathers nothing. A number: that many neighbouring
+            ranks (of one host, say) share the unit, and the backward gathers among them.
+        offload: tensors kept on disk, or in the host's memory if the parameters are on a GPU; see `Offload`.
+        param_init_fn: initialises a model that was built under ``torch.device("meta")``. It is called with each module
+            that directly holds meta tensors, in registration order, once they have memory. Default: the module's
             ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
-        init_state_dict: for such a model, values by name: a mapping, which is read tensor by tensor, or the path of a
-            safetensors file, or several paths. Names and shapes must be the model's, but ``param_init_fn`` may
-            initialise what is missing. Tensors that have values already get those of the mapping, too.
+        init_state_dict: values for such a model, by name: a mapping, which is read tensor by tensor, or the path or
+            paths of safetensors files. Names and shapes must be the model's, but ``param_init_fn`` may initialise what
+            is missing. Tensors that already have values get those of the mapping, too.
         mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
-            parameters become 16-bit tensors, and ``p.grad`` a placeholder at stage 0, too: see `full_grad`.
-        units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole, just
+            parameters become 16-bit tensors, and ``p.grad`` is a placeholder even at stage 0: see `full_grad`.
+        units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole just
             before its forward and its backward. Default: the children of outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
-            one owner, which steps it in its shape, for classes that need whole matrices (Muon, Adafactor). A param
-            group may have its own. Default: "element", or with a warning "parameter" if the class is not element-wise.
+            one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). A param group may have
+            its own. Default: "element", or, with a warning, "parameter" if the class is not element-wise.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
         ValueError, TypeError: an argument or a parameter is invalid; the message names it. If the ranks built different
-            models, every rank raises the first difference.
-        collectives.CollectiveError: here and in every call of all ranks: a rank has failed or ended, does not answer
-            in time, or makes another call. Every rank raises it, and the optimizer can then only be closed.
+            models, every rank raises, and names the first difference.
+        collectives.CollectiveError: here and in every all-ranks call: a rank failed, ended, did not answer in time, or
+            made another call. Every rank raises it, and the optimizer can then only be closed.
     """
 
     _engine: Engine
@@ -147,7 +147,7 @@ class ZeroOptimizer(WithLiveStates):
     # -- construction -------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of further parameters, in buckets of their own. All ranks, between two steps."""
+        """Add a group of new parameters, in their own buckets. All ranks, between two steps."""
         if not self._built:
             self._append(param_group)
             return
@@ -196,7 +196,7 @@ class ZeroOptimizer(WithLiveStates):
     def divisor(self) -> float:
         """The number by which the sum of all ranks' gradients is divided, once. Equal on all ranks. Local.
 
-        It can be set before the first clip or step of a step. The division is a true one, as in
+        Set it before the first clip or `step` of an optimizer step. The division is a true one, as in
         ``p.grad.div_(divisor)``.
         """
         return self._reducer.schedule.divisor
@@ -207,15 +207,15 @@ class ZeroOptimizer(WithLiveStates):
         self._reducer.set_divisor(check_divisor(value, self.rank))
 
     def describe(self) -> Description:
-        """Return the bytes that this rank holds, with those of the formulas; ``print`` shows them as a table. Local."""
+        """Return the bytes that this rank holds, next to the formulas; ``print`` shows them as a table. Local."""
         self._engine.check_usable()
         parts = self._parts
         return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
 
     def check_replicas(self) -> str:
-        """Compare the parameters over the ranks, and return the SHA-256 over their SHA-256s. All ranks.
+        """Compare the parameters of all ranks, and return the SHA-256 (hexadecimal) over their SHA-256s. All ranks.
 
-        Raises `RuntimeError` on every rank, naming the first parameter that differs and the ranks.
+        Raises `RuntimeError` on every rank if parameters differ; it names the first one, and the ranks.
         """
         return self._engine.check_replicas()
 
@@ -226,34 +226,34 @@ class ZeroOptimizer(WithLiveStates):
     def sum_over_ranks(self, value: float) -> float:
         """Return the sum of every rank's ``value``, with the same bits on all ranks. All ranks.
 
-        It sums the tokens of a step, for instance, to set `divisor`. Integers add up exactly. If a value is a float,
-        the exact sum is rounded once.
+        Use it, for instance, to sum the tokens of a step for `divisor`. Integers add up exactly. If any value is a
+        float, the exact sum is rounded once.
         """
         return self._engine.sum_over_ranks(value)
 
     def join(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may have different numbers of steps. All ranks.
 
-        A rank that leaves the block early takes part in the others' steps, without a gradient of its own, until all
-        have left. Training is then that of the plain loop over all existing micro-batches.
+        A rank that leaves the block early takes part in the other ranks' steps, without a gradient, until all have
+        left. Training then equals the plain loop over all micro-batches that exist.
 
-        - Every rank that has batches makes the same calls, and clears gradients by `zero_grad`.
-        - ``p.grad`` is a placeholder at stage 0, too.
-        - A rank that has left adopts the others' divisor and param group options (a scheduled learning rate). The rest
-          of a loop's state, such as a scheduler or a `GradScaler`, must be updated by the loop itself.
-        - At stage 3, if units are gathered from other ranks, a rank keeps the gradients of a backward until it is over,
+        - Ranks that still have batches make the same calls, and clear gradients by `zero_grad`.
+        - ``p.grad`` is a placeholder even at stage 0.
+        - A rank that has left takes over the others' divisor and param group options (a scheduled learning rate). The
+          loop itself must update any other state, such as a scheduler or a `GradScaler`.
+        - At stage 3, if units are gathered from other ranks, a rank keeps the gradients of a backward until it ends,
           and a rank that has left takes part in every gather.
-        - Only one optimizer at a time can be inside `join`, because a rank that has left follows the calls of one.
+        - Only one optimizer at a time can be inside `join`: a rank that has left follows the calls of one optimizer.
         """
         return self._engine.join(self.param_groups)
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context whose backwards add to this rank's own sum, without a reduction.
+        """Return a context in which a backward adds to this rank's own sum of gradients, and nothing is reduced.
 
-        The sum is reduced with the next backward outside, or by clip or step. Until then a rank holds whole gradients,
-        at every stage. Local, but every rank must make the call.
+        The next backward outside, clip or step reduces the sum. Until then a rank holds whole gradients, at every
+        stage. Local, but every rank must make the call.
         """
         self._engine.check()
         return self._reducer.no_sync()
@@ -262,7 +262,7 @@ class ZeroOptimizer(WithLiveStates):
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
 
         Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
-        It is on the gradients' device if kernels formed it there, and else on the host. All ranks. Raises
+        It is on the gradients' device if kernels computed it there, otherwise on the CPU. All ranks. Raises
         `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
         """
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
@@ -271,7 +271,7 @@ class ZeroOptimizer(WithLiveStates):
         )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that any rank used since ``zero_grad()``. All ranks. Returns the closure's loss."""
+        """Update each parameter that any rank used since `zero_grad`. All ranks. Returns the loss of ``closure``."""
         self._engine.check()
         loss = None
         if closure is not None:
@@ -287,8 +287,8 @@ class ZeroOptimizer(WithLiveStates):
     def full_grad(self, parameter: Tensor) -> Tensor | None:
         """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
 
-        Its dtype is the parameter's, or with `mixed_precision` the ``accumulate_dtype``. Returns None if no rank used
-        the parameter. Raises `RuntimeError` while a gradient is not reduced.
+        Its dtype is the parameter's; with `mixed_precision` it is ``accumulate_dtype``. Returns None if no rank used
+        the parameter. Raises `RuntimeError` if a gradient is not reduced yet.
         """
         self._engine.check()
         if parameter in self._storage.replicated:
@@ -298,8 +298,8 @@ class ZeroOptimizer(WithLiveStates):
     def full_master(self, parameter: Tensor) -> Tensor:
         """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
 
-        Without master weights the result is the parameter's values, in the master's dtype. For a replicated parameter
-        it has the parameter's own dtype.
+        Without master weights these are the parameter's values, in the master's dtype. For a replicated parameter they
+        have the parameter's own dtype.
         """
         self._engine.check()
         if parameter in self._storage.replicated:
@@ -313,8 +313,8 @@ class ZeroOptimizer(WithLiveStates):
     ) -> AbstractContextManager[None]:
         """Return a context in which ``params``, or all parameters, are whole. All ranks.
 
-        With ``write=True`` they may be edited; after the block every rank has group rank 0's values. If every rank
-        holds whole parameters anyway, reading needs no traffic.
+        With ``write=True`` they may be edited; after the block every rank has group rank 0's values. Reading sends
+        nothing if every rank holds whole parameters anyway.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         return self._engine.gathered(chosen, write)
@@ -322,16 +322,16 @@ class ZeroOptimizer(WithLiveStates):
     def broadcast_buffers(self) -> None:
         """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
 
-        Otherwise the buffers (the running statistics of a batch norm) are each rank's own after construction.
+        Without this call, each rank's buffers (the running statistics of a batch norm) are its own after construction.
         """
         self._engine.broadcast_buffers()
 
     def close(self) -> None:
-        """Make the model plain again: every parameter gets memory of its own, and all hooks are removed. All ranks.
+        """Make the model plain again: each parameter gets its own memory, and all hooks are removed. All ranks.
 
-        Parameters that were replaced, tied or cast since construction stay as they are; a warning names the values that
-        are lost. Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While
-        another exception propagates (in ``finally``, say), this is a warning, or nothing if the ranks had failed.
+        Parameters that were replaced, tied or cast since construction stay as they are; a warning names lost values.
+        Raises only if values cannot be gathered any more, or inside a forward, a backward or `join`. While another
+        exception propagates, the error is a warning, or dropped if the ranks had failed.
         """
         if self._engine.is_closed:
             return
@@ -347,17 +347,17 @@ class ZeroOptimizer(WithLiveStates):
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def consolidate_state_dict(self, to: int | None = 0) -> None:
-        """Send all states to group rank ``to``, whose ``state_dict()`` then returns them. All ranks.
+        """Send all optimizer states to group rank ``to``, where `state_dict` then returns them. All ranks.
 
-        With None every rank gets them, and holds them whole in the host's memory until the next step.
+        With None every rank gets all of them, and holds them in the host's memory until the next step.
         """
         self._engine.consolidate_state_dict(to=to)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole, plain `torch.optim` dict (on the CPU), or one of each class by its qualified name. Local.
+        """Return the whole, plain `torch.optim` dict, on the CPU; for several classes, one for each by name. Local.
 
-        `consolidate_state_dict` chooses the rank, or all ranks, that can return it; with one rank in the group it need
-        not be called. With `mixed_precision` the dict also has "masters": the master weights by parameter, which
+        First call `consolidate_state_dict`, which chooses the rank, or all ranks, that can return it; a group of one
+        rank need not. With `mixed_precision` the dict also has "masters": the master weights by parameter, which
         torch's own classes ignore.
 
         Raises `RuntimeError` on other ranks, and after a further step.
@@ -373,12 +373,12 @@ class ZeroOptimizer(WithLiveStates):
         return result
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a plain `torch.optim` dict that was saved at any stage and number of ranks, or by the class itself.
+        """Load a plain `torch.optim` dict, saved at any stage and number of ranks or by the torch class itself.
 
-        Keys may also be the parameters' names, as in FSDP2's dicts. Local, but every rank must load the same dict.
-        Nothing changes unless the whole dict fits; `ValueError` names the first misfit. Master weights are those of
-        the dict's "masters", or, if it has none, those that the optimizer has. Where they do not round to the values
-        of the model, which may be loaded before or after, they become these values at the next step.
+        Keys may also be parameter names, as in FSDP2's dicts. Local, but every rank must load the same dict. Nothing
+        changes unless the whole dict fits; `ValueError` names the first misfit. Master weights come from the dict's
+        "masters"; without it the optimizer keeps its own. Where they do not round to the model's values (the model may
+        be loaded before or after), they become those values at the next step.
         """
         self._engine.check()
         loaded = dict(state_dict)

@@ -32,11 +32,11 @@ _GRACE = 2.0  # seconds in which a save may still be completed after an error; a
 
 @untraced_methods
 class CheckpointManager:
-    """Saves and restores the checkpoints of one optimizer, and all that training needs to go on, in one folder.
+    """Saves and restores checkpoints of one optimizer, with everything else that training needs, in one folder.
 
-    Every rank builds one over its own optimizer, and every rank makes every call. The bytes of a checkpoint do not
-    depend on the number of ranks, on the stage or on the sizes of buckets, and it can be restored at any of these.
-    A ``with`` block closes it at its end.
+    Every rank builds one for its own optimizer, and makes every call. The bytes of a checkpoint depend neither on the
+    number of ranks, nor on the stage or the bucket sizes, and it can be restored with any of these. As a ``with`` block
+    it closes itself at the end.
 
     Attributes:
         directory: the folder, as an absolute path.
@@ -56,13 +56,14 @@ class CheckpointManager:
         """Open a folder of checkpoints, and lock it. All ranks.
 
         Args:
-            directory: the folder, which all ranks see; created if it is missing.
+            directory: the folder, which all ranks must see; it is created if it is missing.
             optimizer: the optimizer whose parameters and states are saved.
-            max_to_keep: how many checkpoints are kept; None: all. At least one.
-            keep_period: those of steps that this number divides are kept for good.
-            asynchronous: ``save`` returns at once, and a thread writes while training goes on.
-            max_shard_size: of a safetensors file, as in Hugging Face's libraries; a larger tensor has its own file.
-            assets: a folder whose files (``config.json``, a tokenizer's) are copied beside the model.
+            max_to_keep: the number of checkpoints to keep, at least 1; None: all.
+            keep_period: checkpoints whose step is a multiple of this number are never deleted.
+            asynchronous: ``save`` returns at once, and a thread writes while training continues.
+            max_shard_size: the largest safetensors file, in bytes or as "5GB", as in Hugging Face's libraries; a larger
+                tensor gets its own file.
+            assets: a folder whose files (``config.json``, a tokenizer's) are copied next to the model.
 
         Raises:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.

@@ -30,14 +30,14 @@ COMMANDS = {  # name -> class of its settings, help
     "train": ("TrainConfig", "Train a byte-level GPT on real text, on any number of ranks."),
     "plan": (
         "PlanConfig",
-        "Say what a model costs on a cluster: memory of a rank, seconds of a step, and which setting to take.",
+        "Plan a model on a cluster: memory per rank, seconds per step, and the setting to take.",
     ),
     "verify": (
         "VerifyConfig",
-        "Find where your own model, at each stage and number of ranks, first leaves the bits of your plain loop.",
+        "Train your own model at each stage and number of ranks, and find the first bit that differs from your plain loop.",
     ),
 }
-CHECKPOINT = "Look at checkpoints, and convert them to other formats. Needs no ranks."
+CHECKPOINT = "Inspect checkpoints, and convert them to other formats. Needs no ranks."
 OF_CHECKPOINT = ("list", "verify", "export")
 RENAMED = {"plan --checkpoint": "--recompute"}
 

@@ -24,7 +24,7 @@ SHOWN = 12  # characters of a hash
 
 @reports_errors
 def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints, or one")]) -> int:
-    """Print step, bytes, writer and content of each checkpoint of a folder, and whether its files are complete."""
+    """List the checkpoints in a folder: step, bytes, writer, content hash, and whether the files are complete."""
     if not directory.is_dir():
         raise WrongInputError(f"{directory} is not a folder")
     console = Console()
@@ -57,8 +57,8 @@ def _row(step: int, folder: Path) -> list[str]:
 
 @reports_errors
 def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of them")]) -> int:
-    """Read every byte of a checkpoint, or of each one in a folder. If one is not whole, name file and tensor, and end
-    with 1."""
+    """Read every byte of a checkpoint, or of each one in a folder. If one is damaged, print the file and the tensor,
+    and exit with 1."""
     console, code = Console(), 0
     folders = list(steps_in(path).values()) if path.is_dir() and not (path / NAME).exists() else []
     for folder in folders or [_open(path).path]:
@@ -76,11 +76,11 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoi
 def export(
     path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint")],
     to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="where nothing is yet")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="a path that does not exist yet")],
 ) -> int:
-    """Write a checkpoint in another format: torch (one file, which torch.load reads with weights_only=True: model,
-    optimizer, state), hf (a transformers folder: the model alone), dcp (torch.distributed.checkpoint: model and
-    flattened optimizer)."""
+    """Convert a checkpoint to another format: torch (one file with model, optimizer and state, for torch.load with
+    weights_only=True), hf (a transformers folder, with the model only), or dcp (torch.distributed.checkpoint, with the
+    model and a flattened optimizer)."""
     if out.exists():
         raise WrongInputError(f"{out} exists: name another path")
     checkpoint = _open(path)

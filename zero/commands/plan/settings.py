@@ -28,41 +28,39 @@ class PlanConfig:
     }
     EXAMPLES: ClassVar = (
         "zero plan --config Llama-3.1-8B --cluster h100:8 --global-batch 64 --sequence 8192 --recompute full",
-        "# a model of your own, which a function builds; days and dollars of the whole training",
+        "# your own model, built by a function; days of the whole training, dollars per billion tokens",
         "zero plan --module my_model:build --cluster a100:8x4 --tokens 1e12 --price 2",
     )
 
     config: Annotated[Path | None, "the model: a Hugging Face config.json, or its folder"] = None
     parameters: Annotated[
-        Path | None, "the model: a safetensors file or index, or lines 'name shape dtype'; activations are not counted"
+        Path | None, "the model: a safetensors file or index, or text lines 'name shape dtype'; omits activations"
     ] = None
     module: Annotated[
         str | None,
-        "the model: PKG:CALLABLE, which returns a module, or a module and a function that returns its loss; it is "
-        "called on the meta device",
+        "the model: PKG:CALLABLE, called on the meta device; returns a module, or a module and a function that returns "
+        "its loss",
     ] = None
-    preset: Annotated[Literal["tiny", "small", "medium"] | None, "the model: that of zero train"] = None
-    cluster: Annotated[str, "GPU, GPUs of a host and hosts, as in h100:8x4; one host as it is usual: h100"] = "h100:8"
-    nic: Annotated[float | None, "Gb/s that a host sends into the network; what is usual when omitted"] = None
-    fabric: Annotated[str, "good, typical or poor: the network's seconds for each rank of a ring"] = "typical"
-    hardware: Annotated[Path | None, "file of measured hardware, beside what the library knows"] = None
-    micro: Annotated[int, "sequences in a micro-batch of a rank"] = 1
-    sequence: Annotated[int, "tokens in a sequence"] = 2048
-    global_batch: Annotated[
-        int | None, "sequences of a step over all ranks; one micro-batch of each rank when omitted"
-    ] = None
+    preset: Annotated[Literal["tiny", "small", "medium"] | None, "the model: a preset of zero train"] = None
+    cluster: Annotated[str, "GPU:GPUS_PER_HOSTxHOSTS, as in h100:8x4; h100 alone: one usual host"] = "h100:8"
+    nic: Annotated[float | None, "Gb/s that a host can send; default: the usual network of such a host"] = None
+    fabric: Annotated[str, "good, typical or poor: the network's latency per rank of a ring"] = "typical"
+    hardware: Annotated[Path | None, "file of measured hardware, in addition to the built-in list"] = None
+    micro: Annotated[int, "sequences per micro-batch"] = 1
+    sequence: Annotated[int, "tokens per sequence"] = 2048
+    global_batch: Annotated[int | None, "sequences per step, over all ranks; default: one micro-batch per rank"] = None
     recompute: Annotated[
         Literal["none", "selective", "full"], "blocks that the backward recomputes: none, every second one, all"
     ] = "none"
-    precision: Annotated[PrecisionName, "what the model computes in; 16 bits have fp32 masters"] = "bf16"
+    precision: Annotated[PrecisionName, "dtype of the model's compute; bf16 and fp16 add fp32 masters"] = "bf16"
     optimizer: Annotated[
-        str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for matrices of units, AdamW for the rest"
+        str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest"
     ] = "adamw"
-    tokens: Annotated[float | None, "tokens of the whole training, for days"] = None
-    price: Annotated[float | None, "$ for a GPU-hour, for $ of a billion tokens"] = None
-    all: Annotated[bool, "print every setting, also those that another one beats and those that do not fit"] = False
-    trace: Annotated[bool, "write trace.json: the recommended step for chrome://tracing or Perfetto"] = False
-    out: Annotated[Path, "folder for the files that are written"] = Path("zero-plan")
+    tokens: Annotated[float | None, "tokens of the whole training: prints its days"] = None
+    price: Annotated[float | None, "$ per GPU-hour: prints $ per billion tokens"] = None
+    all: Annotated[bool, "print every setting, including those that do not fit or that another one beats"] = False
+    trace: Annotated[bool, "write trace.json: the recommended setting's step, for chrome://tracing or Perfetto"] = False
+    out: Annotated[Path, "output folder"] = Path("zero-plan")
 
     def to_json(self) -> dict[str, Any]:
         """Return what decides the plan as values of JSON's types: no folders of the machine."""

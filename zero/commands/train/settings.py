@@ -37,37 +37,37 @@ class TrainConfig(ShardingOptions):
     EXAMPLES: ClassVar = (
         "zero train --ranks 4 --stage 3",
         "zero train --optimizer muon --precision bf16 --clip 1",
-        "# it can be killed at any time; the same line goes on from the newest checkpoint",
+        "# can be killed at any time; the same command continues from the newest checkpoint",
         "zero train --checkpoint checkpoints --checkpoint-every 100 --resume auto",
         "# under a launcher, which sets the number of ranks",
         "torchrun --nproc-per-node 2 -m zero.train --stage 3",
     )
 
-    ranks: Annotated[int | None, "processes; 2 when omitted (under torchrun: as many as it started)"] = None
+    ranks: Annotated[int | None, "number of processes; default: 2, or under torchrun as many as it started"] = None
     device: Annotated[
-        Literal["cpu", "cuda"] | None, "cpu, or cuda: a GPU for each rank; cuda when omitted, if each rank gets its own"
+        Literal["cpu", "cuda"] | None, "cpu, or cuda (one GPU per rank); default: cuda if the host has enough GPUs"
     ] = None
     steps: Annotated[int, "optimizer steps"] = 600
-    micro_batches: Annotated[int, "micro-batches of a step, over all ranks; its gradient is divided by this"] = 4
+    micro_batches: Annotated[int, "micro-batches per step, over all ranks; the summed gradient is divided by it"] = 4
     batch: Annotated[int, "sequences in a micro-batch"] = 2
     sequence: Annotated[int, "bytes in a sequence"] = 128
     preset: Annotated[Literal["tiny", "small", "medium"], "size of the model"] = "small"
     optimizer: Annotated[
-        str, "a class of torch.optim in lower case: adamw, sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
+        str, "torch.optim class in lower case, as adamw or sgd; muon: Muon for the blocks' matrices, AdamW for the rest"
     ] = "adamw"
     fused: Annotated[bool, "use the optimizer's fused kernel"] = False
-    clip: Annotated[float | None, "bound of the global gradient norm; no clipping when omitted"] = None
+    clip: Annotated[float | None, "largest global gradient norm; default: no clipping"] = None
     lr: Annotated[float, "learning rate"] = 1e-3
-    weight_decay: Annotated[float | None, "weight decay; the optimizer's own default when omitted"] = None
+    weight_decay: Annotated[float | None, "weight decay; default: the optimizer's own"] = None
     seed: Annotated[int, "seed of the weights and of the choice of data"] = 0
-    threads: Annotated[int, "threads that a rank computes with (their number changes bits)"] = 1
-    data: Annotated[Path | None, "file or folder of text; the source of Python's standard library when omitted"] = None
-    checkpoint: Annotated[Path | None, "folder of checkpoints; one is saved after the last step"] = None
+    threads: Annotated[int, "compute threads per rank (the number changes bits)"] = 1
+    data: Annotated[Path | None, "text file or folder; default: the source of Python's standard library"] = None
+    checkpoint: Annotated[Path | None, "folder for checkpoints; one is saved after the last step"] = None
     checkpoint_every: Annotated[
-        int | None, "with --checkpoint: save one after every so many steps, too; after the last alone when omitted"
+        int | None, "with --checkpoint: also save after every so many steps; default: after the last one only"
     ] = None
     resume: Annotated[
-        Literal["none", "auto"], "none: start anew; auto: go on from the newest whole one in --checkpoint, if any"
+        Literal["none", "auto"], "none: start anew; auto: continue from the newest whole one in --checkpoint, if any"
     ] = "none"
     out: Annotated[Path, "folder for run.json, loss.png and memory.png"] = Path("zero-train")
 

@@ -26,24 +26,24 @@ class VerifyConfig:
         "#   def arguments():",
         "#       return dict(build_model=build, loss_fn=loss, batches=batches, lr=1e-3)",
         "zero verify my_model:arguments --stages 3 --world-sizes 2,4 --collective pairwise",
-        "# all arguments of zero.verify",
+        "# list all arguments of zero.verify",
         "python -c 'import zero; help(zero.verify)'",
     )
 
     function: Annotated[
         str,
-        "a function without arguments that returns a dict of zero.verify's, which flags override; the current "
+        "function that takes nothing and returns a dict of zero.verify's arguments; flags override them; the current "
         "directory is importable",
         "MODULE:FUNCTION",
     ]
-    stages: Annotated[tuple[int, ...] | None, "stages, as in 0,3; by default all"] = None
-    world_sizes: Annotated[tuple[int, ...] | None, "numbers of ranks, as in 2,4; by default 1,2,3"] = None
-    collective: Annotated[str | None, "algorithm that moves the buckets; by default auto"] = None
+    stages: Annotated[tuple[int, ...] | None, "stages to run, as in 0,3; default: all"] = None
+    world_sizes: Annotated[tuple[int, ...] | None, "numbers of ranks, as in 2,4; default: 1,2,3"] = None
+    collective: Annotated[str | None, "algorithm that moves the buckets; default: auto"] = None
     bucket_cap_mb: Annotated[float | Literal["auto"] | None, "size of a bucket in MiB, or auto"] = None
-    micro_batches: Annotated[int | None, "micro-batches of a step, over all ranks"] = None
-    max_norm: Annotated[float | None, "bound of the global gradient norm; by default no clipping"] = None
-    device: Annotated[
-        Literal["cpu", "cuda"] | None, "by default cuda if the host has a GPU for each rank, else cpu"
-    ] = None
-    threads: Annotated[int | None, "threads that a rank computes with (their number changes bits); by default 1"] = None
-    timeout: Annotated[float | None, "seconds that a micro-batch or an update may take; by default 300"] = None
+    micro_batches: Annotated[int | None, "micro-batches per step, over all ranks"] = None
+    max_norm: Annotated[float | None, "largest global gradient norm; default: no clipping"] = None
+    device: Annotated[Literal["cpu", "cuda"] | None, "default: cuda if the host has a GPU for each rank, else cpu"] = (
+        None
+    )
+    threads: Annotated[int | None, "compute threads per rank (the number changes bits); default: 1"] = None
+    timeout: Annotated[float | None, "most seconds for a micro-batch or an update; default: 300"] = None
