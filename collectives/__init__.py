@@ -1,7 +1,7 @@
-"""Moves flat tensors between ranks: reduce-scatter and all-gather with uneven splits, and buckets in order.
+"""Reduce-scatter and all-gather of flat tensors with uneven shards, and a queue that keeps buckets in order.
 
-An algorithm is a class that is built on a transport. `ALGORITHMS` names those that exist. This package knows nothing
-of optimizers.
+An algorithm is a class that is built on a transport; `ALGORITHMS` lists the named ones. This package knows nothing of
+optimizers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from .watching import behind_a_meeting, watch
 
 LOG = logging.getLogger(__name__)
 Algorithm = Callable[[Transport], Collective]
-"""An algorithm as ``collective=`` takes it: a class, or a function, that builds a `Collective` on a transport."""
+"""What ``collective=`` accepts besides a name: a class or function that builds a `Collective` on a transport."""
 
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -63,11 +63,11 @@ ALGORITHMS: dict[str, Algorithm] = {
     "all_to_all": AllToAll,
     "native": Native,
 }
-"""The algorithms that have a name, as ``collective=`` takes it."""
+"""The named algorithms, whose names ``collective=`` accepts."""
 
 
 def check_name(algorithm: str | Algorithm) -> None:
-    """Raise `ValueError` if no algorithm has this name."""
+    """Raise `ValueError` if there is no algorithm of this name. Local."""
     if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
@@ -77,9 +77,9 @@ def build(
 ) -> Choice:
     """Build an algorithm on a transport. Collective.
 
-    ``algorithm``: "auto", one of `ALGORITHMS` by name, or a class. ``device``: of the tensors that it will move, for
-    "auto". ``factor``: the number of ranks of a replica, a divisor of the number of all ranks; None for a single
-    replica.
+    ``algorithm``: "auto", a name in `ALGORITHMS`, or a class. ``device``: where the tensors are that it will move;
+    "auto" depends on it. ``factor``: the number of ranks per replica, a divisor of the number of all ranks; None for a
+    single replica.
     """
     choice = _build(transport, algorithm, device, factor)
     route_by_hosts(choice.collective.transport)

@@ -20,10 +20,10 @@ from .messages import Work, pass_on
 
 
 class BucketQueue:
-    """Rounds of launches. ``launch(bucket)`` starts the collective of a bucket."""
+    """Launches the collectives of buckets in a fixed order, round by round. ``launch(bucket)`` starts one."""
 
     def __init__(self, launch: Callable[[int], Work], limit: int, behind: int = 0) -> None:
-        """``limit``: collectives that may hold their input; ``behind``: that may be passed on and not complete."""
+        """``limit``: most collectives that hold their input; ``behind``: most that are passed on and not complete."""
         if limit < 1:
             raise ValueError(f"at least one bucket must be allowed in flight, not {limit}")
         self._launch, self._limit, self._behind = launch, limit, behind
@@ -39,13 +39,13 @@ class BucketQueue:
         return self._next == len(self._order)
 
     def begin_round(self, order: Sequence[int]) -> None:
-        """Begin a round over the buckets of ``order``. The last round must be complete."""
+        """Begin a round over the buckets in ``order``. The previous round must be complete."""
         if not self.done:
             raise RuntimeError("a round of buckets was begun before the last one was complete")
         self._order, self._next, self._ready = tuple(order), 0, set()
 
     def ready(self, bucket: int) -> None:
-        """Mark a bucket as ready. It is launched as soon as its predecessors were."""
+        """Mark a bucket as ready. It is launched as soon as all buckets before it are."""
         self._ready.add(bucket)
         while not self.done and self._order[self._next] in self._ready:
             self._start()
@@ -57,7 +57,7 @@ class BucketQueue:
         self.drain()
 
     def drain(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched collectives."""
         while self._flying:
             self._land()
         while self._passed_on:

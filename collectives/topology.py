@@ -153,12 +153,12 @@ def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -
 
 @dataclass(frozen=True)
 class Choice:
-    """An algorithm that was built, and why it was chosen. `build` returns it.
+    """A built algorithm, and why it was chosen. `build` returns it.
 
     Attributes:
         collective: the algorithm.
         reason: why it was chosen, as text.
-        replica: the transport of the ranks that share a copy with this one; None if all ranks do.
+        replica: the transport of this rank's replica, whose ranks share one copy; None if all ranks share one.
         hosts: the number of hosts of all ranks, if the choice is NCCL's; else 1.
     """
 
@@ -174,14 +174,14 @@ class Choice:
 
 
 def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1, are_neighbours: bool = True) -> str:
-    """Return the name of the algorithm that "auto" takes for ranks in processes that can share memory on each host.
+    """Return the algorithm that "auto" chooses if the ranks, as processes, can share memory on each host. Local.
 
     Args:
-        ranks: how many own the shards: all, or those of one replica.
-        hosts: on how many hosts they are; of several replicas, the most.
+        ranks: the number of ranks that own the shards: all ranks, or those of one replica.
+        hosts: the number of hosts on which these ranks are; with several replicas, the largest such number.
         by_nccl: whether NCCL moves their tensors.
-        replicas: how many groups of such ranks there are.
-        are_neighbours: whether the ranks of each host are neighbours in the group's order, and as many on each.
+        replicas: the number of groups of such ranks.
+        are_neighbours: whether each host has the same number of ranks, next to each other in the group's order.
     """
     if ranks == 1:
         return "pairwise"

@@ -1,6 +1,6 @@
 """A ZeRO optimizer for PyTorch whose results are those of the plain loop, bit for bit.
 
-Its names are those of `public`. They are imported, and torch with them, when the first one is used: Python imports this
+The names live in `public`. It is imported, and torch with it, when one of them is first used: Python imports this
 package before `zero.commands`, and `zero --help` needs no torch.
 """
 

@@ -27,18 +27,18 @@ _OF_THE_ORDER = ("samples", "batch_size", "seed", "shuffle")  # what a position 
 class MicroBatchSampler(Sampler[list[int]]):
     """Deals whole micro-batches to the ranks, as the ``batch_sampler`` of a `torch.utils.data.DataLoader`.
 
-    The micro-batches of an epoch, and their order, do not depend on the number of ranks. Micro-batch i of a step goes
-    to rank i mod ``world``, and no other rank loads it. The plain loop that has the same bits takes all of them from
-    ``rank=0, world=1``, and accumulates as many for a step. Every rank builds its own sampler, with equal arguments but
-    ``rank``; `check_ranks` compares them. All other calls are local.
+    The micro-batches of an epoch and their order do not depend on the number of ranks. Micro-batch i of a step goes to
+    rank i mod ``world``; no other rank loads it. The plain loop with the same bits uses ``rank=0, world=1``, and
+    accumulates as many micro-batches per step. Every rank builds its own sampler; all arguments but ``rank`` must be
+    equal, which `check_ranks` verifies. All other calls are local.
 
-    A loader's workers take indices ahead of training, so the sampler counts what is trained by calls of `step`. The
-    count is over all ranks, and training may go on with another number of them.
+    A loader's workers fetch indices ahead of training, so the sampler counts trained micro-batches by calls of `step`.
+    It counts over all ranks, so training can continue on another number of ranks.
 
     Attributes:
         epoch: the epoch that an iteration deals.
-        trained: how many micro-batches of the epoch are trained, over all ranks. An iteration begins with the next one.
-        per_step: how many micro-batches a step has, over all ranks.
+        trained: the number of trained micro-batches of the epoch, over all ranks. An iteration starts behind them.
+        per_step: the number of micro-batches per step, over all ranks.
     """
 
     def __init__(
@@ -53,21 +53,20 @@ class MicroBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         per_step: int | None = None,
     ) -> None:
-        """Create the sampler of one rank, at the begin of epoch 0.
+        """Create the sampler of one rank, at the start of epoch 0.
 
         Args:
             data: the dataset, whose length is read once, or the number of samples.
             batch_size: the number of samples in a micro-batch.
-            rank: the number of this rank in the group that trains together (``optimizer.rank``).
-            world: the number of ranks in that group (``optimizer.world_size``).
-            seed: of the order. Torch's random generators are neither used nor changed.
-            shuffle: each epoch has another order; False: the order of the dataset.
-            drop_last: an epoch ends with its last whole step, of whole micro-batches. False: all samples are dealt. The
-                last micro-batch and the last step may then be smaller, and ranks may have different numbers of
-                micro-batches, which ``optimizer.join()`` allows.
-            per_step: the number of micro-batches in a step, over all ranks. None: ``world``. With another number it is
-                also the optimizer's ``divisor``. Give it if training is to have the same steps on another number of
-                ranks.
+            rank: this rank's number among the ranks that train together (``optimizer.rank``).
+            world: the number of these ranks (``optimizer.world_size``).
+            seed: seed of the shuffled order. Torch's random generators are neither used nor changed.
+            shuffle: give each epoch its own order; False: the order of the dataset.
+            drop_last: end an epoch with its last complete step. False: deal all samples. The last micro-batch and the
+                last step may then be smaller, and ranks may have different numbers of micro-batches, which
+                ``optimizer.join()`` allows.
+            per_step: the number of micro-batches per step, over all ranks. None: ``world``. Set it to keep the steps
+                the same on another number of ranks; then set the optimizer's ``divisor`` to it as well.
 
         Raises:
             TypeError: the dataset has no length, or an argument is no whole number.
@@ -89,7 +88,7 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     @property
     def steps(self) -> int:
-        """The number of steps in a whole epoch, the same on all ranks. A scheduler's total is a multiple of it."""
+        """The number of steps in a whole epoch, the same on all ranks; a scheduler needs it times the epochs."""
         rounding = 0 if self._drop_last else self.per_step - 1
         return (self._micro_batches + rounding) // self.per_step
 
@@ -98,8 +97,8 @@ class MicroBatchSampler(Sampler[list[int]]):
 
         Args:
             epoch: its number, at least 0.
-            start: how many micro-batches of it are trained already, over all ranks. None: after `load_state_dict` the
-                saved number if ``epoch`` is the saved epoch, else 0.
+            start: the number of micro-batches of this epoch that are already trained, over all ranks. None: the saved
+                number after `load_state_dict`, if ``epoch`` is the saved epoch; otherwise 0.
         """
         epoch = _whole(epoch, "epoch", 0)
         if start is None:
@@ -112,7 +111,7 @@ class MicroBatchSampler(Sampler[list[int]]):
     def step(self) -> None:
         """Count a step as trained. Call it after each ``optimizer.step()``, on every rank.
 
-        Raises `RuntimeError` if the epoch has no further step.
+        Raises `RuntimeError` if the epoch has no step left.
         """
         left = self._left()
         if left == 0:
@@ -142,11 +141,11 @@ class MicroBatchSampler(Sampler[list[int]]):
     # -- resuming -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is trained, and what the order depends on: plain values, equal on all ranks between two steps.
+        """Return how far the epoch is trained, and what its order depends on, as plain values. Local.
 
-        If the epoch is trained, they are those of the begin of the next one. Where ranks have different numbers of
-        micro-batches, call `set_epoch` for the next epoch first. Raises `RuntimeError` if micro-batches were dealt and
-        no `step` was counted.
+        They are equal on all ranks between two steps. Once the epoch is complete, they describe the start of the next
+        one. If ranks have different numbers of micro-batches, first call `set_epoch` for the next epoch. Raises
+        `RuntimeError` if micro-batches were dealt and no `step` was counted.
         """
         if self._dealt and not self._counted:
             raise RuntimeError(
@@ -157,9 +156,9 @@ class MicroBatchSampler(Sampler[list[int]]):
         return {"epoch": self.epoch + over, "trained": 0 if over else self.trained, **self._facts()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on behind what was trained when the state was saved, by whatever number of ranks.
+        """Continue behind the micro-batches that were trained when the state was saved, on any number of ranks. Local.
 
-        Raises `ValueError` if the order was another one. Nothing has changed then.
+        Raises `ValueError`, and changes nothing, if the saved order was a different one.
         """
         mine = self._facts()
         for name in _OF_THE_ORDER:
@@ -175,10 +174,10 @@ class MicroBatchSampler(Sampler[list[int]]):
         """Compare the samplers of all ranks. All ranks.
 
         Args:
-            exchange: returns the bytes of every rank, in rank order; the ``exchange`` of the optimizer.
+            exchange: a function that returns every rank's bytes, in rank order: ``optimizer.exchange``.
 
         Raises:
-            ValueError: on every rank, with the first argument that differs, and the rank.
+            ValueError: on every rank; it names the first argument that differs, and the rank.
         """
         place = {"epoch": self.epoch, "trained": self.trained, "rank": self.rank, "world": self.world}
         mine = json.dumps({**self._facts(), **place})

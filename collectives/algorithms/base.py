@@ -18,10 +18,10 @@ from ..transport import Transport, as_a_whole
 
 
 class Collective(Protocol):
-    """An algorithm over a transport. All ranks of the group call each method, with equal bounds and tag.
+    """An algorithm on a transport. All ranks of the group call each method, with equal ``bounds`` and ``tag``.
 
-    All ranks wait for works in the same order, which need not be that of the launches: a wait may return only after
-    peers have read this rank's data. A reduce-scatter may be a `StagedWork`.
+    All ranks wait for works in the same order, which may differ from the order of the launches: a wait may return only
+    after peers have read this rank's data. A reduce-scatter may be a `StagedWork`.
 
     ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements: rank r owns
     ``[bounds[r], bounds[r + 1])``, which may be uneven or empty.
@@ -32,12 +32,12 @@ class Collective(Protocol):
     exact: bool
     """Whether sums are formed in rank order, so that their bits do not depend on the number of messages or hosts."""
     transport: Transport
-    """The transport of its messages; the caller also takes memory and makes exchanges there."""
+    """The transport of the algorithm's messages; the caller also uses it for memory and exchanges."""
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """Add all ranks' contributions to this rank's shard onto ``start`` and put the sum in ``out``.
+        """Add all ranks' contributions to this rank's shard onto ``start``, and store the sum in ``out``.
 
         ``source``: this rank's contribution to every shard, 1-D. The algorithm may overwrite it until ``wait`` returns.
         ``out``: as long as this rank's shard, in the accumulator's dtype. It may share memory with this rank's own
@@ -51,7 +51,7 @@ class Collective(Protocol):
         """
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """Fill each shard of ``buffer`` with its owner's values. This rank's own shard is the input."""
+        """Fill each shard of ``buffer`` (1-D) with its owner's values. This rank's own shard is the input."""
 
 
 def all_gather_from(collective: Collective, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:

@@ -127,7 +127,7 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
     assert capsys.readouterr().out.splitlines() == lines
     monkeypatch.setattr(sys, "argv", ["zero", "verify", "tests.commands.verified:not_deterministic"])
     assert cli.main() == 1
-    assert "The model is not deterministic by itself" in capsys.readouterr().out
+    assert "The model itself is not deterministic" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")
@@ -213,7 +213,7 @@ def test_what_fails_in_a_process_says_where_it_was(changes: dict[str, Any], said
 @pytest.mark.usefixtures("no_processes")
 def test_it_starts_ranks_of_its_own_which_end_with_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "launch_ranks", lambda *_: None)
-    with pytest.raises(RuntimeError, match="the processes ended before their runs did, and without an error"):
+    with pytest.raises(RuntimeError, match="the processes ended without an error, but before their runs"):
         alone()
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RuntimeError, match="call it in one process, without torchrun"):

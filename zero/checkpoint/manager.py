@@ -114,22 +114,25 @@ class CheckpointManager:
         blocking: bool = False,
         overwrite: bool = False,
     ) -> Saving:
-        """Save a checkpoint. All ranks, with equal arguments, between two steps. Waits for the last one.
+        """Save a checkpoint. All ranks, with equal arguments, between two steps. Waits for the previous save.
 
         Args:
-            step: its number, at least 0. It becomes the newest: higher steps are set aside, with a warning.
-            state: what training needs beside model and optimizer, equal on all ranks: schedulers, a `GradScaler`, any
-                object with ``state_dict``, and plain values. Restored at any number of ranks.
-            rank_state: this rank's own. Restored at the same number of ranks, or by ``reshard``.
-            blocking: return when the checkpoint is complete.
-            overwrite: replace a checkpoint of this step. One that `restore` has found broken is replaced anyway.
+            step: the checkpoint's number, at least 0. It becomes the newest one: higher steps are set aside, with a
+                warning.
+            state: what training needs besides the model and the optimizer, equal on all ranks: schedulers, a
+                `GradScaler`, any object with ``state_dict``, and plain values. It can be restored at any number of
+                ranks.
+            rank_state: this rank's own state. It can be restored at the same number of ranks, or at another one by
+                ``reshard``.
+            blocking: return only when the checkpoint is complete.
+            overwrite: replace an existing checkpoint of this step. One that `restore` found broken is always replaced.
 
         Returns:
-            The save, which is under way: a `zero.checkpoint.Saving`.
+            The save under way, a `zero.checkpoint.Saving`.
 
         Raises:
-            RuntimeError, ValueError, TypeError: on every rank, if one cannot save, or if their arguments differ. No
-                file was changed. A later failure is a warning in the next step, and an error of `Saving.result`.
+            RuntimeError, ValueError, TypeError: on every rank, if any rank cannot save or the arguments differ. No file
+                was changed. A later failure appears as a warning in the next step, and as an error of `Saving.result`.
         """
         self._check_open()
         problem: Exception | None = None
@@ -200,24 +203,24 @@ class CheckpointManager:
         rng: bool = True,
         reshard: Reshard | None = None,
     ) -> Restored | None:
-        """Load a checkpoint, at whatever stage and number of ranks it was saved. All ranks, between two steps.
+        """Load a checkpoint that was saved at any stage and number of ranks. All ranks, between two steps.
 
         Args:
-            step: which one; None: the newest that is not broken. There is a warning for each broken one.
-            state: objects with ``load_state_dict``, under the keys under which they were saved.
-            rank_state: likewise, of this rank.
-            optimizer: load also the states and the options of the param groups; else the model alone.
-            rng: continue the random generators of this rank, if the number of ranks is that of the checkpoint.
-            reshard: makes this rank's own state from those of all ranks that saved: ``reshard(states, rank, world)``.
+            step: the checkpoint's step; None: the newest one that is not broken, with a warning for each broken one.
+            state: objects with ``load_state_dict``, under the keys with which they were saved.
+            rank_state: the same, for this rank's own state.
+            optimizer: also load the states and the options of the param groups; False: the model only.
+            rng: restore this rank's random generators, if the checkpoint was saved on the same number of ranks.
+            reshard: ``reshard(states, rank, world)`` builds this rank's own state from those of all ranks that saved.
 
         Returns:
             What was restored, a `zero.checkpoint.Restored`; None if ``step`` is None and the folder has no checkpoint.
 
         Raises:
-            RuntimeError: on every rank, if one has gradients that no step has used. Nothing has changed.
-            ValueError: the checkpoint is that of another model or optimizer, or no state was saved under a key. Nothing
+            RuntimeError: on every rank, if any rank has gradients that no step has used. Nothing has changed.
+            ValueError: the checkpoint belongs to another model or optimizer, or it has no state under a key. Nothing
                 has changed.
-            CheckpointError: the checkpoint is broken, or there is none of this step. Nothing has changed.
+            CheckpointError: the checkpoint is broken, or this step has none. Nothing has changed.
         """
         self._check_open()
         if self._saving is not None:
@@ -240,14 +243,14 @@ class CheckpointManager:
         return max(self.all_steps(), default=None)
 
     def wait_until_finished(self) -> None:
-        """Wait until no save is under way. Raises the error of the last one. Local; every rank must make the call."""
+        """Wait until no save is under way; raise the error of the last one. Local; every rank must make the call."""
         if self._saving is not None:
             self._saving.result()
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way, and give up the lock. All ranks. Raises what went wrong with the last save."""
+        """Wait for the save under way, and release the lock. All ranks. Raises the error of the last save."""
         if self._closed:
             return
         saving = self._saving

@@ -36,14 +36,14 @@ def save(
     """Save one checkpoint at ``path``, and return when it is complete. All ranks, with equal arguments.
 
     Args:
-        path: the folder of the checkpoint. Folders above it are made; all ranks must see them.
+        path: the checkpoint's folder. Missing parent folders are created; all ranks must see them.
         optimizer: the optimizer whose parameters and states are saved.
-        state, rank_state, overwrite: those of `CheckpointManager.save`.
-        step: the number that the checkpoint has, at least 0.
-        max_shard_size, assets: those of `CheckpointManager`.
+        state, rank_state, overwrite: as in `CheckpointManager.save`.
+        step: the checkpoint's number, at least 0.
+        max_shard_size, assets: as in `CheckpointManager`.
 
     Returns:
-        The save, which is complete: its bytes and times.
+        The complete save, with its bytes and times.
 
     Raises:
         ValueError: a rank does not see the folder. Further errors are those of `CheckpointManager.save`.
@@ -115,13 +115,13 @@ def load(
     rng: bool = True,
     reshard: Reshard | None = None,
 ) -> Restored:
-    """Load the checkpoint at ``path``, at whatever stage and number of ranks it was saved. All ranks.
+    """Load the checkpoint at ``path``, saved at any stage and number of ranks. All ranks, between two steps.
 
     Args:
         path: the folder of the checkpoint.
-        optimizer: the optimizer that gets the parameters and states.
-        with_states: load also the states and the options of the param groups; else the model alone.
-        state, rank_state, rng, reshard: those of `CheckpointManager.restore`, as are the errors.
+        optimizer: the optimizer that receives the parameters and states.
+        with_states: also load the states and the options of the param groups; False: the model only.
+        state, rank_state, rng, reshard: as in `CheckpointManager.restore`, which has the errors, too.
 
     Returns:
         What was restored.

@@ -19,19 +19,19 @@ _REPORT = "stop"  # the name of the report
 
 @untraced_methods
 class StopOnSignal:
-    """Whether some rank was asked by a signal to end. All ranks have the same answer after the same step.
+    """Records signals that ask the process to end, so that all ranks can save and stop after the same step.
 
-    Every rank builds one over its own optimizer, in its main thread, and uses it as a ``with`` block around its steps.
-    Inside the block the signals do not end the process. The request travels with what ranks agree on in each ``step()``
-    anyway, so it costs no message. A signal that comes after that agreement travels with the next one. If there is none
-    until the end of the block, the process gets the signal again there, unless an error ends the block.
+    Every rank builds one for its own optimizer, in its main thread, and uses it as a ``with`` block around its steps.
+    Inside the block the signals do not end the process. Each ``step()`` passes a request on to all ranks, with data
+    that they exchange anyway, so it costs no message. A signal after that exchange is passed on in the next step. If no
+    step follows, the process gets the signal again at the end of the block, unless an error ends the block.
 
     Attributes:
         why: which rank got which signal, as text; None if there is no request. Equal on all ranks between two steps.
     """
 
     def __init__(self, optimizer: ZeroOptimizer, signals: Sequence[signal.Signals] = (signal.SIGTERM,)) -> None:
-        """Choose what is listened to. Local; raises `ValueError` for a signal that cannot be handled."""
+        """Choose the signals. Local; raises `ValueError` for a signal that cannot be handled."""
         wrong = [number for number in signals if number in (signal.SIGKILL, signal.SIGSTOP)]
         if wrong:
             raise ValueError(f"signals has {wrong[0].name}, which no process can handle: leave it out")
@@ -42,7 +42,7 @@ class StopOnSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether the ranks should end. Equal on all ranks between two steps. Local."""
+        """Whether the ranks should stop. Equal on all ranks between two steps. Local."""
         return self.why is not None
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:

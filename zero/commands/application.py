@@ -34,7 +34,7 @@ COMMANDS = {  # name -> class of its settings, help
     ),
     "verify": (
         "VerifyConfig",
-        "Train your own model at each stage and number of ranks, and find the first bit that differs from your plain loop.",
+        "Train your model at each stage and number of ranks, and find the first bit that differs from the plain loop.",
     ),
 }
 CHECKPOINT = "Inspect checkpoints, and convert them to other formats. Needs no ranks."

@@ -312,14 +312,14 @@ class _Inert:
 def register_forward_method(module: nn.Module, name: str) -> None:
     """Make a method of a module gather the same parameters as the module's forward does.
 
-    At stage 3 only forwards gather by themselves. Call it on every rank, after the optimizer is built. If no stage-3
-    optimizer holds the module, it does nothing, so that the same line serves every stage.
+    At stage 3 only a forward gathers automatically. Call this on every rank, after the optimizer is built. If no
+    stage-3 optimizer holds the module, it does nothing, so the same line works at every stage. Local.
 
-    With ``mixed_precision``, the method's inputs are not cast, as those of the outermost forward are.
-    `ZeroOptimizer.close` undoes it, and a copy of the module has the plain method.
+    With ``mixed_precision``, the method's inputs are not cast, unlike those of the outermost forward.
+    `ZeroOptimizer.close` undoes the registration, and a copy of the module has the plain method.
 
     Args:
-        module: a unit, or a module outside of the units, for example the model itself.
+        module: a unit, or a module outside all units, for example the model itself.
         name: the method's name, other than ``forward`` (``"generate"``, ``"encode"``, ...).
 
     Raises:

@@ -22,17 +22,17 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 def process_group(backend: str = "gloo", **arguments: Any) -> Iterator[None]:
     """Return a context in which this process is a rank of torch's default process group. All ranks.
 
-    It is ``init_process_group(backend)``, and at the end, also after an error, ``destroy_process_group()``. Under
+    It calls ``init_process_group(backend)``, and at the end, even after an error, ``destroy_process_group()``. Under
     torchrun it also
 
-    - binds this process to its agent: on Linux it is killed if the thread that started it ends in any way. The worker
-      of an agent that was killed would train on, although no agent can end it.
-    - ends this process with code 1 if the ranks have not met after two minutes, so that the agents start them again.
-      For a rank that dies before that the others would otherwise wait for the whole ``timeout`` (30 minutes).
+    - binds this process to its agent: on Linux it is killed if the thread that started it ends in any way. Otherwise it
+      would train on after its agent was killed, and no agent could end it.
+    - ends this process with code 1 if the ranks have not met within two minutes, so that the agents start them again.
+      Otherwise, if a rank dies before, the others would wait for the whole ``timeout`` (30 minutes).
 
     Args:
-        backend: of ``init_process_group``.
-        arguments: its other ones. Without any, torchrun's environment variables say where the ranks meet.
+        backend: the ``backend`` of ``init_process_group``.
+        arguments: its other arguments. Without any, torchrun's environment variables say where the ranks meet.
     """
     import torch.distributed as dist
 

@@ -33,14 +33,14 @@ _TRIED = ((97, [32, 32, 33]), (64, [64]))  # elements of throw-away tensors, and
 
 @untraced_methods
 class ShardedAverage:
-    """An average of the weights of a `ZeroOptimizer`, as `torch.optim.swa_utils.AveragedModel` keeps one of a model.
+    """An average of the weights of a `ZeroOptimizer`, like `torch.optim.swa_utils.AveragedModel` for a plain model.
 
     A rank keeps the average of the weights that it updates: 1/W of them from stage 1 on. With mixed precision these are
-    the master weights. The first update copies the weights. The values are those that AveragedModel has in the plain
-    loop, bit for bit. Checkpoints have it in ``averages/<name>``, and restore it together with the states.
+    the master weights. The first update copies the weights. The values equal those of AveragedModel in the plain loop,
+    bit for bit. Checkpoints store them in ``averages/<name>``, and restore them together with the states.
 
-    Parameters that are in no param group are not averaged, nor are buffers: those of the model are used. The average
-    takes as much memory as one state of the optimizer; `describe` does not count it.
+    Parameters in no param group, and buffers, are not averaged: those of the model are used. The average takes as much
+    memory as one state of the optimizer; `describe` does not count it.
 
     Attributes:
         name: the name of the average, and of its folder in checkpoints.
@@ -55,15 +55,15 @@ class ShardedAverage:
         *,
         name: str = "average",
     ) -> None:
-        """Begin an average. All ranks.
+        """Start an average. All ranks.
 
         Args:
             optimizer: the `ZeroOptimizer` whose weights are averaged.
             avg_fn: ``avg_fn(average, weights, n_averaged)`` returns the new average. It must be element-wise, and gets
-                1-D parts of parameters. None: the mean of all weights that were seen.
-            multi_avg_fn: ``multi_avg_fn(averages, weights, n_averaged)`` updates lists of such parts in place, as
-                `torch.optim.swa_utils.get_ema_multi_avg_fn` returns one. It is called once for each bucket.
-            name: of the folder in checkpoints; an optimizer may have several averages.
+                1-D parts of parameters. None: the mean of all weights so far.
+            multi_avg_fn: ``multi_avg_fn(averages, weights, n_averaged)`` updates lists of such parts in place, like the
+                function that `torch.optim.swa_utils.get_ema_multi_avg_fn` returns. It is called once per bucket.
+            name: the folder's name in checkpoints; an optimizer may have several averages.
 
         Raises:
             TypeError: ``optimizer`` is no `ZeroOptimizer`.
@@ -94,18 +94,18 @@ class ShardedAverage:
         averages.by_name[name] = self
 
     def update_parameters(self, model: Any = None) -> None:
-        """Take the weights of this moment into the average. Local; every rank must make the call, between two steps.
+        """Update the average with the current weights. Local; every rank must make the call, between two steps.
 
-        ``model`` is ignored: it may be given, as to AveragedModel.
+        ``model`` is ignored; it is there because AveragedModel takes one.
         """
         self._require_open()
         self._engine.update_average(average=self.name)
 
     def gather(self, to: int | None = 0) -> dict[str, Tensor] | None:
-        """Return the whole averages by the parameters' names on rank ``to``, or on every rank if it is None. All ranks.
+        """Return the whole averages by parameter name on rank ``to``, or on every rank if it is None. All ranks.
 
-        They are on the device of the weights. On other ranks the result is None. Raises `RuntimeError` on every rank
-        before the first update, `ValueError` if ranks have seen different numbers of weights.
+        They are on the weights' device. On the other ranks the result is None. Raises `RuntimeError` on every rank
+        before the first update, and `ValueError` if the ranks have averaged different numbers of weights.
         """
         self._require_open()
         found: dict[str, Tensor] | None = self._engine.gather_average(average=self.name, to=to)
@@ -114,15 +114,16 @@ class ShardedAverage:
     def applied(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with the averages, rounded to its dtype. All ranks.
 
-        After it the weights are what they were. Steps, saves, loads and updates of averages are errors inside, and so
-        is a backward, when the block ends. Raises as `gather` does, and with gradients that no step has used.
+        Afterwards the weights are what they were. Inside, steps, saves, loads and updates of averages are errors; a
+        backward is an error when the block ends. Raises like `gather`, and if there are gradients that no step has
+        used.
         """
         self._require_open()
         found: AbstractContextManager[None] = self._engine.apply_average(average=self.name)
         return found
 
     def close(self) -> None:
-        """Forget the average: checkpoints leave it out from now on. All ranks."""
+        """Drop the average: later checkpoints leave it out. All ranks."""
         if self._all.by_name.get(self.name) is self:
             del self._all.by_name[self.name]
         self._flat.clear()

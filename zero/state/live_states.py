@@ -137,7 +137,7 @@ class WithLiveStates(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """A live mapping from each parameter to the states by name that this rank holds. Local.
+        """A live mapping from each parameter to this rank's part of its optimizer states, by name. Local.
 
         A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
         shape. Tensors may be edited in place. An assignment raises `TypeError`: see `reset_states`.
@@ -152,8 +152,8 @@ class WithLiveStates(torch.optim.Optimizer):
     def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
         """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
 
-        The class begins anew with them, as after ``del optimizer.state[p]`` on an optimizer of torch. Master weights,
-        gradients and param groups stay as they are.
+        The next step starts from new states, as after ``del optimizer.state[p]`` in torch. Master weights, gradients
+        and param groups stay as they are.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         self._engine.reset_states(self.param_groups, chosen)

@@ -69,9 +69,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients of a plain loop by their global norm, as `torch.nn.utils.clip_grad_norm_` does.
 
-    The one difference is the norm, which is `PowerSum`'s: its bits are the same for any order of `parameters`, and the
-    same as for gradients sharded over ranks. Every gradient is multiplied in place by `clip_factor`, in its own dtype,
-    also if the factor is 1 or NaN.
+    The only difference is the norm, which `PowerSum` computes: its bits are the same for any order of ``parameters``,
+    and for gradients sharded over ranks. Every gradient is multiplied in place by `clip_factor`, in its own dtype, even
+    if the factor is 1 or NaN.
 
     Args:
         parameters: one or several. Those without a gradient are skipped; one that appears twice counts once.

@@ -130,7 +130,7 @@ def test_where_nothing_fits_it_names_a_change_that_does(capsys: pytest.CaptureFi
     flags = "--config=large.json --cluster=h100:8 --sequence=8192"
     assert plan(flags) == 1
     error = capsys.readouterr().err
-    assert error == "error: no setting fits into 77.7 GB of a rank: --recompute selective would fit\n"
+    assert error == "error: no setting fits into 77.7 GB per rank: --recompute selective would fit\n"
     assert written()["recommended"] is None
     flags = "--config=large.json --sequence=512 --nic=100 --micro=200 --recompute=full --global-batch=400"
     assert plan(f"{flags} --cluster=rtx4090:2") == 1

@@ -49,7 +49,7 @@ _Value = TypeVar("_Value")
 
 
 class Checkpoint:
-    """A checkpoint on a disk. `zero.open_checkpoint` returns it. Needs no ranks; tensors are read when asked for.
+    """A checkpoint on disk, as `zero.open_checkpoint` returns it. Needs no ranks; tensors are read on demand.
 
     Attributes:
         path: the folder.
@@ -57,7 +57,7 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Open a checkpoint. Raises `CheckpointError` if it is none, or its manifest is damaged."""
+        """Open a checkpoint. Raises `CheckpointError` if there is none, or its manifest is damaged."""
         self.path = Path(path)
         try:
             self.manifest: Manifest = read_manifest(self.path)
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @property
     def not_saved(self) -> tuple[str, ...]:
-        """The names of what could not be saved."""
+        """The names of values that could not be saved."""
         return self.manifest.not_saved
 
     @property
@@ -113,18 +113,18 @@ class Checkpoint:
         return known
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the master weights by name; none without mixed precision."""
+        """Return the master weights by name, on the CPU; an empty dict without mixed precision."""
         return self.read_folder(MASTERS)
 
     def averages(self, name: str) -> dict[str, Tensor]:
-        """Return the averages of this name, by the names of the tensors. Raises `CheckpointError` if there are none."""
+        """Return the averages with this name, by parameter name. Raises `CheckpointError` if there are none."""
         if name not in self.average_names:
             raise CheckpointError(f"{self.path} has no averages {name!r}, but {self.average_names}")
         return self.read_folder(f"{AVERAGES}/{name}")
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The options of the param groups; "params" has the names of the parameters."""
+        """The options of the param groups; "params" holds the parameters' names."""
         with self.parsing(NAME):
             return [decode(group, {}) for group in self.manifest.param_groups]
 
@@ -159,7 +159,7 @@ class Checkpoint:
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the plain `torch.optim` dict, on the CPU, with "masters" if there are master weights.
 
-        If param groups have several classes, it is one such dict for each class, by the class's name.
+        If param groups have several classes, it holds one such dict per class, by the class's name.
         """
         names = [group.get("optimizer_class", "") for group in self.param_groups]
         whole = self.whole_state_dict()

@@ -36,14 +36,14 @@ Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """The result of a restore.
 
     Attributes:
-        step: the number under which it was saved.
+        step: the number with which the checkpoint was saved.
         path: its folder.
-        content: the SHA-256 that names it.
+        content: the SHA-256 that identifies the saved state.
         not_restored: what was not saved, or could not be restored, and why.
-        state, rank_state: the saved values that no object of the caller has taken.
+        state, rank_state: saved values that no object of the caller received.
     """
 
     step: int

@@ -78,17 +78,17 @@ class Destination:
 
 
 class Saving:
-    """A save under way, or complete. `CheckpointManager.save` returns it.
+    """A save under way or complete, as `CheckpointManager.save` returns it.
 
-    Optimizer states are written from their own memory: an edit of ``optimizer.state[p]`` in place, before the next step
-    and before the save is done, may be in the checkpoint. Everything else may change at once.
+    Optimizer states are written directly from their memory: an in-place edit of ``optimizer.state[p]``, before the next
+    step and before the save is done, may end up in the checkpoint. Everything else may change at once.
 
     Attributes:
-        step: the number under which it is saved.
+        step: the checkpoint's number.
         path: the folder that the checkpoint will have.
-        blocked_ms: the milliseconds for which this rank's training has waited for it so far.
+        blocked_ms: the milliseconds that this rank's training has waited for the save so far.
         nbytes: the bytes that this rank writes; ``total_bytes``: the size of the checkpoint.
-        seconds: from the beginning of the writing to the commit; 0 until then.
+        seconds: the time from the start of the writing to the commit; 0 until then.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Saving:
     def result(self, timeout: float | None = None) -> str:
         """Wait until the checkpoint is committed, and return its ``content``. Local.
 
-        Raises the error that has ended the save, or `TimeoutError` after ``timeout`` seconds.
+        Raises the error that ended the save, or `TimeoutError` after ``timeout`` seconds.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path} is not complete after {timeout:g} s")

@@ -49,7 +49,7 @@ def _plan(config: PlanConfig) -> int:
     code = 0
     if found.best is None:
         gb = _gb(usable_bytes(asked.cluster))
-        fail(f"no setting fits into {gb} GB of a rank: {_smallest_change(config, asked)}")
+        fail(f"no setting fits into {gb} GB per rank: {_smallest_change(config, asked)}")
         code = NOTHING_FITS
     files = write(config, found, planner)
     if can_draw():
@@ -60,8 +60,8 @@ def _plan(config: PlanConfig) -> int:
     seconds, mebibytes = _used()
     console.line(f"wrote {', '.join(files)} in {config.out}")
     console.line(
-        f"{seconds - imports[0]:.1f} s of the processor and {mebibytes - imports[1]:.0f} MiB, beside "
-        f"{imports[0]:.1f} s and {imports[1]:.0f} MiB for imports, torch among them"
+        f"{seconds - imports[0]:.1f} s of CPU time and {mebibytes - imports[1]:.0f} MiB, plus "
+        f"{imports[0]:.1f} s and {imports[1]:.0f} MiB for imports, torch included"
     )
     return code
 
@@ -77,7 +77,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     console.line(
         f"{training.model.name}: {_short(training.model.numel)} parameters in {len(training.model.units)} units, "
         f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {micro_batches} x {training.micro} x "
-        f"{training.sequence:,} tokens of a rank and step, recompute {training.recompute}"
+        f"{training.sequence:,} tokens per rank and step, recompute {training.recompute}"
     )
     if not training.counts_activations:
         console.line("activations are not counted, and compute is 2 operations for each parameter and token")
@@ -105,7 +105,7 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
             + ("" if p.fits else ", which does not fit")
             for p in ends
         )
-        console.line(f"tokens/s of a rank, {curve.name}: {rates}")
+        console.line(f"tokens/s per rank, {curve.name}: {rates}")
 
 
 def _row(choice: PlannedSetting, found: Findings) -> list[str]:
@@ -136,8 +136,8 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     of_time = ", ".join(f"{s / step.seconds:.0%} {name}" for name, s in waits if s > 0.005 * step.seconds)
     lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"its seconds: {of_time}"]
     lines.append(
-        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} of a rank; ranks send "
-        f"{_gb(step.sent)} GB a step"
+        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} per rank; ranks send "
+        f"{_gb(step.sent)} GB per step"
     )
     if config.tokens:
         lines.append(f"{config.tokens:.3g} tokens: {config.tokens / step.tokens_per_second / 86400:.1f} days")

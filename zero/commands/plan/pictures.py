@@ -59,7 +59,7 @@ def draw_choices(folder: Path, found: Findings) -> str:
     corners = [*line[:1], *steps]
     axes.plot([x for x, _ in corners], [y for _, y in corners], color="0.75", linewidth=1.2)
     seconds = f"step, s (up to {FARTHEST:g} times the fastest); names: buckets of {cap // MIB} MiB unless said"
-    axes.set(xlabel=seconds, ylabel="GB of a rank (10⁹ bytes)")
+    axes.set(xlabel=seconds, ylabel="GB per rank (10⁹ bytes)")
     limit = usable_bytes(cluster) / 1e9
     axes.axhline(limit, color=ACCENT, linestyle="--", linewidth=1.0, label="memory that a rank can use")
     axes.margins(x=0.15, y=0.08)
@@ -136,7 +136,7 @@ def draw_scale(folder: Path, found: Findings) -> str:
             face = color if p.fits else "white"
             axes.scatter([p.ranks], [p.tokens_per_second_of_rank], s=22, facecolors=face, edgecolors=color, zorder=3)
     ranks_label = "ranks, each with the same batch (bands: fabrics; hollow: does not fit)"
-    axes.set(xlabel=ranks_label, ylabel="tokens/s of a rank", xscale="log", ylim=(0, None))
+    axes.set(xlabel=ranks_label, ylabel="tokens/s per rank", xscale="log", ylim=(0, None))
     ticks = [point.ranks for point in max(found.curves, key=lambda curve: len(curve.points)).points]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
     axes.minorticks_off()

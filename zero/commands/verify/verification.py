@@ -30,8 +30,8 @@ from .bit_diff import Run
 from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
 
 NOT_DETERMINISTIC = (
-    "The model is not deterministic by itself, so there is nothing to compare the stages with. Where it draws random "
-    "numbers (dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
+    "The model itself is not deterministic, so there is nothing to compare the stages with. If it draws random numbers "
+    "(dropout), seed them for each micro-batch: torch.manual_seed(...) in loss_fn, from the batch."
 )
 BY_ROUNDS = (
     "loss_fn runs a backward itself. Several backwards of a micro-batch are added up by rounds: the first one of each "
@@ -39,8 +39,8 @@ BY_ROUNDS = (
     "another sum. Return the sum of the losses instead, for one backward."
 )
 BUILT_TWICE = (
-    "build_model() makes other parameters each time, so there is nothing to compare the stages with. Seed what it "
-    "draws from; torch's own generator is seeded before each call."
+    "build_model() returns different parameters each time, so there is nothing to compare the stages with. Seed its "
+    "random generators; torch's own one is seeded before each call."
 )
 
 
@@ -52,8 +52,8 @@ class Verification:
 
     Attributes:
         plain: the plain loop, compared with itself.
-        runs: the runs, in their order. There are none if the two plain loops differ. A run has ``stage``,
-            ``world_size``, ``ok``, and ``difference``: the first element that differs, or None.
+        runs: the runs in order, none if the two plain loops differ. A run has ``stage``, ``world_size``, ``ok``, and
+            ``difference``: the first element that differs, or None.
     """
 
     plain: Run
@@ -66,7 +66,7 @@ class Verification:
 
     @property
     def conclusion(self) -> str:
-        """The last line of the table; a further one if gradients are added up in another order."""
+        """The last line of the table, and a second line if the loss runs several backwards per micro-batch."""
         return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
 
     @property
@@ -105,42 +105,43 @@ def verify(
 ) -> Verification:
     """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
 
-    The plain loop runs twice, each time in a new process, to see that the model is deterministic by itself; then each
-    stage runs on each number of ranks, which are local processes, and is compared after every step. Prints a line for
-    each run as it ends. Torch's random generator is seeded before ``build_model()`` and differently in every process
-    after it: dropout has to be seeded by ``loss_fn``, from the batch. Temporary files take the parameters' bytes once
-    for each step.
+    The plain loop runs twice, each time in a new process, to check that the model itself is deterministic. Then each
+    stage runs on each number of ranks (local processes), and is compared after every step. A line is printed for each
+    run as it ends. Torch's random generator is seeded before ``build_model()``, and differently in every process after
+    it: ``loss_fn`` must seed dropout itself, from the batch. Temporary files take the size of the parameters once per
+    step.
 
-    Functions and classes are imported by the processes: they must stand at the top level of a module, or of the script,
-    which then calls ``verify`` under ``if __name__ == "__main__":``.
+    The processes import the functions and classes. These must be at the top level of a module, or of the script, which
+    then calls ``verify`` under ``if __name__ == "__main__":``.
 
     Args:
-        build_model: makes the model, the same at each call.
+        build_model: returns the model, the same at each call.
         batches: micro-batches in the order of the plain loop, made of tensors, numbers, text and collections of these;
-            or a function that returns any. Their number is a multiple of ``micro_batches``: each step takes as many.
+            or a function that returns any micro-batches. Their number is a multiple of ``micro_batches``, which each
+            step takes.
         optimizer_class: a `torch.optim` class; it gets ``defaults``.
         loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)`` for a tuple or list, ``model(**batch)``
             for a mapping, else ``model(batch)``.
-        stages: those to run.
+        stages: the stages to run.
         world_sizes: the numbers of ranks to run them on.
-        micro_batches: of a step, over all ranks, and what the summed gradient is divided by; None: the least common
-            multiple of ``world_sizes``.
-        max_norm: clip to this norm, by `zero.clip_grad_norm_` in the plain loop; None: no clipping.
-        units, bucket_cap_mb, collective: of `ZeroOptimizer`.
-        param_groups: returns the param groups of a model, of which each may have its own ``optimizer_class``. Default:
-            all parameters in one.
-        mixed_precision: of `ZeroOptimizer`; the plain loop then has a 16-bit model and fp32 weights of its own.
-        threads: intra-op threads of a process; their number changes bits.
-        timeout: seconds that building the model, a micro-batch or an update may take.
-        device: "cpu" (over gloo) or "cuda" (over NCCL), to which the model and the tensors of the batches are moved.
-            None: "cuda" if this host has a GPU for each rank, else "cpu".
+        micro_batches: the number of micro-batches per step, over all ranks, by which the summed gradient is divided.
+            None: the least common multiple of ``world_sizes``.
+        max_norm: clip the gradients to this norm, in the plain loop by `zero.clip_grad_norm_`; None: no clipping.
+        units, bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
+        param_groups: a function that takes the model and returns its param groups; each may have its own
+            ``optimizer_class``. Default: one group of all parameters.
+        mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model and its own fp32 weights.
+        threads: intra-op threads per process; their number changes bits.
+        timeout: the most seconds for building the model, for a micro-batch, or for an update.
+        device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
+            "cuda" if this host has a GPU for each rank, else "cpu".
         quiet: print nothing.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
-        ValueError, TypeError: an argument that cannot be.
-        RuntimeError: a process failed, or the plain loop showed nothing (a trained parameter turned NaN or infinite, or
-            none moved); the message says where it was, and the cause is its traceback.
+        ValueError, TypeError: an argument is invalid.
+        RuntimeError: a process failed, or the plain loop proved nothing (a trained parameter turned NaN or infinite, or
+            none changed). The message names the place; the cause has the traceback of the process.
     """
     from ..runner import choose_device
 
@@ -238,7 +239,7 @@ def _run(spec: VerifySpec) -> Verification:
             _start("ranks", folder, max(spec.world_sizes))
         runs = _read(results)
     if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
-        raise RuntimeError("the processes ended before their runs did, and without an error: is there an os._exit()?")
+        raise RuntimeError("the processes ended without an error, but before their runs: is there an os._exit()?")
     return Verification(runs[0], tuple(runs[1:]))
 
 
