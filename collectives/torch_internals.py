@@ -30,7 +30,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _compiled_call_impl             Module           zero.parameters.module_hooks
     _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
     _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are
-                                                     not copied)
+                                                     not copied), zero.integrations.conversion
     hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
     _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)

@@ -330,6 +330,28 @@ def test_a_state_without_a_counted_step_is_an_error() -> None:
     assert sampler.state_dict()["trained"] == 2
 
 
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_a_state_of_steps_with_more_micro_batches_than_per_step_is_an_error(accumulated: int, ahead: int) -> None:
+    """``ahead``: how many micro-batches a loader's workers draw before they are trained. Two epochs, in each step."""
+    sampler = MicroBatchSampler(80, 2, 1, 2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        dealt = iter(sampler)
+        drawn = [next(dealt) for _ in range(ahead)]
+        for number in range(1, len(sampler) + 1):
+            drawn += [batch] if (batch := next(dealt, None)) else []
+            if number % accumulated:
+                continue
+            sampler.step()
+            if accumulated == 1 or number == accumulated:
+                sampler.state_dict()
+                continue
+            with pytest.raises(RuntimeError, match=r"rank 1 was dealt .* give MicroBatchSampler\(per_step=\.\.\.\)"):
+                sampler.state_dict()
+        assert len(drawn) == 20
+
+
 @pytest.mark.parametrize("other", [{"samples": 9}, {"batch_size": 3}, {"seed": 1}, {"shuffle": False}])
 def test_a_state_of_another_order_is_an_error_by_name(other: dict[str, Any]) -> None:
     case = Case(8, 2, 0, True, False, 2)
@@ -382,3 +404,23 @@ def test_a_checkpoint_that_holds_samplers_which_differ_is_an_error_on_every_rank
 
     for said in on_threads(2, program):
         assert "state['sampler'] differs between rank 0 and rank 1" in said
+
+
+def test_a_checkpoint_after_an_incomplete_last_step_needs_set_epoch_and_says_so(tmp_path: Path) -> None:
+    def program(transport: Transport) -> dict[str, Any]:
+        optimizer = ZeroOptimizer(nn.Linear(1, 1), process_group=transport)
+        sampler = MicroBatchSampler(5, 1, transport.rank, 2)
+        for _ in sampler:  # three steps on rank 0, two on rank 1
+            sampler.step()
+        with pytest.raises(ValueError, match=r"trained=.* call set_epoch"):
+            sampler.check_ranks(optimizer.exchange)
+        words = r"MicroBatchSampler needs set_epoch\(epoch \+ 1\) on every rank after an epoch whose last step"
+        with CheckpointManager(tmp_path, optimizer) as checkpoints, pytest.raises(ValueError, match=words):
+            checkpoints.save(1, state={"sampler": sampler})
+        sampler.set_epoch(1)
+        with CheckpointManager(tmp_path, optimizer) as checkpoints:
+            checkpoints.save(1, state={"sampler": sampler})
+        return sampler.state_dict()
+
+    for state in on_threads(2, program):
+        assert (state["epoch"], state["trained"]) == (1, 0)

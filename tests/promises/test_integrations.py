@@ -83,6 +83,13 @@ def with_an_argument_that_is_lost() -> None:
     convert(Keeping(model.parameters()), model, {})
 
 
+def with_a_hook() -> None:
+    model = network()
+    optimizer = adamw(model)
+    optimizer.register_step_post_hook(lambda *_: pytest.fail("the conversion calls a hook"))
+    convert(optimizer, model, {})
+
+
 def clip_of_a_part() -> None:
     model = network()
     conversions = Conversions({}, "X")
@@ -98,6 +105,7 @@ def clip_of_a_part() -> None:
         (of_another_model, ValueError, "no model that was set up has all parameters of the AdamW"),
         (with_options_twice, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
         (with_an_argument_that_is_lost, TypeError, "Keeping does not keep its arguments patience in its defaults"),
+        (with_a_hook, ValueError, r"the AdamW has hooks \(_optimizer_step_post_hooks\), .* register them on the Zero"),
         (clip_of_a_part, ValueError, "X clips all parameters of an optimizer"),
     ],
 )
@@ -205,6 +213,7 @@ def for_ddp() -> Any:
         *[(lambda name=name: {name: object()}, name) for name in ("fsdp_plugin", "deepspeed_plugin")],
         *[(lambda name=name: {name: object()}, name) for name in ("megatron_lm_plugin", "parallelism_config")],
         (lambda: {"kwargs_handlers": [for_ddp()]}, "DistributedDataParallelKwargs"),
+        (lambda: {"dynamo_backend": "eager"}, "dynamo_backend"),
         (lambda: {"mixed_precision": "fp16"}, "mixed_precision='fp16' on CPUs"),
     ],
 )

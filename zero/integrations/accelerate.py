@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from accelerate.utils import DistributedType  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor, nn
 
 from .conversion import Conversions, copied, split
@@ -39,8 +39,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             default True where there is no GPU: accelerate would take each rank for the only one.
 
     Raises:
-        ValueError: FSDP, DeepSpeed, Megatron-LM, tensor or context parallelism, fp8, fp16 on CPUs, or arguments for
-            DistributedDataParallel, asked for by an argument or by ``accelerate launch``.
+        ValueError: FSDP, DeepSpeed, Megatron-LM, tensor or context parallelism, dynamo, fp8, fp16 on CPUs, or arguments
+            for DistributedDataParallel, asked for by an argument or by ``accelerate launch``.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -58,6 +58,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             f"distributed_type={self.distributed_type.value}": self.distributed_type not in _KINDS,
             "parallelism_config": self.parallelism_config is not None,
             "DistributedDataParallelKwargs: there is no DistributedDataParallel": self.ddp_handler is not None,
+            "dynamo_backend or dynamo_plugin, which compile the model as one: compile each block before prepare, as in "
+            "`for block in model.blocks: block.compile()`": self.state.dynamo_plugin.backend != DynamoBackend.NO,
             "mixed_precision='fp8'": self.mixed_precision == "fp8",
             "mixed_precision='fp16' on CPUs, where accelerate ignores it": self.mixed_precision == "fp16"
             and self.scaler is None,
@@ -68,7 +70,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Place the model, and add autocast and compilation if asked for. Local."""
+        """Place the model, and add autocast if asked for. Local."""
         self._conversions.add(model)
         # "evaluation" leaves DistributedDataParallel out, and nothing else
         return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]

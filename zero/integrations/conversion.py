@@ -43,6 +43,7 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
 
     Raises:
         TypeError: the class has arguments that its ``defaults`` do not hold.
+        ValueError: hooks are registered on ``plain``.
         ValueError, TypeError: as `ZeroOptimizer` raises.
     """
     arguments = list(inspect.signature(type(plain)).parameters.values())[1:]
@@ -51,6 +52,12 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
         raise TypeError(
             f"{type(plain).__name__} does not keep its arguments {', '.join(lost)} in its defaults, from which they "
             "would be taken: build a ZeroOptimizer yourself, and give that instead of the plain optimizer"
+        )
+    # private: torch lists an optimizer's hooks in attributes whose names begin so
+    if hooks := [name for name, value in vars(plain).items() if name.startswith("_optimizer_") and value]:
+        raise ValueError(
+            f"the {type(plain).__name__} has hooks ({', '.join(hooks)}), which a ZeroOptimizer would not call: "
+            "register them on the ZeroOptimizer, after it is set up"
         )
     states = plain.state_dict() if plain.state else None
     groups = [dict(group) for group in plain.param_groups]

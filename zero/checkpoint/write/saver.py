@@ -286,5 +286,6 @@ def _compare(found: list[dict[str, Any]]) -> None:
                     )
                 raise ValueError(
                     f"save(): {key} differs between rank 0 and rank {rank} (host {theirs['host']}): every rank must "
-                    "save the same; what differs between ranks belongs in rank_state"
+                    "save the same; what differs between ranks belongs in rank_state; a MicroBatchSampler needs "
+                    "set_epoch(epoch + 1) on every rank after an epoch whose last step is incomplete"
                 )
