@@ -81,7 +81,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         rounding = 0 if drop_last else self._batch_size - 1
         self._micro_batches = (self._samples + rounding) // self._batch_size
         self.epoch, self.trained = 0, 0
-        self._forget()
+        self._resumed = self._dealt = self._counted = False  # by load_state_dict, by __iter__, by step
         if self.steps == 0:
             needed = f", which needs {self._batch_size * self.per_step}" if drop_last else ""
             raise ValueError(f"data has {self._samples} samples, too few for one step{needed}")
@@ -106,7 +106,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         if _whole(start, "start", 0) > self._micro_batches:
             raise ValueError(f"start must be at most {self._micro_batches}, the micro-batches of an epoch, not {start}")
         self.epoch, self.trained = epoch, start
-        self._forget()
+        self._resumed = self._dealt = self._counted = False
 
     def step(self) -> None:
         """Count a step as trained. Call it after each ``optimizer.step()``, on every rank.
@@ -120,10 +120,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 "call it once after each optimizer.step(), and set_epoch() before each epoch"
             )
         self.trained += min(self.per_step, left)
-        if self._at_step is not None and not self._all_dealt:
-            self._between += self._dealt - self._at_step
-            self._due += self._share(self.per_step)
-        self._at_step, self._counted = self._dealt, True
+        self._counted = True
 
     def __len__(self) -> int:
         """Return how many micro-batches an iteration deals to this rank from here on."""
@@ -138,11 +135,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         left = self._left()
         if self._counted and left == 0:
             raise RuntimeError(f"epoch {self.epoch} is trained: call set_epoch({self.epoch + 1}) before the next one")
-        self._begun, self._all_dealt, self._at_step = (
-            True,
-            False,
-            None,
-        )  # the workers of a loader may begin by drawing some ahead
+        self._dealt = True
         return self._deal(self._order(), self.trained, self.trained + left)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
@@ -152,20 +145,12 @@ class MicroBatchSampler(Sampler[list[int]]):
 
         They are equal on all ranks between two steps. Once the epoch is complete, they describe the start of the next
         one. If ranks have different numbers of micro-batches, first call `set_epoch` for the next epoch. Raises
-        `RuntimeError` if micro-batches were dealt and no `step` was counted, or if steps have more than ``per_step``
-        micro-batches.
+        `RuntimeError` if micro-batches were dealt and no `step` was counted.
         """
-        if self._begun and not self._counted:
+        if self._dealt and not self._counted:
             raise RuntimeError(
                 f"micro-batches of epoch {self.epoch} were dealt, and no step was counted, so the state would not say "
                 "what is trained: call step() after each optimizer.step()"
-            )
-        if self._due and self._between >= 2 * self._due:
-            raise RuntimeError(
-                f"rank {self.rank} was dealt {self._between} micro-batches between calls of step(), which counted "
-                f"{self._due} of them, so the state would not say what is trained: with gradient accumulation give "
-                f"MicroBatchSampler(per_step=...), which is {self.per_step} now, the micro-batches of a step on all "
-                "ranks"
             )
         over = self._left() == 0
         return {"epoch": self.epoch + over, "trained": 0 if over else self.trained, **self._facts()}
@@ -210,13 +195,6 @@ class MicroBatchSampler(Sampler[list[int]]):
 
     # -- the order ----------------------------------------------------------------------------------------------------
 
-    def _forget(self) -> None:
-        """Forget what happened in the epoch before."""
-        self._resumed = self._begun = self._counted = False  # by load_state_dict, by __iter__, by step
-        self._all_dealt = False
-        self._dealt = self._between = self._due = 0  # micro-batches of this rank: all, between steps, in these steps
-        self._at_step: int | None = None  # how many were dealt when a step was last counted
-
     def _facts(self) -> dict[str, Any]:
         return {
             "samples": self._samples,
@@ -248,9 +226,7 @@ class MicroBatchSampler(Sampler[list[int]]):
         """Yield this rank's micro-batches of the steps between two micro-batches."""
         for first in range(begin, end, self.per_step):
             for number in range(first + self.rank, min(first + self.per_step, end), self.world):
-                self._dealt += 1
                 yield order[number * self._batch_size : (number + 1) * self._batch_size].tolist()
-        self._all_dealt = True
 
 
 def _length(data: Dataset[Any] | Sized | int) -> int:

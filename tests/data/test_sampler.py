@@ -330,28 +330,6 @@ def test_a_state_without_a_counted_step_is_an_error() -> None:
     assert sampler.state_dict()["trained"] == 2
 
 
-@pytest.mark.parametrize("ahead", [0, 3])
-@pytest.mark.parametrize("accumulated", [1, 2, 3])
-def test_a_state_of_steps_with_more_micro_batches_than_per_step_is_an_error(accumulated: int, ahead: int) -> None:
-    """``ahead``: how many micro-batches a loader's workers draw before they are trained. Two epochs, in each step."""
-    sampler = MicroBatchSampler(80, 2, 1, 2)
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        dealt = iter(sampler)
-        drawn = [next(dealt) for _ in range(ahead)]
-        for number in range(1, len(sampler) + 1):
-            drawn += [batch] if (batch := next(dealt, None)) else []
-            if number % accumulated:
-                continue
-            sampler.step()
-            if accumulated == 1 or number == accumulated:
-                sampler.state_dict()
-                continue
-            with pytest.raises(RuntimeError, match=r"rank 1 was dealt .* give MicroBatchSampler\(per_step=\.\.\.\)"):
-                sampler.state_dict()
-        assert len(drawn) == 20
-
-
 @pytest.mark.parametrize("other", [{"samples": 9}, {"batch_size": 3}, {"seed": 1}, {"shuffle": False}])
 def test_a_state_of_another_order_is_an_error_by_name(other: dict[str, Any]) -> None:
     case = Case(8, 2, 0, True, False, 2)
