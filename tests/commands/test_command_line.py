@@ -35,7 +35,7 @@ WRONG = {  # words with gaps
     "trian": "No such command 'trian'. Did you mean 'train'? See `zero --help`",
     "export saved": "No such command 'export'. It is `zero checkpoint export`",
     "train --stepz=5": "No such option: --stepz … --steps … See `zero train --help`",
-    "train --steps": "Option '--steps' requires an argument. See `zero",
+    "train --steps": "Option '--steps' requires an argument. See `zero train --help`",
     "train --steps=many": "Invalid value for '--steps': … integer … See `zero train --help`",
     "train --steps=0": "--steps is 0: it must be at least 1",
     "train --resume=saved": "Invalid value for '--resume': … 'none', 'auto'",

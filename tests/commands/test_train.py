@@ -100,6 +100,9 @@ def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(t
     given = TrainConfig(stage=3, reshard_after_forward=False, fused=True, bucket_cap_mb=0.01, device="cpu", ranks=4)
     assert next_command(given, 4) == "zero train --stage 3 --bucket-cap-mb 0.01 --ranks 2 --fused"
     assert next_command(TrainConfig(device="cpu"), 2) == "zero train --stage 3"
+    assert next_command(TrainConfig(device="cpu", ranks=1), 1) == "zero train --stage 3 --ranks 2", "one shards nothing"
+    launched = TrainConfig(device="cpu", sharding_factor=2, stage=1)
+    assert next_command(launched, 4) == "zero train --stage 3 --sharding-factor 2 --ranks 4"
 
 
 @pytest.mark.parametrize(

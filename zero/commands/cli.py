@@ -39,7 +39,8 @@ def _run(arguments: list[str], program: str, command: str | None) -> int:
     try:
         code: int = parser.main(arguments or ["--help"] * (parser is group), program, standalone_mode=False)
     except usage_error as error:
-        path = program if error.ctx is None else error.ctx.command_path
+        alone = program if parser is not group or called not in group.commands else f"{program} {called}"
+        path = alone if error.ctx is None else error.ctx.command_path
         remedy = f"See `{path} --help`"
         renamed = RENAMED.get(f"{called} {getattr(error, 'option_name', '')}")
         if renamed is not None:

@@ -27,10 +27,13 @@ def can_draw() -> bool:
 
 def draw_loss(path: Path, title: str, losses: Sequence[float], validation: float) -> None:
     """Draw the training loss of each step, and that of the validation at the end, in nats per byte."""
+    from matplotlib.ticker import MaxNLocator
+
     figure, axes = figure_of(title)
     steps = range(1, len(losses) + 1)
     window = max(1, len(losses) // 20)
-    axes.plot(steps, losses, color=FORMULA, linewidth=1.0, label="training, each step")
+    color, width = (FORMULA, 1.0) if window > 1 else (MEASURED, 2.0)
+    axes.plot(steps, losses, color=color, linewidth=width, label="training, each step")
     if window > 1:
         means = [sum(part) / len(part) for part in _windows(losses, window)]
         axes.plot(steps, means, color=MEASURED, linewidth=2.0, label=f"mean of {window} steps")
@@ -38,6 +41,7 @@ def draw_loss(path: Path, title: str, losses: Sequence[float], validation: float
         validation, color=ACCENT, linestyle="--", linewidth=1.2, label=f"validation at the end: {validation:.3f}"
     )
     axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(1, max(2, len(losses))), ylim=(0, None))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color="0.92")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=RESOLUTION)

@@ -207,8 +207,8 @@ def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, 
         raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
     if asked == "cuda" and gpus < local_ranks:
         raise ValueError(
-            f"--device cuda needs one GPU per rank, and this host has {_counted(gpus, 'GPU')} for "
-            f"{_counted(local_ranks, 'rank')}: start fewer ranks, or take the CPU"
+            f"--device cuda needs one GPU per rank, and this host has {counted(gpus, 'GPU')} for "
+            f"{counted(local_ranks, 'rank')}: start fewer ranks, or take the CPU"
         )
     if asked is not None:
         return asked, None
@@ -217,12 +217,13 @@ def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, 
     if gpus == 0:
         return "cpu", None
     return "cpu", (
-        f"this host has {_counted(gpus, 'GPU')} for {_counted(local_ranks, 'rank')}, so they compute on the CPU, over "
-        f"gloo; with at most {_counted(gpus, 'rank')} each would have its own GPU"
+        f"this host has {counted(gpus, 'GPU')} for {counted(local_ranks, 'rank')}, so they compute on the CPU, over "
+        f"gloo; with at most {counted(gpus, 'rank')} each would have its own GPU"
     )
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

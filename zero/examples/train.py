@@ -5,7 +5,8 @@
 
 A step takes `--micro-batches` micro-batches over all ranks, however many ranks there are. So the trained parameters
 have the bits of one process that accumulates as many. If a run with `--checkpoint` was killed, start it again, at any
-stage and on any number of ranks: it goes on with the same bits. `zero train` uses the first three functions, too.
+stage and on any number of ranks: it goes on with the same bits. It trains on the GPUs of a host if each rank gets its
+own, and `--device` chooses. `zero train` uses the first three functions, too.
 """
 
 from __future__ import annotations

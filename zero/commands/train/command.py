@@ -19,6 +19,7 @@ from ..runner import (
     check_output,
     checking_input,
     choose_device,
+    counted,
     fail,
     launch_ranks,
     record_error,
@@ -28,7 +29,6 @@ from .data import load_corpus
 from .model import build_model
 from .optimizers import classes_of, make_optimizer
 from .rank import work
-from .report import counted
 from .saves import check_resume
 from .settings import DEFAULT_RANKS, TrainConfig
 

@@ -34,7 +34,7 @@ from ...planning.stages import bytes_by_stage
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ..console import Console
 from ..flags import from_flags, to_flags
-from ..runner import process_group, run_rank
+from ..runner import counted, process_group, run_rank
 from .data import load_corpus
 from .model import build_model, loss_fn, parameters_sha256
 from .optimizers import arguments_of, classes_of, make_optimizer
@@ -126,7 +126,7 @@ class RankTraining:
         if saves is not None:
             self.losses += saves.resume(self._scaler)
         if console is not None and self.losses:
-            console.line(f"goes on from step {len(self.losses)} on {ranks} rank{'s' if ranks > 1 else ''}")
+            console.line(f"goes on from step {len(self.losses)} on {counted(ranks, 'rank')}")
         self._sent = optimizer.traffic
         facts = self._facts()
         join = optimizer.join if self._takes_turns() else nullcontext

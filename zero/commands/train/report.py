@@ -19,7 +19,7 @@ from ...planning.stages import PLAIN
 from ..console import INSTALL_HINT, Console
 from ..flags import option_of, to_flags
 from ..plots import can_draw, draw_loss, draw_memory
-from ..runner import choose_device
+from ..runner import choose_device, counted
 from .settings import DEFAULT_RANKS, TrainConfig
 
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
@@ -46,12 +46,8 @@ def write_report(record: dict[str, Any], config: TrainConfig, console: Console) 
         written = f"run.json. matplotlib is not installed: no loss.png, no memory.png. To have them: {INSTALL_HINT}"
     _show(record, console)
     console.line(f"written to {out}: {written}")
-    console.line(f"try next: {next_command(config, record['world_size'])} (the same SHA-256)")
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    same = "" if record["collective"] in ("native", "ring") else " (the same SHA-256)"  # they add in other orders
+    console.line(f"try next: {next_command(config, record['world_size'])}{same}")
 
 
 def _show(record: dict[str, Any], console: Console) -> None:
@@ -77,10 +73,13 @@ def _show(record: dict[str, Any], console: Console) -> None:
 
 def next_command(config: TrainConfig, ranks: int) -> str:
     """Return a command that has the same result at stage 3, or there on other ranks than these."""
-    anew = replace(config, stage=3, checkpoint=None, checkpoint_every=None, resume="none")
-    if config.row.parameters is Placement.SHARD:
-        anew = replace(anew, ranks=2 if ranks == 4 else 4, sharding_factor=None, reshard_after_forward=True)
-    device: Any = choose_device(None, anew.ranks or DEFAULT_RANKS, torch.cuda.device_count())[0]
+    other = config.row.parameters is Placement.SHARD or ranks == 1
+    count = ranks if not other else 4 if ranks == 2 else 2
+    asked = None if count == ranks == DEFAULT_RANKS else count  # a launcher's number has no flag
+    anew = replace(config, stage=3, ranks=asked, checkpoint=None, checkpoint_every=None, resume="none")
+    if other:
+        anew = replace(anew, sharding_factor=None, reshard_after_forward=True)
+    device: Any = choose_device(None, count, torch.cuda.device_count())[0]
     usual, words = to_flags(TrainConfig(device=device)), ["zero", "train"]
     for name, value in to_flags(anew).items():
         if value != usual[name]:
