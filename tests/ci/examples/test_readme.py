@@ -29,7 +29,7 @@ def block(language: str) -> str:
 
 def plain_loop() -> str:
     """Return README's script without the lines that its diff adds, and with those that it removes."""
-    script, lines = "import zero\n" + block("python"), block("diff").splitlines(keepends=True)
+    script, lines = block("python"), block("diff").splitlines(keepends=True)
     removed = added = ""
     for line in [*lines, " "]:
         if added and not line.startswith("+"):
