@@ -1,4 +1,4 @@
-"""`python3 .ci/contents.py DIST`: the wheel has every tracked file of the packages, the sdist of the repository."""
+"""`python3 .ci/contents.py DIST`: wheel and sdist have every tracked file of the packages, and the wheel no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def main(folder: str) -> int:
         packed = set(opened.namelist())
     with tarfile.open(sdist) as archive:
         source = {name.partition("/")[2] for name in archive.getnames()}
-    missing = {wheel: {name for name in tracked if name.startswith(PACKAGES)} - packed, sdist: tracked - source}
+    expected = {name for name in tracked if name.startswith(PACKAGES)}
+    missing = {wheel: expected - packed, sdist: expected - source}
     foreign = {name for name in packed if not name.startswith(PACKAGES) and ".dist-info/" not in name}
     for file, names in missing.items():
         if names:

@@ -91,6 +91,15 @@ def test_the_example_has_the_bits_of_the_plain_loop_also_after_it_was_resumed(
     assert resumed[last].content == saved[last].content
 
 
+@pytest.mark.parametrize("other", ["--epochs=3", "--micro-batches=2"])
+def test_a_run_does_not_go_on_with_other_steps_than_it_began_with(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    saved = run(monkeypatch, text, tmp_path / "saved")
+    with pytest.raises(SystemExit, match=rf"has a run of {max(saved)} steps, not \d+: give the --epochs and --micro"):
+        run(monkeypatch, text, tmp_path / "saved", other)
+
+
 @pytest.mark.parametrize(
     ("asked", "ranks", "gpus", "device"),
     [

@@ -142,6 +142,11 @@ def run(args: argparse.Namespace, device: str) -> None:
     with zero.CheckpointManager(args.checkpoint, optimizer) if args.checkpoint else nullcontext() as checkpoints:
         restored = checkpoints.restore(state=state, rng=False) if checkpoints else None  # it draws no random numbers
         step = restored.step if restored else 0
+        if scheduler.total_steps != total:  # the checkpoint has another schedule, and steps of other sizes
+            raise SystemExit(
+                f"{args.checkpoint} has a run of {scheduler.total_steps} steps, not {total}: give the --epochs and "
+                "--micro-batches with which it began, or another --checkpoint"
+            )
         if rank == 0:
             print(f"stage {args.stage} on {world} {device} rank(s): step {step} of {total} is taken", flush=True)
         for epoch in range(sampler.epoch, args.epochs):
