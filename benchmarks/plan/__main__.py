@@ -150,9 +150,8 @@ def score(*, fits: bool, leaves_out: bool) -> None:
         print(f"  {claim:50} {planned:16} {'agrees' if agrees else 'DISAGREES'}")
     print("\none H200, its own loops")
     for run in own_runs():
-        code = " (an earlier code)" if run.earlier else ""
         seconds = f"measured {run.measured * 1e3:6.1f} ms   planned {run.planned * 1e3:6.1f} ms   {run.error:+6.1%}"
-        print(f"  {run.name:36} {run.tokens:5,} tokens   {seconds}{code}")
+        print(f"  {run.name:36} {run.tokens:5,} tokens   {seconds}")
     if fits or leaves_out:
         counter = RowCounter()
         counted = [counter.count(row) for row in runs]

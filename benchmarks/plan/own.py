@@ -1,12 +1,7 @@
-"""The library's own steps on one H200 beside their plan, and the seconds of the host's calls, from stored results.
+"""The library's own steps on one H200 next to their plan, and the seconds of the host's calls, from stored results.
 
     ../results/gpu-short-b.json    one rank: the plain loop, FSDP2, stages 0 to 3
-    ../results/gpu-short-c.json    the last of 8 ranks, whose peers answer at once: the plain loop and FSDP2
-    ../results/gpu-host.json       the same of stage 3 with a bucket for each unit, and with 25 MiB: an earlier code
-    ../results/host-cpu.json       the host's calls of today's code, on a CPU
-
-No GPU has run today's code. So the seconds of its calls are those on the CPU, times what FSDP2's hooks take on the
-H200's host for each second on the CPU: neither of them changed. The rows of stages 0 to 3 are of the earlier code.
+    ../results/gpu-short-c.json    the last of 8 ranks, whose peers answer at once: the plain loop, FSDP2, stages 2 and 3
 
 These loops read no data and look at no loss, so their plan has none of the seconds that no unit explains.
 
@@ -43,6 +38,7 @@ RESULTS = Path(__file__).parents[1] / "results"
 BILLION, SEQUENCE = Shape(24, 14, 1792, 50304), 512  # of gpu_short's section b
 UNITS, PARAMETERS, KERNELS = 33, 291, 454  # of the narrow Llama: its parts, and the kernels of its forward
 PLAIN, FSDP2 = "plain", "FSDP2"
+FEWEST_TOKENS = 2048  # of a step in which the host is the limit
 PLAIN_LOOP = System(host=(0.0, 0.0))
 
 
@@ -60,33 +56,35 @@ def _of_a_bucket(few: Row, many: Row, *phases: str) -> float:
     return float(sum(many[phase] - few[phase] for phase in phases) / (many["buckets"] - few["buckets"]))
 
 
-def _of_hooks(rows: Mapping[Any, Row]) -> float:
-    """Return the seconds in which FSDP2's forward and backward are beyond the plain loop's."""
-    return float(sum(rows[8, FSDP2][phase] - rows[8, PLAIN][phase] for phase in ("forward", "backward")))
-
-
 def todays_calls() -> HostCalls:
-    """Return the calls of today's code on the H200's host."""
-    gpu, cpu = (rows_of(file, "us_a_parameter", "system") for file in ("gpu-short-c", "host-cpu"))
-    few, many, plain = cpu[8, "zero 3"], cpu[8, "zero 3, 25 MiB"], cpu[8, PLAIN]
-    whole, cut = cpu[8, "zero 2"], cpu[8, "zero 2, 25 MiB"]
-    alone = _of_a_bucket(cpu[1, "zero 2"], cpu[1, "zero 2, 25 MiB"], "backward")
+    """Return the calls of the library on the H200's host."""
+    rows = rows_of("gpu-short-c", "us_a_parameter", "system")
+    few, many, plain = rows[8, "zero 3"], rows[8, "zero 3, 25 MiB"], rows[8, PLAIN]
+    whole, cut = rows[8, "zero 2"], rows[8, "zero 2, 25 MiB"]
     reduced = _of_a_bucket(whole, cut, "backward")
     update = _of_a_bucket(few, many, "clip", "step")
     gather = _of_a_bucket(whole, cut, "clip", "step") - update
     gathered = _of_a_bucket(few, many, "forward")
-    slower = _of_hooks(gpu) / _of_hooks(cpu)
+    bucket = _of_a_bucket_alone() - update
     return HostCalls(
-        launch=gpu[8, PLAIN]["forward"] / KERNELS,
-        unit=slower * ((few["forward"] - plain["forward"]) / UNITS - gathered),
-        parameter=slower * (whole["backward"] - plain["backward"] - reduced) / PARAMETERS,
-        bucket=slower * alone,
-        exchange=slower * (reduced - alone),
-        gather=slower * gather,
-        release=slower * (gathered - gather),
-        update=slower * update,
-        step=slower * (few["clip"] + few["step"] - UNITS * update),
+        launch=plain["forward"] / KERNELS,
+        unit=(few["forward"] - plain["forward"]) / UNITS - gathered,
+        parameter=(whole["backward"] - plain["backward"] - reduced) / PARAMETERS,
+        bucket=bucket,
+        exchange=reduced - bucket,
+        gather=gather,
+        release=gathered - gather,
+        update=update,
+        step=few["clip"] + few["step"] - UNITS * update,
     )
+
+
+def _of_a_bucket_alone() -> float:
+    """Return the seconds that each further bucket adds to a step of one rank, where the host is the limit."""
+    parts = [part for part in Report.read(RESULTS / "gpu-short-b.json").parts if part.get("tokens") == FEWEST_TOKENS]
+    seconds, buckets = medians(parts), {part["system"]: part["buckets"] for part in parts}
+    few, many = "zero 2", f"zero 2, {DEFAULT_CAP_MB} MiB"
+    return (seconds[many] - seconds[few]) / (buckets[many] - buckets[few])
 
 
 def fsdp2_host() -> tuple[float, float]:
@@ -96,41 +94,17 @@ def fsdp2_host() -> tuple[float, float]:
     return forward, backward
 
 
-def earlier_calls() -> HostCalls:
-    """Return the calls of the code that `gpu-host.json` measures, with its header for each collective.
-
-    That file does not tell ``bucket`` from ``exchange``, nor ``gather`` from ``release``: one of each is 0.
-    """
-    rows = rows_of("gpu-host", "messages", "variant")
-    few, many, plain = rows[8, "zero3, unit"], rows[8, "zero3, 25"], rows[8, PLAIN]
-    gathered, update = _of_a_bucket(few, many, "forward"), _of_a_bucket(few, many, "clip", "step")
-    unit = (few["forward"] - plain["forward"]) / UNITS - gathered
-    backward = _of_a_bucket(few, many, "backward")
-    return replace(
-        todays_calls(),
-        unit=unit,
-        parameter=(few["backward"] - plain["backward"] - UNITS * (backward + unit)) / PARAMETERS,
-        bucket=0.0,
-        exchange=backward - gathered,
-        gather=gathered,
-        release=0.0,
-        update=update,
-        step=few["clip"] + few["step"] - UNITS * update,
-    )
-
-
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class OwnRun:
-    """A step: the median of what was measured, and the plan, in seconds. ``earlier``: the measured code is no more."""
+    """A step: the median of what was measured, and the plan, in seconds."""
 
     name: str
     tokens: int
     measured: float
     planned: float
-    earlier: bool = False
 
     @property
     def error(self) -> float:
@@ -163,10 +137,9 @@ def _of_system(planner: Planner, cluster: Cluster, schedule: System, dtypes: Dty
     return simulate(replace(program, fixed=0.0)).seconds
 
 
-def _of_stage(planner: Planner, cluster: Cluster, stage: int, cap_mb: float | None, more: float = 0.0) -> float:
-    """Return the planned seconds. ``more``: of the device, for which it has time where it waits for the host."""
+def _of_stage(planner: Planner, cluster: Cluster, stage: int, cap_mb: float | None) -> float:
     step = planner.step(planner.setting(cluster, stage, cap_mb), cluster)
-    return step.seconds - step.parts["fixed"] + max(0.0, more - step.parts["host"])
+    return step.seconds - step.parts["fixed"]
 
 
 def _of_one_rank() -> Iterator[OwnRun]:
@@ -182,21 +155,17 @@ def _of_one_rank() -> Iterator[OwnRun]:
             yield OwnRun(name, tokens, measured[name], planned)
         for stage, cap in ((0, None), (1, None), (2, None), (2, DEFAULT_CAP_MB), (3, None)):
             name = f"zero {stage}" + (f", {cap} MiB" if cap else "")
-            yield OwnRun(name, tokens, measured[name], _of_stage(planner, alone, stage, cap), earlier=True)
+            yield OwnRun(name, tokens, measured[name], _of_stage(planner, alone, stage, cap))
 
 
 def _of_eight() -> Iterator[OwnRun]:
-    """Collectives of peers that answer at once take no time. What the GPU did beyond FSDP2's step was of the code."""
+    """Collectives of peers that answer at once take no time."""
     eight = presets().cluster("h200:8")
     network = replace(eight.network, base=0.0, hop_inside=0.0, link_efficiency=1e9)
     eight = replace(eight, network=network)
-    tokens = 2048
+    tokens = FEWEST_TOKENS
     planner = _planner(build(SEVEN_BILLION, torch.device("meta")).to(torch.bfloat16), SEVEN_BILLION.width, 1, tokens)
-    (peer,) = (row for row in rows_of("gpu-short-c", "busy", "on_device").values() if row["on_device"] == FSDP2)
+    measured = {row["on_device"]: row["in_a_row"] for row in rows_of("gpu-short-c", "busy", "on_device").values()}
     planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.dtypes)
-    yield OwnRun("FSDP2, rank 7 of 8", tokens, peer["in_a_row"], planned)
-    rows = rows_of("gpu-host", "busy", "variant")
-    for name, cap, variant in (("a bucket a unit", None, "zero3, unit"), ("25 MiB", DEFAULT_CAP_MB, "zero3, 25")):
-        row, more = rows[8, variant], rows[8, variant]["busy"] - rows[8, "fsdp2"]["busy"]
-        planned = _of_stage(planner, replace(eight, calls=earlier_calls()), 3, cap, more)
-        yield OwnRun(f"zero 3, {name}, rank 7 of 8", tokens, row["in_a_row"], planned, earlier=True)
+    yield OwnRun(f"{FSDP2}, rank 7 of 8", tokens, measured[FSDP2], planned)
+    yield OwnRun("zero 3, rank 7 of 8", tokens, measured["zero 3"], _of_stage(planner, eight, 3, None))

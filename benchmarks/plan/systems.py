@@ -59,7 +59,7 @@ class System:
     host: tuple[float, float] = (0.12e-3, 0.12e-3)  # an assumption, but for FSDP2
 
 
-_FSDP2_HOST = (1.69e-3, 1.85e-3)  # ../results/gpu-short-c.json: FSDP2 less the plain loop, a 33rd of each
+_FSDP2_HOST = (1.7e-3, 1.88e-3)  # ../results/gpu-short-c.json: FSDP2 less the plain loop, a 33rd of each
 _UNITS = System(shards_parameters=True, shards_states=True, each_micro_batch=True)
 SYSTEMS: Mapping[str, System] = {
     "ddp": System(all_reduces=True, bucket_bytes=25 * MIB),

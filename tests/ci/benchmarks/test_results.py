@@ -71,7 +71,7 @@ def test_stored_results_are_small_and_name_no_folder() -> None:
     texts = {path.name: path.read_text() for path in RESULTS.iterdir() if path.suffix != ".png"}
     assert texts.keys() == {
         *(f"gpu-short-{section}.json" for section in SECTIONS),
-        *(f"{name}.json" for name in (*STORED, "gpu-host", "host-cpu")),
+        *(f"{name}.json" for name in STORED),
     }
     assert not [name for name, text in texts.items() if FOLDER.search(text)]
 

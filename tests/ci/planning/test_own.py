@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from benchmarks.plan.own import FSDP2, PLAIN, OwnRun, earlier_calls, fsdp2_host, own_runs, rows_of, todays_calls
+from benchmarks.plan.own import FSDP2, PLAIN, OwnRun, fsdp2_host, own_runs, rows_of, todays_calls
 from benchmarks.plan.systems import SYSTEMS
 from zero.core.layout import DEFAULT_CAP_MB
 from zero.planning.hardware import HostCalls, presets
@@ -36,12 +36,10 @@ def test_the_hosts_calls_are_those_of_the_stored_results() -> None:
     assert digits(plain["backward"] / plain["forward"]) == CONSTANTS["host_backward"].value
 
 
-def test_steps_of_loops_that_have_not_changed_are_planned_near_the_measured_ones(
-    runs: dict[tuple[str, int], OwnRun],
-) -> None:
+def test_steps_are_planned_near_the_measured_ones(runs: dict[tuple[str, int], OwnRun]) -> None:
     """FSDP2's at 8,192 tokens is the worst: a host that is behind in a forward catches up in the backward before, since
     no step of that loop waits for the device. The plan begins each step with both at once."""
-    for name, most in ((PLAIN, 0.03), (FSDP2, 0.13), ("FSDP2, rank 7 of 8", 0.1)):
+    for name, most in ((PLAIN, 0.05), (FSDP2, 0.13), ("FSDP2, rank 7 of 8", 0.1), ("zero 3, rank 7 of 8", 0.1)):
         errors = [run.error for (own, _), run in runs.items() if own == name]
         assert errors
         assert max(map(abs, errors)) <= most, name
@@ -56,17 +54,19 @@ def test_where_the_gpu_bounds_a_step_every_stage_is_planned_near_the_measured_on
     assert max(map(abs, errors)) <= 0.03
 
 
-def test_small_buckets_cost_by_the_calls_of_the_measured_code_what_they_cost_there(
+def test_where_the_host_bounds_a_step_its_plan_is_short_by_less_than_a_quarter(
     runs: dict[tuple[str, int], OwnRun],
 ) -> None:
-    unit, small = (runs[f"zero 3, {name}, rank 7 of 8", 2048] for name in ("a bucket a unit", "25 MiB"))
-    assert max(abs(unit.error), abs(small.error)) <= 0.15
-    assert (small.planned / unit.planned) / (small.measured / unit.measured) == pytest.approx(1, abs=0.15)
+    """Its calls were measured in a step of one bucket, and these steps have 14. Two hosts took 78 and 96 ms."""
+    errors = [run.error for (name, tokens), run in runs.items() if name.startswith("zero") and tokens == 2048]
+    assert len(errors) == 6
+    assert min(errors) > -0.25
+    assert max(errors) < 0
 
 
 def test_small_buckets_are_planned_to_cost_what_their_host_takes() -> None:
-    """Llama-3.1-8B on 8 H200 with 2,048 tokens: a bucket for each unit, and 25 MiB. The earlier code's host took 3.2
-    times as long, and its step, without a wire, 2.3 times."""
+    """Llama-3.1-8B on 8 H200 with 2,048 tokens: a bucket for each unit, and 25 MiB. The host of such a model, narrow,
+    takes 2.6 of what it takes with a bucket for each unit."""
     model = from_config(LLAMA_3_8B, "8B")
     planner = Planner(Training(model, count_transformer(model, 1, 2048) or (), 1, 2048))
 
@@ -79,5 +79,4 @@ def test_small_buckets_are_planned_to_cost_what_their_host_takes() -> None:
 
     nothing = HostCalls(**dict.fromkeys(asdict(presets().calls), 0.0))
     assert cost(nothing) < 1.15
-    assert 1.3 < cost(presets().calls) < 1.6
-    assert 1.9 < cost(earlier_calls()) < 2.3
+    assert 1.6 < cost(presets().calls) < 1.9
