@@ -39,8 +39,8 @@ class PendingBytes(Protocol):
 
 
 class Region(Protocol):
-    """Memory that several ranks have in common. Each rank writes its own part, and all ranks read what was written
-    there. A write into `whole` stays private to the rank that made it."""
+    """Memory that several ranks have in common. Each rank writes its own part, and all ranks read it. A write into
+    `whole` stays private to the rank that made it. Offsets are in bytes; tensors are 1-D and uint8."""
 
     def own(self, low: int, high: int) -> Tensor:
         """Return the bytes ``[low, high)``, 1-D, for this rank to write."""

@@ -112,19 +112,19 @@ def _builds(neighbours: Neighbours | None, ranks: Sequence[int]) -> dict[str, Bu
 
 
 def shared(transport: Transport) -> Collective:
-    """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
+    """Build `Shared`. Raises `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
     return _by_name(transport, "shared")
 
 
 def hierarchical(transport: Transport) -> Collective:
-    """Build `Hierarchical` among the hosts of the ranks. Raise `CollectiveError` if ranks of a host cannot share
-    memory. Collective."""
+    """Build `Hierarchical` for the hosts of the ranks. Raises `CollectiveError` if ranks of a host cannot share memory.
+    Collective."""
     return _by_name(transport, "hierarchical")
 
 
 def fold(transport: Transport, device: torch.device = CPU) -> Fold:
-    """Build `Fold` among the hosts of the ranks: by NCCL if it moves every rank's tensors of ``device``, else by
-    messages. Raise `CollectiveError` if the ranks are not numbered host by host. Collective."""
+    """Build `Fold` for the hosts of the ranks: over NCCL if it moves every rank's tensors on ``device``, else over
+    messages. Raises `CollectiveError` if the ranks are not numbered host by host. Collective."""
     if transport.world_size == 1 or isinstance(transport.backend, ThreadBackend):
         return Fold(transport, [range(transport.world_size)], Pairwise(transport))
     by_nccl, hosts = _all_have_nccl(transport, device), _hosts_of(transport)
@@ -158,8 +158,8 @@ class Choice:
     Attributes:
         collective: the algorithm.
         reason: why it was chosen, as text.
-        replica: the transport of this rank's replica, whose ranks share one copy; None if all ranks share one.
-        hosts: the number of hosts of all ranks, if the choice is NCCL's; else 1.
+        replica: the transport of this rank's replica, whose ranks share one copy; None if all ranks share one copy.
+        hosts: with NCCL, the number of hosts of all ranks; else 1.
     """
 
     collective: Collective
@@ -174,11 +174,11 @@ class Choice:
 
 
 def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1, are_neighbours: bool = True) -> str:
-    """Return the algorithm that "auto" chooses if the ranks, as processes, can share memory on each host. Local.
+    """Return the name of the algorithm that "auto" chooses for processes that can share memory on each host. Local.
 
     Args:
         ranks: the number of ranks that own the shards: all ranks, or those of one replica.
-        hosts: the number of hosts on which these ranks are; with several replicas, the largest such number.
+        hosts: the number of hosts of these ranks; with several replicas, the largest such number.
         by_nccl: whether NCCL moves their tensors.
         replicas: the number of groups of such ranks.
         are_neighbours: whether each host has the same number of ranks, next to each other in the group's order.

@@ -35,13 +35,18 @@ from .plans import Hosts, Plan, plans
 
 
 class Hierarchical:
-    """Reduce-scatter and all-gather between hosts; the default there."""
+    """Reduce-scatter and all-gather for several hosts: shared memory within a host, messages between hosts.
+
+    "auto" takes it on CPUs if the ranks are on several hosts, and some host has several ranks. `collectives.build` with
+    "hierarchical" finds the hosts and builds it.
+    """
 
     name = "hierarchical"
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
-        """``transport``: over a backend whose ranks map the memory of the ranks of their own host."""
+        """``transport``: over a backend whose ranks map the memory of their host's ranks. ``hosts``: the ranks of each
+        host; every rank is on one."""
         self.transport = transport
         self.hosts = Hosts(hosts)
         # A rank passes sums and shards on in a wait, perhaps after it has launched later collectives: so these messages
