@@ -148,7 +148,9 @@ def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -
     if neighbours.local is None:
         raise CollectiveError(f"collective {name!r}: {neighbours.problem}")
     if name == "shared" and any(len(neighbours.among(ranks)) > 1 for ranks in groups):
-        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
+        raise CollectiveError(
+            f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}: use 'auto'"
+        )
 
 
 @dataclass(frozen=True)

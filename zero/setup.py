@@ -56,7 +56,8 @@ from .step.step_groups import step_groups
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (
-    f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}"
+    f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}. "
+    "Unfreeze one with requires_grad_(True), or list other parameters"
 )
 _MASTER = "master weights"  # a key among the names of states; it has a space, which no state's name has
 

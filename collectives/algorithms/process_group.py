@@ -58,7 +58,7 @@ class ProcessGroupAlgorithm(ABC):
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
-            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
+            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group: use 'auto'")
         if transport.backend_ranks(range(transport.world_size)) != list(range(backend.world_size)):
             raise CollectiveError(
                 f"collective {self.name!r} needs a process group of exactly these ranks, in their order"

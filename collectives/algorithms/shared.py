@@ -51,7 +51,7 @@ class Shared:
     def __init__(self, transport: Transport) -> None:
         """``transport``: over a backend whose ranks map each other's memory, else `CollectiveError`."""
         if transport.memory is None:
-            raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
+            raise CollectiveError(f"collective 'shared': ranks over {transport.name} share no memory; use 'pairwise'")
         self.transport = transport
 
     def reduce_scatter(

@@ -23,8 +23,8 @@ from .names import all_without_wrappers, child_name, named_buffers, named_parame
 
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
-    "anew. To train parts of a model differently, give one optimizer param groups, each with an optimizer_class and "
-    "options of its own, or build one optimizer over each submodule"
+    "anew. To train parts of a model differently, give one optimizer param groups, each with its own optimizer_class "
+    "and options, or build one optimizer per submodule"
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -108,7 +108,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
     given = _in_order(own_parameters(params) if isinstance(params, nn.Module) else params, "params")
     if not given:
-        raise ValueError("the parameter list is empty: there is nothing to optimise")
+        raise ValueError("the parameter list is empty: pass the model, parameters or param groups")
     if not any(isinstance(entry, dict) for entry in given):
         return [{"params": members_of(given, "params")}]
     groups = []
@@ -137,7 +137,7 @@ def members_of(params: Any, place: str) -> list[Any]:
 
 def _in_order(params: Any, place: str) -> list[Any]:
     if isinstance(params, (set, frozenset)):
-        raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
+        raise TypeError(f"{place} must be in an order that all ranks share; a set has none: pass a list")
     if not isinstance(params, Iterable):
         raise TypeError(f"{place} is {_brief(params)}, and must be parameters, param groups or a module")
     return list(params)
@@ -220,7 +220,7 @@ def check_new(entries: Sequence[Any], before: Sequence[Tensor], listed: Iterable
     for entry in entries:
         parameter = entry[1] if isinstance(entry, tuple) else entry
         if id(parameter) in known:
-            raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+            raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already: leave it out")
 
 
 def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
@@ -316,7 +316,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if parameter.requires_grad and not is_laid_out(parameter):
         raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:
-        raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
+        raise ValueError(f"{name!r} is the result of a computation: pass the leaf tensors that it depends on")
     check_memory(parameter, name, may_be_meta=may_be_meta)
 
 
