@@ -124,7 +124,7 @@ class Backend(ABC):
         `GoneError`."""
         raise NotImplementedError
 
-    # -- collectives of its own, among all of its ranks: `has_collectives` --------------------------------------------
+    # -- its own collectives, among all of its ranks: `has_collectives` --------------------------------------------
     #
     # All ranks launch them in the same order. Tensors are 1-D and contiguous, and must not change until the wait. The
     # sizes that a rank expects must be those that the others send. Nothing detects a difference, so the ranks must have
@@ -140,11 +140,11 @@ class Backend(ABC):
 
     @property
     def has_parts(self) -> bool:
-        """Whether some of these ranks can have collectives of their own: `part`."""
+        """Whether some of these ranks can have their own collectives: `part`."""
         return False
 
     def part(self, parts: Sequence[Sequence[int]]) -> Backend:
-        """Return the backend of a part of these ranks, with collectives of its own. All ranks call it with the same
+        """Return the backend of a part of these ranks, with its own collectives. All ranks call it with the same
         ``parts``, which are disjoint and ascending; this rank is in one of them."""
         raise NotImplementedError
 

@@ -29,7 +29,7 @@ from .backend import Pending
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
-CHUNK = 1 << 21  # bytes: a message costs little beside them, and the last rank is W - 2 chunks behind the second
+CHUNK = 1 << 21  # bytes: a message costs little next to them, and the last rank is W - 2 chunks behind the second
 AHEAD = 2  # chunks under way to a rank: the second follows the first without a pause
 
 

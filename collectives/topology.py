@@ -4,10 +4,10 @@
     ranks that are threads            pairwise: tests name other algorithms
     all on one host                   shared
     on several hosts                  hierarchical
-    each on a host of its own         pairwise: the same then, without a detour through shared memory
+    each on its own host              pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  fold, by process groups of hosts and of rails; with one GPU on each, all_to_all
-    ... not numbered host by host     native, which adds in an order of its own
+    ... not numbered host by host     native, which adds in NCCL's order
     replicas on GPUs, with NCCL       all_to_all by process groups of their ranks, and sums from GPU to GPU
     ... some on several hosts         native
     memory that cannot be shared      pairwise, with a warning
@@ -213,7 +213,7 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     name = algorithm_for(ranks, len(hosts), by_nccl=False)
     reason = {
         "shared": f"all {ranks} ranks are on one host",
-        "pairwise": f"each of the {len(hosts)} ranks has a host of its own",
+        "pairwise": f"each of the {len(hosts)} ranks has its own host",
         "hierarchical": f"{ranks} ranks are on {len(hosts)} hosts",
     }[name]
     near = transport if name == "pairwise" else _through_shared_memory(transport, neighbours)
@@ -386,5 +386,5 @@ def costs_between(ranks: int, hosts: int) -> str:
     return (
         f"between hosts 'fold' sends every sum {folded(hosts):.4g} times in the accumulator's dtype ({more:.2g} more "
         f"in each further reduced backward), in rank order, and 'native' {hosts * (ranks - 1) / ranks:.4g} times in "
-        "the wire's dtype, in an order of NCCL's own"
+        "the wire's dtype, in NCCL's order"
     )

@@ -74,7 +74,7 @@ class Fold:
         all-gather, over the same transport."""
         self.transport, self.together = transport, together
         self.rails = Rails(len(hosts), len(hosts[0]), transport.rank)
-        self.onward = transport.sibling(1)  # for messages of its own, since a rank sends sums in a wait
+        self.onward = transport.sibling(1)  # for separate messages, since a rank sends sums in a wait
         self.exchanged: Work = Chain(())  # the last exchange, which holds its input
 
     @property
@@ -237,7 +237,7 @@ class _HostExchange:
 class _FoldUnderWay:
     """A reduce-scatter of the backend's own collectives, as one that is pending.
 
-    Where the device has streams, everything is launched at once, and sums are formed on a stream of their own: so a
+    Where the device has streams, everything is launched at once, and sums are formed on their own stream: so a
     bucket travels from host to host while the backward goes on, and no rank waits until another one is in a wait. On
     the CPU sums are formed in the wait.
     """

@@ -50,7 +50,7 @@ class Hierarchical:
         self.transport = transport
         self.hosts = Hosts(hosts)
         # A rank passes sums and shards on in a wait, perhaps after it has launched later collectives: so these messages
-        # have an order of their own.
+        # have their own order.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
         self._plans: dict[tuple[bool, int, int], list[Plan]] = {}

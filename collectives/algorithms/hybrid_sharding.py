@@ -38,7 +38,7 @@ PASSING = "while passing a sum on"
 
 class _Hops(Protocol):
     """How a sum goes through the replicas. ``before`` and ``after``: ranks that own the same shard; None at the ends.
-    ``onward``: for messages of its own, since a rank passes a sum on in a wait, perhaps after it has launched later
+    ``onward``: for separate messages, since a rank passes a sum on in a wait, perhaps after it has launched later
     collectives."""
 
     onward: Transport

@@ -47,7 +47,7 @@ def is_released(parameter: object) -> bool:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Return whether a tensor's class has a ``__torch_dispatch__`` of its own, as a wrapper subclass has.
+    """Return whether a tensor's class has its own ``__torch_dispatch__``, as a wrapper subclass has.
 
     Such a class manages its memory itself.
     """
@@ -173,7 +173,7 @@ def check_buffers(module: nn.Module | None) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
     for name, buffer in () if module is None else named_buffers(module):
         if _overlaps_itself(buffer):
-            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
+            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it its own memory")
 
 
 def check_modules(module: nn.Module | None) -> None:
@@ -325,7 +325,7 @@ def _untrainable(parameter: Tensor, name: str) -> str:
     freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
     if has_own_dispatch(parameter):
         return (
-            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with a __torch_dispatch__ of its own, whose "
+            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with its own __torch_dispatch__, whose "
             f"memory cannot be sharded: put an nn.Parameter of ordinary memory in its place, {freeze}"
         )
     if parameter.is_complex():
@@ -348,7 +348,7 @@ def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if _overlaps_itself(parameter):
         raise ValueError(
             f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "
-            "expand() makes): give it memory of its own with .contiguous() or .clone()"
+            "expand() makes): give it its own memory with .contiguous() or .clone()"
         )
 
 
