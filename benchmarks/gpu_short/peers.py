@@ -97,7 +97,7 @@ class AnsweredBackend(GlooBackend):
         pending = super().all_to_all(out, source, splits)
         own = out.numel() // self.world_size
         if own and not self._fills:
-            out.view(self.world_size, own).copy_(source[source.numel() - own :])
+            torch.cat([source[source.numel() - own :]] * self.world_size, out=out)  # one launch, as fast as memory
         return pending
 
     def _all_to_all_fills(self) -> bool:

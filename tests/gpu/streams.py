@@ -97,8 +97,8 @@ def train(device: str, pattern: str, **options: Any) -> tuple[nn.Module, list[Te
     norms = _steps(model, batches, optimizer, optimizer.clip_grad_norm_, Streams(device), PATTERNS[pattern])
     optimizer.close()
     if device != "cpu":
-        torch.cuda.synchronize()
-    return model.cpu(), norms
+        torch.cuda.synchronize()  # each norm lies on the stream of its clip
+    return model.cpu(), [norm.cpu() for norm in norms]
 
 
 def train_plainly(device: str) -> tuple[nn.Module, list[Tensor]]:
@@ -107,7 +107,7 @@ def train_plainly(device: str) -> tuple[nn.Module, list[Tensor]]:
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     clip = partial(clip_grad_norm_, list(model.parameters()))
     norms = _steps(model, batches, optimizer, clip, Streams("cpu"), ("",) * 6)
-    return model.cpu(), norms
+    return model.cpu(), [norm.cpu() for norm in norms]
 
 
 def _steps(
@@ -130,4 +130,4 @@ def _steps(
         with streams.on(names[5]):
             optimizer.step()
             optimizer.zero_grad()
-    return [norm.cpu() for norm in norms]
+    return norms
