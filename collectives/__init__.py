@@ -67,7 +67,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 
 def check_name(algorithm: str | Algorithm) -> None:
-    """Raise `ValueError` if there is no algorithm of this name. Local."""
+    """Raise `ValueError` if ``algorithm`` is neither "auto", a name in `ALGORITHMS` nor a class. Local."""
     if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
@@ -77,9 +77,15 @@ def build(
 ) -> Choice:
     """Build an algorithm on a transport. Collective.
 
-    ``algorithm``: "auto", a name in `ALGORITHMS`, or a class. ``device``: where the tensors are that it will move;
-    "auto" depends on it. ``factor``: the number of ranks per replica, a divisor of the number of all ranks; None for a
-    single replica.
+    Args:
+        transport: of all ranks.
+        algorithm: "auto", a name in `ALGORITHMS`, or a class.
+        device: the device of the tensors that will be moved; "auto" depends on it.
+        factor: the number of ranks per replica, a divisor of the number of all ranks; None for a single replica.
+
+    Raises:
+        ValueError: there is no algorithm of this name.
+        CollectiveError: the algorithm does not work with the hosts or the process group of these ranks.
     """
     choice = _build(transport, algorithm, device, factor)
     route_by_hosts(choice.collective.transport)

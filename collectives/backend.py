@@ -21,26 +21,26 @@ class Pending(Protocol):
     """A transfer under way."""
 
     def wait(self, timeout: float) -> None:
-        """Return when the tensor may be used again. Raise `PeerError` if that cannot happen any more."""
+        """Return when the tensor may be used again. Raises `PeerError` if a peer failed, or in ``timeout`` seconds."""
 
 
 class DevicePending(Pending, Protocol):
     """A collective on a device, for which a stream waits and the host does not."""
 
     def ended(self) -> bool:
-        """Return whether a stream was told to wait for it and it has ended. Any thread may ask."""
+        """Return whether a stream waits for it and it has ended. Any thread may call this."""
 
 
 class PendingBytes(Protocol):
     """A receive of a short message."""
 
     def wait(self, timeout: float) -> bytes:
-        """Return the bytes. Raise `PeerError` if they cannot come any more."""
+        """Return the bytes. Raises `PeerError` if the peer failed, or after ``timeout`` seconds."""
 
 
 class Region(Protocol):
-    """Memory that several ranks have in common. Each rank writes its own part, and all ranks read what was written
-    there. A write into `whole` stays private to the rank that made it."""
+    """Memory that several ranks have in common. Each rank writes its own part, and all ranks read it. A write into
+    `whole` stays private to the rank that made it. Offsets are in bytes; tensors are 1-D and uint8."""
 
     def own(self, low: int, high: int) -> Tensor:
         """Return the bytes ``[low, high)``, 1-D, for this rank to write."""
@@ -49,8 +49,7 @@ class Region(Protocol):
         """Return the bytes ``[low, high)``, or to the end, 1-D, to be read."""
 
     def written(self) -> list[tuple[int, int]]:
-        """Return where this rank may have written into `whole` since `refresh`: begin and end in bytes, by whole
-        pages."""
+        """Return the pages of `whole` that this rank may have written since `refresh`: begin and end in bytes."""
 
     def refresh(self, low: int = 0, high: int | None = None) -> None:
         """Undo what this rank wrote into those pages of `whole` that lie in ``[low, high)``, wholly or in part."""
@@ -59,8 +58,8 @@ class Region(Protocol):
 class Backend(ABC):
     """Moves bytes between two ranks, in order for each pair of ranks and slot.
 
-    Tensors are 1-D, contiguous, uint8 and not empty. Every backend has `send` and `recv`. It has the methods of the
-    last two groups if the flag of the group is True.
+    Tensors are 1-D, contiguous, uint8 and not empty. Every backend has `send` and `recv`. If `maps_memory` or
+    `has_collectives` is True, it also has the methods of that group.
     """
 
     maps_memory: ClassVar[bool] = False
@@ -95,7 +94,7 @@ class Backend(ABC):
     # -- memory that all of the ranks have in common ------------------------------------------------------------------
 
     def share_host(self, ranks: Sequence[int]) -> bool:
-        """Return True if all of these ranks are on this host and can have memory in common."""
+        """Return True if all of these ranks are on this host and can have common memory."""
         return False
 
     def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
@@ -124,14 +123,13 @@ class Backend(ABC):
         `GoneError`."""
         raise NotImplementedError
 
-    # -- collectives of its own, among all of its ranks: `has_collectives` --------------------------------------------
+    # -- its own collectives, among all of its ranks: `has_collectives` -----------------------------------------------
     #
-    # All ranks launch them in the same order. Tensors are 1-D and contiguous, and must not change until the wait. The
-    # sizes that a rank expects must be those that the others send. Nothing detects a difference, so the ranks must have
-    # agreed before.
+    # All ranks launch them in the same order. Tensors are 1-D and contiguous, and must not change until the wait. A
+    # rank must expect the sizes that the others send. Nothing detects a difference, so the ranks must agree before.
 
     def device_backend(self, device: torch.device) -> str:
-        """Return the name of what moves tensors of this device in these collectives; empty if nothing does."""
+        """Return the name of the library that moves this device's tensors in these collectives; "" if there is none."""
         return ""
 
     def stays_on(self, device: torch.device) -> bool:
@@ -140,11 +138,11 @@ class Backend(ABC):
 
     @property
     def has_parts(self) -> bool:
-        """Whether some of these ranks can have collectives of their own: `part`."""
+        """Whether some of these ranks can have their own collectives: `part`."""
         return False
 
     def part(self, parts: Sequence[Sequence[int]]) -> Backend:
-        """Return the backend of a part of these ranks, with collectives of its own. All ranks call it with the same
+        """Return the backend of a part of these ranks, with its own collectives. All ranks call it with the same
         ``parts``, which are disjoint and ascending; this rank is in one of them."""
         raise NotImplementedError
 

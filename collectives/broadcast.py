@@ -29,15 +29,18 @@ from .backend import Pending
 from .messages import Chain, Tag, Work, as_bytes
 from .transport import Transport
 
-CHUNK = 1 << 21  # bytes: a message costs little beside them, and the last rank is W - 2 chunks behind the second
+CHUNK = 1 << 21  # bytes: a message costs little next to them, and the last rank is W - 2 chunks behind the second
 AHEAD = 2  # chunks under way to a rank: the second follows the first without a pause
 
 
 def ring_broadcast(transport: Transport, buffers: Iterable[Tensor], tag: Tag) -> None:
-    """Copy rank 0's values of 1-D contiguous tensors to all ranks, in place. Collective.
+    """Copy rank 0's values to all ranks, in place. Collective. Returns when this rank has received and sent everything.
 
-    ``buffers``: as many on each rank, of equal sizes in bytes; each is complete when the next one is asked for.
-    ``tag``: must differ between ranks whose sizes differ, or of which one has a buffer where `Backend.stays_on`.
+    Args:
+        transport: the group. Raises `CollectiveError` on every rank if one fails, is late or has another tag.
+        buffers: 1-D contiguous tensors of any dtype; on every rank equally many, of the same sizes in bytes. Each
+            buffer is complete when the next one is requested of an iterator.
+        tag: must differ between ranks whose sizes differ, or whose buffers differ in `Backend.stays_on`.
     """
     transport.announce(tag).wait()
     sends = deque[Work]()

@@ -24,7 +24,7 @@ HEADER_BYTES = _TAG.size + _OFFSET.size  # 128
 
 
 class Kind(IntEnum):
-    """What a message belongs to."""
+    """The kind of call that a message belongs to."""
 
     REDUCE_SCATTER = 1
     ALL_GATHER = 2
@@ -37,10 +37,14 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Tag:
-    """Identifies a collective. Ranks that entered different collectives find out by their tags, and mix no bytes.
+    """Identifies a collective. Ranks in different collectives detect it by their tags, before any bytes mix.
 
-    ``round`` counts what happens repeatedly (backward passes). ``index`` distinguishes the collectives of a round
-    (buckets, meetings). ``digest`` holds whatever else both sides must agree on. ``label`` is what an error prints.
+    Attributes:
+        kind: the kind of collective.
+        label: the collective in error messages; a header holds its first 76 bytes in UTF-8.
+        round: counts what repeats, such as backward passes; a signed 64-bit integer.
+        index: distinguishes the collectives of a round, such as buckets or meetings; a signed 32-bit integer.
+        digest: a checksum of everything else that the ranks must agree on; a signed 64-bit integer.
     """
 
     kind: Kind
@@ -61,7 +65,7 @@ class Tag:
         return cls(Kind(kind), label[:length].decode(), round_, index, digest), size
 
     def same(self, other: Tag) -> bool:
-        """Return True if both are one collective, as far as a header shows."""
+        """Return True if both tags have the same header, and so identify the same collective."""
         mine = (self.kind, self.round, self.index, self.digest, _cut(self.label))
         return mine == (other.kind, other.round, other.index, other.digest, _cut(other.label))
 
@@ -84,7 +88,7 @@ def is_abort(header: bytes) -> bool:
 
 
 class CollectiveError(RuntimeError):
-    """A collective could not be completed; the message names the ranks and what they were doing."""
+    """A collective could not be completed. The message names the ranks and the collective."""
 
 
 class MismatchError(CollectiveError):
@@ -96,7 +100,7 @@ class PeerError(CollectiveError):
 
 
 class GoneError(PeerError):
-    """Another rank will send nothing more. What it sent before can still be read, such as a failure report."""
+    """Another rank will send nothing more. Its earlier messages can still be read, such as a failure report."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +124,8 @@ class Failure:
 
 @dataclass
 class Traffic:
-    """Bytes and messages of one rank so far. Payload is what algorithms move. Control is headers and exchanges, without
-    acks and markers, which are single bytes."""
+    """Bytes and messages of one rank so far. Payload is the data of algorithms. Control is headers and exchanges; it
+    excludes acknowledgements and markers, which are single bytes. The difference of two is the traffic in between."""
 
     payload_sent: int = 0
     payload_received: int = 0
@@ -142,18 +146,18 @@ class Work(Protocol):
 
 @runtime_checkable
 class StagedWork(Work, Protocol):
-    """A work of which other ranks need a part before it can be complete on this one, such as a sum that they add to.
+    """A work with a part that other ranks need before it can be complete here, such as a sum that they add to.
 
-    All ranks pass such works on in one order, and then wait for each in that order, too. Between the two, others may
-    be passed on.
+    All ranks pass such works on in the same order, and wait for them in that order, too. Between the two calls for one
+    work, other works may be passed on.
     """
 
     def pass_on(self) -> None:
-        """Do the part that other ranks need, and let go of the input. Further calls do nothing."""
+        """Do the part that other ranks need, and release the input. Further calls do nothing."""
 
 
 def pass_on(work: Work) -> None:
-    """Let a work do what other ranks need. A work without such a part is completed."""
+    """Call ``work.pass_on()`` if it is a `StagedWork`; else complete the work. Local."""
     if isinstance(work, StagedWork):
         work.pass_on()
     else:

@@ -20,10 +20,12 @@ from .messages import Work, pass_on
 
 
 class BucketQueue:
-    """Launches the collectives of buckets in a fixed order, round by round. ``launch(bucket)`` starts one."""
+    """Launches the collectives of buckets in a fixed order, round by round. Each rank has one, with the same order."""
 
     def __init__(self, launch: Callable[[int], Work], limit: int, behind: int = 0) -> None:
-        """``limit``: most collectives that hold their input; ``behind``: most that are passed on and not complete."""
+        """``launch``: starts the collective of a bucket, given by its index, and returns its work. ``limit``: the most
+        collectives that hold their input, at least 1, else `ValueError`. ``behind``: the most collectives that are
+        passed on and not complete; 0: none is passed on."""
         if limit < 1:
             raise ValueError(f"at least one bucket must be allowed in flight, not {limit}")
         self._launch, self._limit, self._behind = launch, limit, behind
@@ -39,7 +41,7 @@ class BucketQueue:
         return self._next == len(self._order)
 
     def begin_round(self, order: Sequence[int]) -> None:
-        """Begin a round over the buckets in ``order``. The previous round must be complete."""
+        """Begin a round over the buckets in ``order``. Raises `RuntimeError` if buckets of the last one remain."""
         if not self.done:
             raise RuntimeError("a round of buckets was begun before the last one was complete")
         self._order, self._next, self._ready = tuple(order), 0, set()

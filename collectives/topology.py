@@ -4,10 +4,10 @@
     ranks that are threads            pairwise: tests name other algorithms
     all on one host                   shared
     on several hosts                  hierarchical
-    each on a host of its own         pairwise: the same then, without a detour through shared memory
+    each on its own host              pairwise: the same then, without a detour through shared memory
     GPUs on one host, with NCCL       all_to_all
     GPUs on several hosts, with NCCL  fold, by process groups of hosts and of rails; with one GPU on each, all_to_all
-    ... not numbered host by host     native, which adds in an order of its own
+    ... not numbered host by host     native, which adds in NCCL's order
     replicas on GPUs, with NCCL       all_to_all by process groups of their ranks, and sums from GPU to GPU
     ... some on several hosts         native
     memory that cannot be shared      pairwise, with a warning
@@ -112,19 +112,19 @@ def _builds(neighbours: Neighbours | None, ranks: Sequence[int]) -> dict[str, Bu
 
 
 def shared(transport: Transport) -> Collective:
-    """Build `Shared`. Raise `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
+    """Build `Shared`. Raises `CollectiveError` if the ranks are not on one host or cannot share memory. Collective."""
     return _by_name(transport, "shared")
 
 
 def hierarchical(transport: Transport) -> Collective:
-    """Build `Hierarchical` among the hosts of the ranks. Raise `CollectiveError` if ranks of a host cannot share
-    memory. Collective."""
+    """Build `Hierarchical` for the hosts of the ranks. Raises `CollectiveError` if ranks of a host cannot share memory.
+    Collective."""
     return _by_name(transport, "hierarchical")
 
 
 def fold(transport: Transport, device: torch.device = CPU) -> Fold:
-    """Build `Fold` among the hosts of the ranks: by NCCL if it moves every rank's tensors of ``device``, else by
-    messages. Raise `CollectiveError` if the ranks are not numbered host by host. Collective."""
+    """Build `Fold` for the hosts of the ranks: over NCCL if it moves every rank's tensors on ``device``, else over
+    messages. Raises `CollectiveError` if the ranks are not numbered host by host. Collective."""
     if transport.world_size == 1 or isinstance(transport.backend, ThreadBackend):
         return Fold(transport, [range(transport.world_size)], Pairwise(transport))
     by_nccl, hosts = _all_have_nccl(transport, device), _hosts_of(transport)
@@ -148,7 +148,9 @@ def _check(name: str, neighbours: Neighbours, groups: Sequence[Sequence[int]]) -
     if neighbours.local is None:
         raise CollectiveError(f"collective {name!r}: {neighbours.problem}")
     if name == "shared" and any(len(neighbours.among(ranks)) > 1 for ranks in groups):
-        raise CollectiveError(f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}")
+        raise CollectiveError(
+            f"collective 'shared' is for ranks of one host, and these are on {neighbours.hosts}: use 'auto'"
+        )
 
 
 @dataclass(frozen=True)
@@ -158,8 +160,8 @@ class Choice:
     Attributes:
         collective: the algorithm.
         reason: why it was chosen, as text.
-        replica: the transport of this rank's replica, whose ranks share one copy; None if all ranks share one.
-        hosts: the number of hosts of all ranks, if the choice is NCCL's; else 1.
+        replica: the transport of this rank's replica, whose ranks share one copy; None if all ranks share one copy.
+        hosts: with NCCL, the number of hosts of all ranks; else 1.
     """
 
     collective: Collective
@@ -174,11 +176,11 @@ class Choice:
 
 
 def algorithm_for(ranks: int, hosts: int, *, by_nccl: bool, replicas: int = 1, are_neighbours: bool = True) -> str:
-    """Return the algorithm that "auto" chooses if the ranks, as processes, can share memory on each host. Local.
+    """Return the name of the algorithm that "auto" chooses for processes that can share memory on each host. Local.
 
     Args:
         ranks: the number of ranks that own the shards: all ranks, or those of one replica.
-        hosts: the number of hosts on which these ranks are; with several replicas, the largest such number.
+        hosts: the number of hosts of these ranks; with several replicas, the largest such number.
         by_nccl: whether NCCL moves their tensors.
         replicas: the number of groups of such ranks.
         are_neighbours: whether each host has the same number of ranks, next to each other in the group's order.
@@ -211,7 +213,7 @@ def choose(transport: Transport, device: torch.device = CPU) -> Choice:
     name = algorithm_for(ranks, len(hosts), by_nccl=False)
     reason = {
         "shared": f"all {ranks} ranks are on one host",
-        "pairwise": f"each of the {len(hosts)} ranks has a host of its own",
+        "pairwise": f"each of the {len(hosts)} ranks has its own host",
         "hierarchical": f"{ranks} ranks are on {len(hosts)} hosts",
     }[name]
     near = transport if name == "pairwise" else _through_shared_memory(transport, neighbours)
@@ -384,5 +386,5 @@ def costs_between(ranks: int, hosts: int) -> str:
     return (
         f"between hosts 'fold' sends every sum {folded(hosts):.4g} times in the accumulator's dtype ({more:.2g} more "
         f"in each further reduced backward), in rank order, and 'native' {hosts * (ranks - 1) / ranks:.4g} times in "
-        "the wire's dtype, in an order of NCCL's own"
+        "the wire's dtype, in NCCL's order"
     )

@@ -32,14 +32,17 @@ GRAIN = 64  # elements, a multiple of what any kernel takes at once: cutting the
 
 
 class Transport:
-    """Tagged messages among the ranks of a group, over a backend. Ranks here are always ranks of the group."""
+    """Tagged messages among the ranks of a group, over a backend: the interface of an algorithm to its group.
+
+    Ranks are always ranks of the group, 0 to ``world_size - 1``, and tensors are 1-D. All ranks call the methods that
+    say "Collective", in the same order. After a failure each method that communicates raises `CollectiveError`."""
 
     def __init__(
         self, backend: Backend, ranks: Sequence[int] | None = None, channel: int = 0, like: Transport | None = None
     ) -> None:
-        """``ranks``: the backend's ranks that form the group, in group order (default: all). ``channel``: keeps
-        transports over one backend apart. ``like``: a transport of the same ranks that shares its counters, failures
-        and scratch memory with this one."""
+        """``ranks``: the backend's ranks that form the group, in group order (default: all); `ValueError` if this rank
+        is not one of them. ``channel``: separates the messages of transports over one backend. ``like``: a transport
+        of the same ranks, which shares its counters, failures and scratch memory with this one."""
         ranks = tuple(range(backend.world_size) if ranks is None else ranks)
         if backend.rank not in ranks:
             raise ValueError(f"rank {backend.rank} is not one of the group's ranks {list(ranks)}")
@@ -58,7 +61,7 @@ class Transport:
     # -- memory ---------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a 1-D buffer outside the pool, with undefined content, on a 64-byte boundary."""
+        """Return a 1-D buffer outside the pool, with undefined content, aligned to 64 bytes."""
         if not numel:
             return torch.empty(0, dtype=dtype, device=device)
         storage = self._allocate(numel * dtype.itemsize, device)
@@ -76,17 +79,17 @@ class Transport:
         return self.scratch(tensor.numel(), tensor.dtype, torch.device("cpu")).copy_(tensor)
 
     def scratch(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a 1-D buffer from the pool, with undefined content. It goes back when its last holder lets go."""
+        """Return a 1-D buffer from the pool, with undefined content. The pool reuses it after its last use."""
         return self.pool.take(numel, dtype, device)
 
     @property
     def has_common(self) -> bool:
-        """True if all ranks share a host, so that `common` returns memory as long as there is any."""
+        """True if all ranks share a host, so that `common` returns memory while there is enough."""
         return self._may_have_common and self.backend.share_host(self._messenger.ranks)
 
     def common(self, sizes: Sequence[int]) -> Sequence[Region] | None:
-        """Return regions of these bytes that all ranks have in common; None if they do not share a host, or if there is
-        no memory left. Collective."""
+        """Return a region of each of ``sizes``, in bytes, that all ranks have in common; None if they do not share a
+        host, or if memory is short. Collective."""
         self.check()
         if not self.has_common or not sum(sizes):
             return None
@@ -105,24 +108,24 @@ class Transport:
     # -- groups ---------------------------------------------------------------------------------------------------
 
     def peers(self) -> Sequence[int]:
-        """Return the other ranks, starting behind this one, so that not all ranks send to rank 0 first."""
+        """Return the other ranks, from the next one on, so that not all ranks send to rank 0 first."""
         return self._messenger.peers
 
     def split(self, ranks: Sequence[int], channel: int = 0, *, may_have_common: bool = True) -> Transport:
-        """Return the transport of a part of this group, with ``ranks`` in that order. These ranks call it; nothing is
-        sent. ``may_have_common``: False if the part must have no common memory, because some other part has none."""
+        """Return the transport of a part of this group, with ``ranks`` in that order. Exactly these ranks call it;
+        nothing is sent. ``may_have_common``: False forbids common memory, because some other part has none."""
         backend_ranks = self.backend_ranks(ranks)
         part = Transport(self.backend, backend_ranks, self._derived(backend_ranks, channel))
         part._may_have_common = may_have_common
         return part
 
     def attach(self, part: Transport, ranks: Sequence[int]) -> None:
-        """Let a transport of some of these ranks share counters, failures and rank labels with this one. ``ranks``: the
-        ranks of ``part``, in its order, as they are numbered here."""
+        """Let the transport of a part share counters, failures and rank labels with this one. Local. ``ranks``: the
+        ranks of ``part``, in its order, by their numbers in this group."""
         self._messenger.attach(part._messenger, ranks)
 
     def over(self, backend: Backend) -> Transport:
-        """Return the same group over another backend with the same ranks. This transport must not be used any more."""
+        """Return the same group over another backend with the same ranks. Do not use this transport afterwards."""
         ranks = self._messenger.ranks  # on another channel: this one has posted receives that it will not wait for
         return Transport(backend, ranks, self._derived(ranks, -1))
 
@@ -131,7 +134,7 @@ class Transport:
         return [self._messenger.ranks[rank] for rank in ranks]
 
     def sibling(self, channel: int) -> Transport:
-        """Return a transport of the same ranks with messages of its own, which shares counters and failures with this
+        """Return a transport of the same ranks with separate messages, which shares counters and failures with this
         one. All ranks call it; nothing is sent."""
         ranks = self._messenger.ranks
         return Transport(self.backend, ranks, self._derived(ranks, channel), like=self)
@@ -141,7 +144,7 @@ class Transport:
         return zlib.crc32(name.encode()) & 0xFFFFFF
 
     def fork(self) -> Transport:
-        """Return a transport of the same ranks with messages of its own, for another user of the group. Collective."""
+        """Return a transport of the same ranks with separate messages, for another user of the group. Collective."""
         tag = Tag(Kind.EXCHANGE, "opening a channel")
         channel = int.from_bytes(os.urandom(3), "little")
         first = self.exchange(channel.to_bytes(4, "little"), tag)[0]
@@ -161,10 +164,10 @@ class Transport:
     ) -> Work:
         """Start to send a 1-D contiguous tensor to rank ``to``. It must not be written before ``wait`` returns.
 
-        ``in_one_part``: not in `chunks`, for a tensor that is one of `chunks` itself. ``one_way``: the receiver
-        acknowledges the message, whatever its size. Pass it unless this rank, before it waits for this send, waits for
-        something that ``to`` sends after it has posted the receive. Otherwise the wait may last until the time limit if
-        that rank is killed, since a network does not always report that. The receiver must pass the same options.
+        ``in_one_part``: do not cut the tensor into `chunks`, since it is one of them. ``one_way``: the receiver
+        acknowledges the message, whatever its size. Set it, unless this rank waits for a later message from ``to``
+        before it waits for this send. Without either, the wait may last until the time limit if that rank is killed,
+        because a network does not always report it. The receiver must pass the same options.
         """
         self.check()
         work = self._messenger.send(_parts(tensor, in_one_part), to, tag, one_way=one_way)
@@ -184,8 +187,8 @@ class Transport:
         in_one_part: bool = False,
         one_way: bool = False,
     ) -> Work:
-        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. Receives of the parts
-        behind the first are posted at the next send, at `post_remaining`, or at a wait. Options: those of `isend`."""
+        """Start to receive a 1-D contiguous tensor of exactly this size from rank ``source``. The receives of all parts
+        but the first are posted at the next send, at `post_remaining`, or at a wait. Options: those of `isend`."""
         return Chain(self.irecv_chunks(tensor, source, tag, control=control, in_one_part=in_one_part, one_way=one_way))
 
     def irecv_chunks(
@@ -198,7 +201,7 @@ class Transport:
         in_one_part: bool = False,
         one_way: bool = False,
     ) -> Sequence[Work]:
-        """Like `irecv`, with one work for each of `chunks`, to be waited for in order."""
+        """Like `irecv`, but return one work per part of `chunks`. Wait for them in order."""
         self.check()
         works = self._messenger.recv(_parts(tensor, in_one_part), source, tag, one_way=one_way)
         if control:
@@ -208,14 +211,14 @@ class Transport:
         return works
 
     def post_remaining(self) -> None:
-        """Post the receives that are put off: this rank sends nothing more now."""
+        """Post the receives that were deferred, because this rank sends nothing more now."""
         self._messenger.post_remaining()
 
     def expose(self, tensor: Tensor, spans: Sequence[tuple[int, int, int]], tag: Tag) -> ExposedBuffer:
         """Let other ranks, which call `map_buffers`, read elements of a 1-D contiguous tensor in place. If peers cannot
-        read its memory, they read a copy. The tensor must not be written before ``wait`` returns.
+        read its memory, they read a copy. Do not write to the tensor before ``wait`` returns.
 
-        ``spans``: rank, and the elements' begin and end.
+        ``spans``: a rank, and the begin and end of its elements.
         """
         self.check()
         assert self.memory is not None
@@ -230,15 +233,15 @@ class Transport:
         return ExposedBuffer(self._messenger, tensor, offset, spans, tag)
 
     def map_buffers(self, spans: Sequence[tuple[int, int]], dtype: torch.dtype, tag: Tag) -> PeerBuffers:
-        """Expect ranks to `expose` memory. ``spans``: rank, and how many elements it exposes."""
+        """Map memory that other ranks `expose`. ``spans``: a rank, and the number of elements that it exposes."""
         self.check()
         return PeerBuffers(self._messenger, spans, dtype, tag)
 
     def exchange(self, data: bytes, tag: Tag) -> list[bytes]:
         """Return every rank's bytes, in rank order. Lengths may differ. Collective.
 
-        While other messages are under way, these may be 64 KiB at most (all together, after `route`): otherwise this
-        call would wait for them.
+        While other messages are under way, the bytes must be at most 64 KiB (after `route`, of all ranks together).
+        Otherwise this call would wait for those messages.
         """
         self.check()
         self._log("exchanges bytes", tag)
@@ -248,17 +251,17 @@ class Transport:
 
     @property
     def launches(self) -> Launches | None:
-        """What this rank launches on devices, if its collectives there have no awaited headers each. Internal."""
+        """The launches of this rank on devices; None if each collective there awaits its headers. Internal."""
         return self._messenger.launches
 
     @property
     def links(self) -> PeerLinks:
-        """The links that its messages go over. Internal."""
+        """The links that carry its messages. Internal."""
         return self._messenger
 
     def route(self, hosts: Sequence[Sequence[int]]) -> None:
-        """Let exchanges and meetings go by a star in each of ``hosts`` and a tree between these, from now on. All ranks
-        call it, with the same ranks by host; nothing is sent."""
+        """Route exchanges and meetings over a star in each host and a tree between hosts from now on. All ranks call it
+        with the same ``hosts``, the ranks of each host; nothing is sent."""
         self._control = Tree(self._messenger, hosts)
 
     @property
@@ -267,7 +270,7 @@ class Transport:
         return isinstance(self._control, Tree)
 
     def announce(self, tag: Tag) -> Work:
-        """Send every other rank the header of ``tag`` without any bytes, and expect the same from each."""
+        """Send the header of ``tag`` without bytes to every other rank, and receive the same from each. All ranks."""
         self.check()
         self._log("announces itself", tag)
         if tag.kind is Kind.REDUCE_SCATTER:
@@ -277,26 +280,25 @@ class Transport:
         return Chain([*recvs, DeferredSends(self._messenger, sends)])
 
     def announce_round(self, tag: Tag) -> Work:
-        """`announce` the first collective of a round; do nothing for the others. An algorithm calls this in each
-        reduce-scatter, unless it sends a message to every other rank before it waits: `meet` relies on one of them."""
+        """`announce` the first collective of a round; do nothing for the others. Each reduce-scatter of an algorithm
+        calls this, unless it sends a message to every other rank before it waits: `meet` relies on one."""
         if tag.round == self._announced_round:
             return Chain(())
         return self.announce(tag)
 
     def meet(self, tag: Tag, catch_up: Callable[[], None], message: Callable[[], bytes] = bytes) -> list[bytes]:
-        """An exchange that catches up. Return every rank's ``message()``, in rank order, when all ranks are here, at
-        the same ``tag.round``. Collective.
+        """Exchange messages, and first let ranks catch up. Return every rank's ``message()``, in rank order, once all
+        ranks have called this with the same ``tag.round``. Collective.
 
-        ``tag.round`` is the number of rounds of collectives that this rank has entered. If a rank learns that another
+        ``tag.round`` is the number of rounds of collectives that this rank has entered. If a rank reads that another
         one has entered a later round, it calls ``catch_up``, which enters one more round, and sends a message again.
         So a rank that has nothing to contribute still takes part in every round that others begin. ``message`` is
-        called anew for each message: what a rank returns was made by every rank after the last round.
+        called for each message, so every returned message was made after the last round.
 
-        If all headers that a rank reads have one round, no rank has entered a later one before it sent its own, and so
-        none ever will in this meeting: the messages of that round are final.
-
+        If all headers that a rank reads have the same round, no rank had entered a later round when it sent its own.
+        So no rank will in this meeting, and the messages of that round are final.
         Messages of a pair of ranks are in order, so a rank reads the headers of a peer's rounds before that of this
-        meeting. A message that is out of date, since its sender has entered a later round, is dropped by its reader.
+        meeting. The reader drops a message whose sender has entered a later round since.
         """
         self.check()
         self._log("meets all ranks", tag)
@@ -319,13 +321,13 @@ class Transport:
     # -- failures and counts --------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> list[int]:
-        """Report to every other rank that this one failed, and return the ranks that the report cannot reach. This
-        transport is closed then. The backend remains usable, unless a time limit passed."""
+        """Report to every other rank that this one failed, and return the ranks that the report cannot reach.
+        Then this transport is closed. The backend remains usable, unless a time limit passed."""
         LOG.debug("%s: aborts: %s", self.rank_label, reason)
         return self._messenger.abort(reason)
 
     def advise(self, text: str) -> None:
-        """Let errors of ranks in different collectives end with a text, too, here and over the transports attached."""
+        """Append ``text`` to errors of ranks in different collectives, here and on attached transports."""
         self._messenger.advise(text)
 
     @property
@@ -348,11 +350,11 @@ class Transport:
 
     @property
     def traffic(self) -> Traffic:
-        """What this rank has sent and received so far."""
+        """The bytes and messages that this rank has sent and received so far."""
         return replace(self._messenger.counted)
 
     def count_payload(self, sent: int, received: int) -> None:
-        """Count payload that does not pass through `isend` and `irecv`."""
+        """Count bytes of payload that do not pass through `isend` and `irecv`."""
         self._messenger.counted.payload_sent += sent
         self._messenger.counted.payload_received += received
 
@@ -365,9 +367,9 @@ def _allocate(memory: Backend | None, nbytes: int, device: torch.device) -> Unty
 
 @contextmanager
 def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = BaseException) -> Iterator[None]:
-    """Abort the transport if one of these errors ends the block, since what was sent or changed is unknown then.
+    """Abort the transport if one of ``errors`` ends the block, since the ranks may then differ; raise it again.
 
-    ``doing``: the block in the error of the other ranks, as "in step()". A broken transport has sent it already.
+    ``doing``: names the block in the error of the other ranks, such as "in step()".
     """
     try:
         yield
@@ -378,12 +380,10 @@ def as_a_whole(transport: Transport, doing: str, errors: type[BaseException] = B
 
 
 def chunks(numel: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts, as begin and end in elements, in which a large message travels over a network.
+    """Yield the parts of a large message, as begin and end in elements.
 
-    The work on one part hides behind the transfer of the next. Each part is half of what is left, within limits: so
-    little work remains after the last part, and no part is too short to be worth a message. Both sides cut alike. An
-    empty message is one empty part, which has a header.
-    """
+    The work on one part overlaps with the transfer of the next. Each part is half of the rest, within limits. So little
+    work remains after the last part, and no part is too short for a message. An empty message is one empty part."""
     begin = 0
     while True:
         half = -(-(numel - begin) // (2 * GRAIN)) * GRAIN

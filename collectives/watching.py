@@ -55,5 +55,5 @@ def watch(transport: Transport, sharing: int, device: torch.device) -> None:
 
 
 def behind_a_meeting(transport: Transport) -> AbstractContextManager[None]:
-    """Return the context of collectives that follow a meeting of the same call. All ranks enter it alike."""
+    """Return the context for collectives that follow a meeting in the same call. All ranks enter it, or none."""
     return nullcontext() if transport.launches is None else transport.launches.behind_a_meeting()

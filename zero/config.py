@@ -71,7 +71,7 @@ class MixedPrecision:
         if self.accumulate_dtype is not self.travel and not wider:
             raise ValueError(
                 f"accumulate_dtype {self.accumulate_dtype} must be {self.travel}, in which contributions travel "
-                "(reduce_dtype), or wider: a sum would lose more than its parts"
+                "(reduce_dtype), or wider: else a sum has fewer bits than its contributions"
             )
 
     @property
@@ -201,7 +201,7 @@ class Config(ShardingOptions):
         super().__post_init__()
         if self.bucket_cap_mb == "auto" and self.module is None:
             raise ValueError(
-                'bucket_cap_mb="auto" asks how large a unit of the module is: pass the module itself, or parameters '
+                'bucket_cap_mb="auto" depends on the sizes of units: pass the module itself, or parameters '
                 "and module=model, or a number of MiB"
             )
 
@@ -272,5 +272,5 @@ def module_of(params: object, module: nn.Module | None) -> nn.Module | None:
     if not isinstance(params, nn.Module):
         return module
     if module is not None and module is not params:
-        raise ValueError("params and module are two different modules")
+        raise ValueError("params and module are two different modules: pass the one that is trained, as params alone")
     return params

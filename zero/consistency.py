@@ -43,7 +43,7 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
     position = next(i for i in range(length) if first[i] != other[i])
     raise ValueError(
         f"the ranks built different models or optimizers: rank 0 has [{first[position]}] where rank {rank} has "
-        f"[{other[position]}]"
+        f"[{other[position]}]. Build both alike on every rank"
     )
 
 
@@ -62,7 +62,7 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
         if theirs != replies[0]:
             raise ValueError(
                 f"the ranks built different models or optimizers: rank 0 asked for {replies[0].decode()}, but rank "
-                f"{rank} for {theirs.decode()}"
+                f"{rank} for {theirs.decode()}. Pass the same arguments on every rank"
             )
     return config.reshard_group_size(group.world_size)
 

@@ -56,7 +56,8 @@ from .step.step_groups import step_groups
 from .step.update import Update
 
 NOTHING_TO_TRAIN = (
-    f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}"
+    f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}. "
+    "Unfreeze one with requires_grad_(True), or list other parameters"
 )
 _MASTER = "master weights"  # a key among the names of states; it has a space, which no state's name has
 
@@ -88,7 +89,7 @@ def build(
     choice = build_collective(group, config.collective, device, config.sharding_factor)
     transport, shard_group = choice.collective.transport, choice.shard_group
     if config.collective == "auto" and not choice.collective.exact and transport.rank == 0:
-        inexact = "sums are added in an order of NCCL's own, so parameters do not have the bits of the plain loop"
+        inexact = "NCCL chooses the order of sums, so parameters do not have the bits of the plain loop"
         warnings.warn(f"{inexact}; {choice.reason}", stacklevel=2)
     post_forward_group = _post_forward_group(shard_group, device, reshard_group_size)
     transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")

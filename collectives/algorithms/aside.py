@@ -1,4 +1,4 @@
-"""A stream of a device on which the bytes of collectives are added up, beside the stream that launches them.
+"""A side stream of a device, on which contributions are added while the launching stream goes on.
 
     launch    the stream aside waits for the current one; additions are enqueued there, behind the collective
     wait      the current stream waits for these additions

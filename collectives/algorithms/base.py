@@ -18,13 +18,14 @@ from ..transport import Transport, as_a_whole
 
 
 class Collective(Protocol):
-    """An algorithm on a transport. All ranks of the group call each method, with equal ``bounds`` and ``tag``.
+    """The protocol of an algorithm on a transport. All ranks call each method, with equal ``bounds`` and ``tag``.
 
-    All ranks wait for works in the same order, which may differ from the order of the launches: a wait may return only
-    after peers have read this rank's data. A reduce-scatter may be a `StagedWork`.
+    All ranks wait for works in the same order, which may differ from the order of the launches. A wait may return only
+    after peers have read this rank's data, and raises `CollectiveError` if the collective failed. A reduce-scatter may
+    return a `StagedWork`. Tensors are 1-D, contiguous, on one device, and not changed before the wait.
 
-    ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements: rank r owns
-    ``[bounds[r], bounds[r + 1])``, which may be uneven or empty.
+    ``bounds`` has world_size + 1 entries, ascending from 0 to the number of elements. Rank r owns
+    ``[bounds[r], bounds[r + 1])``. Shards may be uneven or empty.
     """
 
     name: str
@@ -39,26 +40,30 @@ class Collective(Protocol):
     ) -> Work:
         """Add all ranks' contributions to this rank's shard onto ``start``, and store the sum in ``out``.
 
-        ``source``: this rank's contribution to every shard, 1-D. The algorithm may overwrite it until ``wait`` returns.
-        ``out``: as long as this rank's shard, in the accumulator's dtype. It may share memory with this rank's own
-        shard of ``source``, or be ``start``.
-        ``start``: the sum so far, in ``out``'s dtype, or None. The algorithm may overwrite it, too, and reads it only
-        in ``wait``; at the launch where it adds up aside, which it does not in a replica (`aside.AddsAside`).
+        Args:
+            source: this rank's contribution to every shard. The algorithm may overwrite it until ``wait`` returns.
+            bounds: see `Collective`.
+            out: as long as this rank's shard, in the accumulator's dtype. It may share memory with this rank's own
+                shard of ``source``, or be ``start``.
+            start: the sum so far, in ``out``'s dtype, or None. The algorithm may overwrite it. It is read in ``wait``;
+                if the algorithm adds on a side stream (`aside.AddsAside`; never in a replica), at the launch.
+            tag: identifies the collective.
+
         If `exact` is True, the sum is formed in rank order: ((start + x_0) + x_1) + ...
 
-        The first call of a round must send a header to every other rank before it waits for one, whatever the bounds:
-        that is how a rank in `Transport.meet` learns of the round. `Transport.announce_round` does it.
+        The first call of a round must send a header to every other rank before it waits for one, for any ``bounds``. A
+        rank in `Transport.meet` learns of the round by this header. `Transport.announce_round` sends it.
         """
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """Fill each shard of ``buffer`` (1-D) with its owner's values. This rank's own shard is the input."""
+        """Fill each shard of ``buffer`` (1-D, any dtype) with its owner's values. This rank's shard is the input."""
 
 
 def all_gather_from(collective: Collective, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-    """Fill each shard of ``buffer`` with its owner's values. All ranks of ``collective``.
+    """Fill each shard of ``buffer`` with its owner's values. All ranks of ``collective`` call it.
 
-    ``own``: this rank's shard, outside ``buffer`` and of its dtype. It must not change before the wait. An algorithm
-    that can read it where it lies has this function as a method.
+    ``own``: this rank's shard, outside of ``buffer`` and in its dtype. It must not change before the wait. If an
+    algorithm can read ``own`` in place, it has this function as a method; else ``own`` is copied into ``buffer``.
     """
     from_elsewhere: Callable[..., Work] | None = getattr(collective, "all_gather_from", None)
     if from_elsewhere is not None:  # a protocol that is checked at run time would take longer than the launch

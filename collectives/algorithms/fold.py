@@ -60,16 +60,21 @@ class Begins(Together, Protocol):
 
 
 class Fold:
-    """Reduce-scatter between hosts in rank order; all-gather as ``together`` does it."""
+    """Reduce-scatter whose running sums travel from host to host, in rank order; all-gather of another algorithm.
+
+    For ranks that are numbered host by host, equally many per host. "auto" takes it on GPUs of several hosts, with
+    NCCL. `collectives.build` with "fold" builds it; this class sends messages, and `FoldOnDevices` uses NCCL.
+    """
 
     name = "fold"
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]], together: Together) -> None:
-        """``hosts``: the ranks of each, for which `why_not_folded` finds nothing."""
+        """``hosts``: the ranks of each host, for which `why_not_folded` returns "". ``together``: the algorithm of the
+        all-gather, over the same transport."""
         self.transport, self.together = transport, together
         self.rails = Rails(len(hosts), len(hosts[0]), transport.rank)
-        self.onward = transport.sibling(1)  # for messages of its own, since a rank sends sums in a wait
+        self.onward = transport.sibling(1)  # for separate messages, since a rank sends sums in a wait
         self.exchanged: Work = Chain(())  # the last exchange, which holds its input
 
     @property
@@ -80,7 +85,7 @@ class Fold:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Scratch memory: two of the contribution, and the sums of a rail.
+        """See `collectives.Collective.reduce_scatter`. Scratch memory: twice the contribution, and the sums of a rail.
         `FoldOnDevices` reads ``start`` at the launch."""
         tag = replace(tag, digest=tag.digest ^ zlib.crc32(repr((start is not None, out.dtype)).encode()))
         return self._launch(source, bounds, out, start, tag)
@@ -95,12 +100,12 @@ class Fold:
 
 
 class FoldOnDevices(Fold):
-    """`Fold` by collectives of the backend among all ranks, among those of a host, and among those of a rail."""
+    """`Fold` over collectives of the backend: of all ranks, of the ranks of a host, and of the ranks of a rail."""
 
     def __init__(
         self, transport: Transport, hosts: Sequence[Sequence[int]], together: Begins, host: Backend, rail: Backend
     ) -> None:
-        """``host``, ``rail``: this rank's."""
+        """``host``, ``rail``: the backends among the ranks of this rank's host and rail."""
         super().__init__(transport, hosts, together)
         self._begins, self.host, self.rail = together, host, rail
         self.exchange: _HostExchange | None = None  # the last one
@@ -232,7 +237,7 @@ class _HostExchange:
 class _FoldUnderWay:
     """A reduce-scatter of the backend's own collectives, as one that is pending.
 
-    Where the device has streams, everything is launched at once, and sums are formed on a stream of their own: so a
+    Where the device has streams, everything is launched at once, and sums are formed on their own stream: so a
     bucket travels from host to host while the backward goes on, and no rank waits until another one is in a wait. On
     the CPU sums are formed in the wait.
     """

@@ -35,17 +35,22 @@ from .plans import Hosts, Plan, plans
 
 
 class Hierarchical:
-    """Reduce-scatter and all-gather between hosts; the default there."""
+    """Reduce-scatter and all-gather for several hosts: shared memory within a host, messages between hosts.
+
+    "auto" takes it on CPUs if the ranks are on several hosts, and some host has several ranks. `collectives.build` with
+    "hierarchical" finds the hosts and builds it.
+    """
 
     name = "hierarchical"
     exact = True
 
     def __init__(self, transport: Transport, hosts: Sequence[Sequence[int]]) -> None:
-        """``transport``: over a backend whose ranks map the memory of the ranks of their own host."""
+        """``transport``: over a backend whose ranks map the memory of their host's ranks. ``hosts``: the ranks of each
+        host; every rank is on one."""
         self.transport = transport
         self.hosts = Hosts(hosts)
         # A rank passes sums and shards on in a wait, perhaps after it has launched later collectives: so these messages
-        # have an order of their own.
+        # have their own order.
         self.onward, self.relay = transport.sibling(1), transport.sibling(2)
         self.neighbours = [r for r in self.hosts.ranks[self.hosts.of[transport.rank]] if r != transport.rank]
         self._plans: dict[tuple[bool, int, int], list[Plan]] = {}

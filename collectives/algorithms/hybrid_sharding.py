@@ -38,7 +38,7 @@ PASSING = "while passing a sum on"
 
 class _Hops(Protocol):
     """How a sum goes through the replicas. ``before`` and ``after``: ranks that own the same shard; None at the ends.
-    ``onward``: for messages of its own, since a rank passes a sum on in a wait, perhaps after it has launched later
+    ``onward``: for separate messages, since a rank passes a sum on in a wait, perhaps after it has launched later
     collectives."""
 
     onward: Transport
@@ -136,11 +136,15 @@ class _Announced:
 class Replicated:
     """Reduce-scatter over all ranks onto the shards of each replica, and all-gather inside a replica.
 
-    ``bounds`` are for the ranks of a replica, `shards`, not for those of `transport`."""
+    A replica is a group of neighbouring ranks that hold one copy together (``sharding_factor``). ``bounds`` are the
+    bounds of the ranks of a replica, `shard_group`, not of all ranks, `transport`. All ranks call `reduce_scatter`,
+    which returns a `StagedWork`. Its name and exactness are those of the algorithm within a replica.
+    """
 
     def __init__(self, transport: Transport, inner: Collective, owners: Backend | None = None) -> None:
-        """``inner``: the algorithm of this rank's replica. All replicas have the same number of ranks. ``owners``: of
-        `_OnDevice`, if sums go from device to device."""
+        """``transport``: all ranks. ``inner``: the algorithm of this rank's replica. All replicas have the same number
+        of ranks. ``owners``: the backend of the ranks that own this rank's shard, in the order of the replicas, if sums
+        go from device to device; None: sums go by messages."""
         self.transport, self.inner, self.shard_group = transport, inner, inner.transport
         if isinstance(inner, AddsAside):
             inner.aside = None  # a sum of other replicas comes after the launch
@@ -157,8 +161,8 @@ class Replicated:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. All replicas have the same ``start``. Receives a sum into
-        ``start``, or into scratch memory if that is None."""
+        """See `collectives.Collective.reduce_scatter`. All replicas pass the same ``start``. A sum is received
+        into ``start``, or into scratch memory if that is None."""
         return _HybridReduceScatter(self, source, bounds, out, start, tag, self.transport.announce_round(tag))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:

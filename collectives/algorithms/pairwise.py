@@ -42,7 +42,11 @@ class _PairwiseReduceScatter:
 
 
 class Pairwise:
-    """Reduce-scatter and all-gather by direct exchange; the default between hosts."""
+    """Reduce-scatter and all-gather by direct exchange between every two ranks, over messages.
+
+    It needs nothing but a transport. "auto" takes it if each rank is on its own host, if ranks are threads, or if
+    memory cannot be shared.
+    """
 
     name = "pairwise"
     exact = True
@@ -53,7 +57,7 @@ class Pairwise:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Receives (W - 1) shards into scratch memory."""
+        """See `collectives.Collective.reduce_scatter`. Scratch memory: W - 1 shards in ``source``'s dtype."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         width = -(-(high - low) // GRAIN) * GRAIN  # each contribution begins on a boundary

@@ -41,23 +41,24 @@ class _Exchange:
 
 
 class ProcessGroupAlgorithm(ABC):
-    """An algorithm that is made of a backend's own collectives; a single rank needs none.
+    """An algorithm that consists of a backend's own collectives; a single rank needs none.
 
-    Where these stay on a device, sums are formed on its stream of ``aside``. None: in the wait.
+    If these stay on a device, sums are formed on its stream of ``aside``. If ``aside`` is None, sums are formed in the
+    wait.
     """
 
     name: str
     exact: bool
 
     def __init__(self, transport: Transport) -> None:
-        """``transport``: over a torch.distributed process group of exactly its ranks."""
+        """``transport``: over a torch.distributed process group of exactly its ranks, else `CollectiveError`."""
         self.transport, backend = transport, transport.backend
         self.aside: Aside | None = Aside()
         self._lengths: dict[Hashable, tuple[int, int]] = {}  # of the longest and the shortest shard
         if transport.world_size == 1:
             return
         if not backend.has_collectives:
-            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group")
+            raise CollectiveError(f"collective {self.name!r} needs a torch.distributed process group: use 'auto'")
         if transport.backend_ranks(range(transport.world_size)) != list(range(backend.world_size)):
             raise CollectiveError(
                 f"collective {self.name!r} needs a process group of exactly these ranks, in their order"
@@ -115,13 +116,13 @@ class ProcessGroupAlgorithm(ABC):
         return launched(t, agreed, moved.device, lambda: call(t.backend) if bounds[-1] else None, finish)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. Equal shards arrive in their place. Uneven shards are padded to the
-        longest, in scratch memory as long as all of them, and the padding is counted as payload. If it would be more
-        than `MOST_PADDING`, as with one owner for each parameter, each owner broadcasts its shard instead."""
+        """See `collectives.Collective.all_gather`. Equal shards are received in place. Uneven shards are padded to the
+        longest, in scratch memory for all of them, and the padding is counted as payload. If the padding would exceed
+        `MOST_PADDING`, as with one owner per parameter, each owner broadcasts its shard instead."""
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.all_gather_from`. Shards that are not equally long begin in their places."""
+        """See `collectives.all_gather_from`. Uneven shards are first copied into ``buffer``."""
         width, _ = self._longest_and_shortest(bounds)
         if width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
@@ -181,12 +182,13 @@ class AllToAll(ProcessGroupAlgorithm):
         rank 1 | x10 | x11 | x12 |      --->       rank 1 | x01 | x11 | x21 |   -->    start + x01 + x11 + x21
         rank 2 | x20 | x21 | x22 |                 rank 2 | x02 | x12 | x22 |          start + x02 + x12 + x22
 
-    It is for NCCL, whose own sums have no fixed order. A rank sends (W - 1)/W of its contribution, as in a
-    reduce-scatter, and nothing is added on the way. Among GPUs of one host that costs no more than NCCL's own
-    reduce-scatter. Between hosts the latter sends less: it adds the contributions of a host before it sends.
+    It is for NCCL, whose own sums have no fixed order; "auto" takes it on GPUs of one host. A rank sends (W - 1)/W of
+    its contribution, as in a reduce-scatter, and nothing is added on the way. Among GPUs of one host the bytes are
+    those of NCCL's own reduce-scatter. Between hosts the latter sends less, because it adds the contributions of a
+    host before it sends them.
 
-    The tensor's device decides what carries the bytes, in one process group: in "cpu:gloo,cuda:nccl", NCCL carries CUDA
-    tensors, and gloo the headers.
+    The device of a tensor decides which backend of the process group carries it. With "cpu:gloo,cuda:nccl", NCCL
+    carries CUDA tensors, and gloo carries the headers.
     """
 
     name = "all_to_all"
@@ -211,10 +213,10 @@ class AllToAll(ProcessGroupAlgorithm):
 
 
 class Native(ProcessGroupAlgorithm):
-    """The reduce-scatter and all-gather of torch.distributed, on shards that are padded to equal length. It is the
-    baseline, and sends least between hosts over NCCL.
+    """The reduce-scatter and all-gather of torch.distributed, on shards that are padded to equal length.
 
-    The backend has an order of sums of its own. Payload is counted as a ring would send it, padding included.
+    It is the baseline, and over NCCL it sends the fewest bytes between hosts. It is not exact: the backend chooses the
+    order of a sum. Payload is counted as a ring would send it, with the padding.
     """
 
     name = "native"

@@ -37,7 +37,10 @@ class _Rounds:
 
 
 class Ring:
-    """Reduce-scatter and all-gather around a ring."""
+    """Reduce-scatter and all-gather around a ring, over messages: a reference for comparison.
+
+    It is not exact: sums are formed in the order of the ring. "auto" never takes it.
+    """
 
     name = "ring"
     exact = False
@@ -48,8 +51,8 @@ class Ring:
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Adds up in ``source``'s dtype, in the order of the ring.
-        Receives into scratch memory, for each round as long as its shard."""
+        """See `collectives.Collective.reduce_scatter`. Adds in ``source``'s dtype, in the order of the ring.
+        Scratch memory: all shards but one, in that dtype."""
         t = self.transport
         parts = [source[low:high] for low, high in itertools.pairwise(bounds)]
 

@@ -40,21 +40,25 @@ class _Reading:
 
 
 class Shared:
-    """Reduce-scatter and all-gather through shared memory; the default on one host."""
+    """Reduce-scatter and all-gather through shared memory, for ranks on one host.
+
+    "auto" takes it on CPUs if all ranks are on one host. `collectives.build` with "shared" connects the ranks.
+    """
 
     name = "shared"
     exact = True
 
     def __init__(self, transport: Transport) -> None:
-        """``transport``: over a backend whose ranks map each other's memory."""
+        """``transport``: over a backend whose ranks map each other's memory, else `CollectiveError`."""
         if transport.memory is None:
-            raise CollectiveError(f"collective 'shared' needs ranks that share memory, which {transport.name} has not")
+            raise CollectiveError(f"collective 'shared': ranks over {transport.name} share no memory; use 'pairwise'")
         self.transport = transport
 
     def reduce_scatter(
         self, source: Tensor, bounds: Sequence[int], out: Tensor, *, start: Tensor | None, tag: Tag
     ) -> Work:
-        """See `collectives.Collective.reduce_scatter`. Needs no scratch memory except a block of `ordered_sum`."""
+        """See `collectives.Collective.reduce_scatter`. Peers read ``source`` in place. If it does not lie in
+        memory that they can read, a scratch copy is made."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         mapped = t.map_buffers([(rank, high - low) for rank in t.peers()], source.dtype, tag)
@@ -72,7 +76,7 @@ class Shared:
         return _Reading(t, mapped, exposed, read)
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.Collective.all_gather`. One copy out of each peer's shard."""
+        """See `collectives.Collective.all_gather`. Each peer's shard is copied once."""
         t = self.transport
         low, high = bounds[t.rank], bounds[t.rank + 1]
         mapped = t.map_buffers([(r, bounds[r + 1] - bounds[r]) for r in t.peers()], buffer.dtype, tag)

@@ -253,7 +253,7 @@ def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
     if _device_backend(process_group, torch.device("cpu")) != "gloo":
         backend = dist.get_backend_config(process_group)
         raise NotImplementedError(
-            f"the process group's backend is {backend!r}: more than one rank needs gloo, alone or beside another "
+            f"the process group's backend is {backend!r}: more than one rank needs gloo, alone or with another "
             "backend, as in init_process_group('cpu:gloo,cuda:nccl')"
         )
     return Transport(GlooBackend(process_group, _timeout(process_group)))

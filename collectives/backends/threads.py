@@ -141,12 +141,16 @@ class ThreadBackend(Backend):
 
 
 class Loopback(Generic[T]):
-    """A group of ``world_size`` threads.
+    """A group of ranks that are threads of this process, for tests and for a single rank.
 
-    ``interfere`` is called before each send, receive and wait with (rank, event, peer); tests let it sleep or raise.
+    Attributes:
+        world_size: the number of ranks.
+        transports: the `Transport` of each rank, in rank order.
     """
 
     def __init__(self, world_size: int, *, timeout: float = 30.0, interfere: Interference | None = None) -> None:
+        """``timeout``: the limit of each wait, in seconds; then `PeerError` is raised. ``interfere``: called as
+        ``interfere(rank, event, peer)`` before each "send", "recv" and "wait"; it may sleep or raise."""
         self._world = _World(interfere)
         self.world_size = world_size
         self.transports = [
@@ -154,10 +158,10 @@ class Loopback(Generic[T]):
         ]
 
     def run(self, program: Callable[[Transport], T], ranks: Sequence[int] | None = None) -> list[T]:
-        """Run ``program(transport)`` on all ranks at once and return their results.
+        """Run ``program(transport)`` concurrently on ``ranks`` (default: all), and return their results in that order.
 
-        If a rank raises, the waits of the others end with an error, and the first error is raised here. Ranks compute
-        with as many intra-op threads as the caller.
+        If a rank raises, the waits of the others end with an error, and the first error is raised here. Each rank has
+        the caller's number of intra-op threads.
         """
         intra_op_threads = torch.get_num_threads()
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
@@ -188,11 +192,14 @@ class Loopback(Generic[T]):
 
 
 def solo() -> Transport:
-    """Return the transport of a single rank, which sends nothing."""
+    """Return the transport of a group of one rank, which sends nothing."""
     return Loopback[None](1).transports[0]
 
 
 def on_threads(world_size: int, program: Callable[[Transport], T], *, timeout: float = 30.0) -> list[T]:
-    """Run ``program`` on ``world_size`` threads of one process, one intra-op thread each."""
+    """Run ``program(transport)`` on each rank of a new `Loopback`, and return the results in rank order.
+
+    Sets the number of intra-op threads to 1, for the caller, too. ``timeout``: the limit of each wait, in seconds.
+    """
     torch.set_num_threads(1)
     return Loopback[T](world_size, timeout=timeout).run(program)

@@ -106,17 +106,17 @@ def test_auto_warns_once_where_the_order_of_a_sum_is_not_that_of_the_ranks() -> 
         said = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
         folds = hosts[0] == [0, 1]
         assert len(said) == (0 if folds else 1)
-        assert all("in an order of NCCL's own" in line and "number the ranks host by host" in line for line in said)
+        assert all("in NCCL's order" in line and "number the ranks host by host" in line for line in said)
         for text in described:
             assert f"collective {'fold' if folds else 'native'} (4 ranks are on 2 hosts, with NCCL" in text
             assert "'fold' sends every sum 1.5 times in the accumulator's dtype (0.5 more in each further" in text
-            assert "'native' 1.5 times in the wire's dtype, in an order of NCCL's own" in text
+            assert "'native' 1.5 times in the wire's dtype, in NCCL's order" in text
 
 
 NCCL = {  # hosts, negative ones are containers of one; GPU or CPU of each rank; ranks of a replica -> name, reason
     ((0, 0, 0), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
     ((-1, -2, -3), "ggg", 0): ("all_to_all", "all 3 ranks are on one host, with NCCL"),
-    ((-1, -2, -3), "ccc", 0): ("pairwise", "each of the 3 ranks has a host of its own"),
+    ((-1, -2, -3), "ccc", 0): ("pairwise", "each of the 3 ranks has its own host"),
     ((0, 0, 1, 1), "gggg", 0): (
         "fold",
         "4 ranks are on 2 hosts, with NCCL: between hosts 'fold' sends every sum 1.5 times",

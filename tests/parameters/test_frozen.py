@@ -135,7 +135,7 @@ def test_whatever_says_what_it_holds_is_compared(kind: str) -> None:
 
 
 TRAINED: dict[str, tuple[Callable[[], Tensor], int, str]] = {
-    "wrapper": (lambda: nn.Parameter(two(1.0)), 2, "'held' is a TwoTensor, a tensor subclass with a __torch_disp"),
+    "wrapper": (lambda: nn.Parameter(two(1.0)), 2, "'held' is a TwoTensor, a tensor subclass with its own __torch"),
     "complex": (lambda: nn.Parameter(torch.ones(3) * 1j), 2, "'held' is torch.complex64, and only real parameters"),
     "fp8": (lambda: nn.Parameter(torch.ones(3).to(torch.float8_e5m2)), 3, "'held' is torch.float8_e5m2: train one of"),
 }

@@ -1,4 +1,4 @@
-"""Between hosts a step in rank order is planned to take at most 1.1 of one in an order of NCCL's own.
+"""Between hosts a step in rank order is planned to take at most 1.1 of one in NCCL's order.
 
 TESTS_ROWS=all python -m pytest -s tests/planning/test_between_hosts.py      prints seconds of both, and the ratio
 """

@@ -180,7 +180,7 @@ def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gl
                 assert "do not wrap the model in DistributedDataParallel" in message
             else:
                 assert "this rank does not hold the gradient of '2.bias'" in message
-                assert "do not wrap the model in DistributedDataParallel" in message
+                assert "Do not wrap the model in DistributedDataParallel" in message
                 assert "full_grad" not in message
 
 

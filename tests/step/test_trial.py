@@ -48,7 +48,7 @@ def after_a_look_at_the_first(parameters: list[Any], group: dict[str, Any], _: A
     assert parameters[0].device is not None
 
 
-WHY = "(beside others|than for several|one parameter failed)"
+WHY = "(with others|than for several|one parameter failed)"
 REFUSED: list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]] = [
     *[(TOGETHER[name], net, OPTIONS, f"{name} cannot be sharded: .*{WHY}") for name in TOGETHER],
     *[(TOGETHER["EstimatesTogether"], net, {"lr": rate}, "EstimatesTogether cannot be") for rate in (0.0, 1e-9)],

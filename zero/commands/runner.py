@@ -242,9 +242,9 @@ def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
 
 
 def check_alone(command: str) -> None:
-    """Refuse to run a command that starts ranks of its own on several ranks that a launcher started."""
+    """Refuse to run a command that starts its own ranks on several ranks that a launcher started."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(f"{command} starts ranks of its own: call it in one process, without torchrun")
+        raise RuntimeError(f"{command} starts its own ranks: call it in one process, without torchrun")
 
 
 def record_error(error: BaseException) -> None:

@@ -23,8 +23,8 @@ from .names import all_without_wrappers, child_name, named_buffers, named_parame
 
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
-    "anew. To train parts of a model differently, give one optimizer param groups, each with an optimizer_class and "
-    "options of its own, or build one optimizer over each submodule"
+    "anew. To train parts of a model differently, give one optimizer param groups, each with its own optimizer_class "
+    "and options, or build one optimizer per submodule"
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -47,7 +47,7 @@ def is_released(parameter: object) -> bool:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Return whether a tensor's class has a ``__torch_dispatch__`` of its own, as a wrapper subclass has.
+    """Return whether a tensor's class has its own ``__torch_dispatch__``, as a wrapper subclass has.
 
     Such a class manages its memory itself.
     """
@@ -108,7 +108,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
     given = _in_order(own_parameters(params) if isinstance(params, nn.Module) else params, "params")
     if not given:
-        raise ValueError("the parameter list is empty: there is nothing to optimise")
+        raise ValueError("the parameter list is empty: pass the model, parameters or param groups")
     if not any(isinstance(entry, dict) for entry in given):
         return [{"params": members_of(given, "params")}]
     groups = []
@@ -137,7 +137,7 @@ def members_of(params: Any, place: str) -> list[Any]:
 
 def _in_order(params: Any, place: str) -> list[Any]:
     if isinstance(params, (set, frozenset)):
-        raise TypeError(f"{place} must be in an order that all ranks share; a set has none")
+        raise TypeError(f"{place} must be in an order that all ranks share; a set has none: pass a list")
     if not isinstance(params, Iterable):
         raise TypeError(f"{place} is {_brief(params)}, and must be parameters, param groups or a module")
     return list(params)
@@ -173,7 +173,7 @@ def check_buffers(module: nn.Module | None) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
     for name, buffer in () if module is None else named_buffers(module):
         if _overlaps_itself(buffer):
-            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
+            raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it its own memory")
 
 
 def check_modules(module: nn.Module | None) -> None:
@@ -220,7 +220,7 @@ def check_new(entries: Sequence[Any], before: Sequence[Tensor], listed: Iterable
     for entry in entries:
         parameter = entry[1] if isinstance(entry, tuple) else entry
         if id(parameter) in known:
-            raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already")
+            raise ValueError(f"add_param_group: {known[id(parameter)]!r} is in a param group already: leave it out")
 
 
 def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> list[Any]:
@@ -316,7 +316,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if parameter.requires_grad and not is_laid_out(parameter):
         raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:
-        raise ValueError(f"{name!r} is the result of a computation: only leaf tensors can be optimised")
+        raise ValueError(f"{name!r} is the result of a computation: pass the leaf tensors that it depends on")
     check_memory(parameter, name, may_be_meta=may_be_meta)
 
 
@@ -325,7 +325,7 @@ def _untrainable(parameter: Tensor, name: str) -> str:
     freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
     if has_own_dispatch(parameter):
         return (
-            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with a __torch_dispatch__ of its own, whose "
+            f"{name!r} is a {type(parameter).__name__}, a tensor subclass with its own __torch_dispatch__, whose "
             f"memory cannot be sharded: put an nn.Parameter of ordinary memory in its place, {freeze}"
         )
     if parameter.is_complex():
@@ -348,7 +348,7 @@ def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
     if _overlaps_itself(parameter):
         raise ValueError(
             f"{name!r} overlaps itself in memory (shape {tuple(parameter.shape)}, strides {parameter.stride()}, as "
-            "expand() makes): give it memory of its own with .contiguous() or .clone()"
+            "expand() makes): give it its own memory with .contiguous() or .clone()"
         )
 
 

@@ -345,7 +345,7 @@ def _decode(value: Any, tensors: Mapping[str, Tensor], kinds: Mapping[str, Rebui
     if not tags:
         return {key: _decode(item, tensors, kinds) for key, item in value.items()}
     if len(value) > 1:
-        raise FormatError(f"a saved state has {tags[0]!r} beside {len(value) - 1} other keys")
+        raise FormatError(f"a saved state has {tags[0]!r} and {len(value) - 1} other keys")
     return _decode_tagged(tags[0], value[tags[0]], tensors, kinds)
 
 

@@ -139,6 +139,6 @@ def _is_list(module: nn.Module) -> bool:
 def _has_forward(module: nn.Module) -> bool:
     """Return whether a module has a forward. Containers that only hold modules or parameters have none.
 
-    A module that `torch.compile` returned has a forward of its own.
+    A module that `torch.compile` returned has its own forward.
     """
     return getattr(module.forward, "__name__", "") != "_forward_unimplemented"

@@ -140,8 +140,8 @@ class ShardedGradient(torch.Tensor):
         remedy = f"use optimizer.clip_grad_norm_(max_norm) to clip and {_READ}"
         if current_graph_task_id() != NO_TASK:
             remedy = (
-                "something else asks for it inside the backward: if a hook does, do it when backward() has returned; "
-                "do not wrap the model in DistributedDataParallel, which would reduce gradients twice"
+                "something else asks for it inside the backward. If a hook does, read it when backward() has returned. "
+                "Do not wrap the model in DistributedDataParallel, which would reduce gradients twice"
             )
         elif action.startswith("an assignment"):
             remedy = "set optimizer.divisor or use optimizer.clip_grad_norm_(max_norm) to change it, and " + _READ

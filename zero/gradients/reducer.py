@@ -286,7 +286,7 @@ class Reducer:
     def join(self, groups: Sequence[Options], *, gathers_are_broadcast: bool) -> JoinProtocol:
         """Broadcast calls from now on, until `end_join`. ``gathers_are_broadcast``: also the gathers of units."""
         if self._joining.active:
-            raise RuntimeError("join() inside join()")
+            raise RuntimeError("join() inside join(): leave the outer block first")
 
         def meet(purpose: str, data: bytes) -> list[bytes]:
             if not self.hooks.inside_backward:
@@ -362,8 +362,8 @@ class Reducer:
         records = self.check_consistency(purpose)
         if any(record.pending for record in records):
             raise RuntimeError(
-                f"{purpose}: what no_sync(), or the zeros of zero_grad(set_to_none=False), left on a rank is not "
-                "reduced yet; run a backward outside no_sync(), or clip"
+                f"{purpose}: gradients of a backward inside no_sync(), or the zeros of zero_grad(set_to_none=False), "
+                "are not reduced yet. First run a backward outside no_sync(), or clip"
             )
         number = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + slot_number
         if not any(record.used[number] for record in records):

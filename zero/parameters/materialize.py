@@ -270,7 +270,7 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
     known = {name for names in aliases.values() for name in names}
     for name in given:
         if name not in known:
-            raise ValueError(f"init_state_dict has {name!r}, which the model has not{remark_on_prefix(given, known)}")
+            raise ValueError(f"init_state_dict has {name!r}, which the model lacks{remark_on_prefix(given, known)}")
     if may_miss:
         return
     kept, there = {known_as(name, known) for name in module.state_dict(keep_vars=True)}, set(given)

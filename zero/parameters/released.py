@@ -103,16 +103,16 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
         spec = None if found is None else spec_of(found)
         if spec is None:
             raise RuntimeError(
-                f"{_called(func)}: the optimizer that held this parameter's values is gone: build the model anew, and "
-                "call optimizer.close() before the optimizer goes"
+                f"{_called(func)}: the optimizer that held this parameter's values is gone. Build the model anew; next "
+                "time call optimizer.close() before the optimizer is deleted"
             )
         if found is not None and recall(found):
             return func(*args, **(kwargs or {}))
         if TracingContext.try_get() is not None:
             raise RuntimeError(
-                f"{spec.name!r} is released: in a compiled function parameters of stage 3 are used by their modules "
-                "alone. Call optimizer.zero_grad() there, not model.zero_grad(); use p.grad, optimizer.full_grad(p) "
-                "and optimizer.param_groups outside of it"
+                f"{spec.name!r} is released: in a compiled function only its module can use a parameter of stage 3. "
+                "Call optimizer.zero_grad() there, not model.zero_grad(). Use p.grad, optimizer.full_grad(p) and "
+                "optimizer.param_groups outside of that function"
             )
         running = set(callers())
         for code, (call, remedy) in _WHOLE_USES.items():
@@ -123,9 +123,9 @@ def released_class(base: type[Tensor], spec_of: SpecOf, recall: Callable[[Tensor
                 )
         raise RuntimeError(
             f"{_called(func)}: {spec.name!r} is released: at stage 3 a parameter has values only inside its unit's "
-            "forward and backward; read it inside 'with optimizer.gathered():', edit it inside 'gathered(write=True)', "
-            "and call the unit itself rather than its forward() or a part of it; zero.register_forward_method makes "
-            f"another method of the unit one that gathers{_further_remedy(func, running)}"
+            "forward and backward. Read it inside 'with optimizer.gathered():', and edit it inside "
+            "'gathered(write=True)'. Call the unit itself, not its forward() or a part of it; after "
+            f"zero.register_forward_method another method gathers, too{_further_remedy(func, running)}"
         )
 
     def represent(self: Tensor, **_: Any) -> str:
@@ -267,7 +267,6 @@ def refuse_transforms(name: str) -> None:
     if any(transform.key() in deriving for transform in under_way):
         raise RuntimeError(
             f"unit {name!r} inside a transform of torch.func: at stage 3 grad, vjp, jvp, jacrev, jacfwd and hessian "
-            "cannot go through the model; torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "
-            "and torch.func.vmap can, and every transform goes through a copy of the model, made by "
-            "copy.deepcopy(model) inside 'with optimizer.gathered():'"
+            "do not work on the model. Use torch.autograd.grad, torch.autograd.functional, torch.autograd.forward_ad "
+            "or torch.func.vmap; or transform a copy, made by copy.deepcopy(model) inside 'with optimizer.gathered():'"
         )

@@ -157,7 +157,7 @@ class UnitHooks:
     def _refuse(self, thread: threading.Thread, what: str) -> None:
         raise RuntimeError(
             f"{self.manager.shard_group.rank_label}: another thread, {thread.name!r}, is inside {what}: at stage 3 "
-            "parameters come and go with the forwards and backwards of one thread at a time; run one after the other, "
+            "only one thread at a time may run forwards or backwards. Run one thread after the other, "
             "or give the threads a copy of the model that was made inside 'with optimizer.gathered():'"
         )
 

@@ -139,7 +139,7 @@ class Training:
         return self.dtypes.padded(parameter.numel, device) * self.param_dtype.itemsize
 
     def activation_bytes(self) -> int:
-        """Return the most that activations take at one moment, beside the parameters."""
+        """Return the most that activations take at one moment, without the parameters."""
         if not self.counts_activations:
             return 0
         root, *blocks = self.works

@@ -89,7 +89,7 @@ class PlanSetting(ShardingOptions):
             raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
         self.reshard_group_size(self.world_size)
         if self.states_on == "host" and self.device == "cpu":
-            raise ValueError('Offload("cpu") with parameters on the CPU, where states are there already: leave it away')
+            raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
             raise ValueError(
                 f"ranks_per_host must divide the number of ranks, {self.world_size}, not {self.ranks_per_host}"

@@ -108,7 +108,7 @@ class HostOffload(OffloadBackend):
         if error:
             raise ValueError(
                 f"offload: {block.nbytes:,} bytes of the host's memory cannot be pinned (CUDA error {error}): leave "
-                "more memory free, raise the limit of locked memory, or leave offload away"
+                "more memory free, raise the limit of locked memory, or leave out offload="
             )
         weakref.finalize(self, _unpin, runtime, self._device, block).atexit = False
 
@@ -149,7 +149,7 @@ class DiskOffload(OffloadBackend):
         """Create the file in ``folder``. Raises `ValueError` if that does not exist or cannot be written."""
         self._folder = Path(folder)
         if not hasattr(os, "posix_fallocate"):
-            raise ValueError("offload: on this system no room can be reserved in a file; leave offload away")
+            raise ValueError("offload: this system cannot reserve room in a file; leave out offload=")
         try:
             self._file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - it stays open
         except OSError as error:

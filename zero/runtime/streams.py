@@ -41,7 +41,7 @@ class Streams:
         """
         if self._captures():
             raise RuntimeError(
-                "a CUDA graph is being captured: a replay would communicate nothing and agree on nothing; run "
+                "a CUDA graph is being captured: its replay would not communicate with the other ranks. Run "
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
             )
         self._follow()

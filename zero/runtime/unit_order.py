@@ -1,4 +1,4 @@
-"""The order in which a rank has used units beside its training, where units need no gather.
+"""The order in which a rank has used units outside of its training, where units need no gather.
 
 Where ranks share memory, each may evaluate by itself. Where units travel, that is an error. So that a user learns of it
 on one host already, ranks compare the order, as a digest, whenever they agree on something else. Forwards with

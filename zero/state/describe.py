@@ -1,4 +1,4 @@
-"""Describes one rank: the bytes that it holds, read from its tensors, beside those of the formulas.
+"""Describes one rank: the bytes that it holds, read from its tensors, next to those of the formulas.
 
 Knows: every part's tensors. Changes none of them.
 """

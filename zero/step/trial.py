@@ -255,7 +255,7 @@ class ByParameter(Trial):
     whole = True
     copies = COPIES
     parts, full = "one parameter", "several"
-    other_bits = "stepping a parameter of shape {} alone gave different bits than stepping it beside others"
+    other_bits = "stepping a parameter of shape {} alone gave different bits than stepping it with others"
 
     def refusal(self, why: str) -> ValueError:
         return ValueError(
@@ -300,7 +300,7 @@ def check_steps_alone(inner: UserOptimizer, problem: Exception) -> None:
     if callable(getattr(made, "train", None)) and callable(getattr(made, "eval", None)):
         raise ValueError(
             f"{inner.name} cannot be sharded: its train() and eval() replace the weights by others, and its step needs "
-            f"such a call ({problem}). A ZeroOptimizer calls nothing but step(); a zero.ShardedAverage beside another "
+            f"such a call ({problem}). A ZeroOptimizer calls nothing but step(); a zero.ShardedAverage with another "
             "class has averaged weights for evaluations"
         ) from problem
 

@@ -317,7 +317,7 @@ class Saving:
         try:
             return destination.tidy(self._folder, manifest)
         except Exception as error:  # the checkpoint is complete, whatever happens to older ones
-            return [f"older checkpoints beside {self.path} could not be removed: {type(error).__name__}: {error}"]
+            return [f"older checkpoints next to {self.path} could not be removed: {type(error).__name__}: {error}"]
 
 
 def sums_of(
