@@ -42,6 +42,8 @@ def train(folder: str, stage: int, stop_after: int | None) -> None:
     with CheckpointManager(folder, optimizer, max_to_keep=2) as checkpoints:
         restored = checkpoints.restore(state=state, rng=False)  # no step draws from a random generator
         step = 0 if restored is None else restored.step
+        if stop_after is not None and not step < stop_after <= total:
+            raise SystemExit(f"--stop-after {stop_after}: {folder} has step {step} of {total}, so give one after it")
         report(rank, f"begins after step {step} of {total}, ranks: {world}, stage: {stage}")
         for epoch in range(sampler.epoch, EPOCHS):
             sampler.set_epoch(epoch)

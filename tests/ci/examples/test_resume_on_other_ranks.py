@@ -47,6 +47,15 @@ def test_two_ranks_and_then_three_have_the_bits_of_one_undisturbed_run(
     assert sha256_of(resumed) == sha256_of(whole)
 
 
+def test_a_step_that_is_taken_already_is_no_place_to_stop(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^--stop-after 0: \S+ has step 0 of 24, so give one after it$"):
+        train(str(tmp_path), 2, 0)
+    train(str(tmp_path), 2, 10)
+    for step in (3, 10, 25):
+        with pytest.raises(SystemExit, match=rf"^--stop-after {step}: \S+ has step 10 of 24, so give one after it$"):
+            train(str(tmp_path), 2, step)
+
+
 def too_many(group: dist.ProcessGroup, rank: int, folder: str) -> str:
     with pytest.raises(SystemExit) as raised:
         train(folder, 2, None)
