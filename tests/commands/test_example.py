@@ -111,6 +111,7 @@ def test_a_run_does_not_go_on_with_other_steps_than_it_began_with(
         (["--data={}/short"], "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a"),
         (["--epochs=0"], "--epochs is 0: it must be at least 1"),
         (["--micro-batches=-1"], "--micro-batches is -1: it must be at least 1"),
+        (["--checkpoint="], "--checkpoint '': name a folder"),
         (["--out="], "--out '': name a file in a folder that exists"),
         (["--out={}/no/model.pt"], "--out '{}/no/model.pt': name a file in a folder that exists"),
         (["--device=cuda"], "--device cuda: torch finds 0 GPU(s) here for 1 rank(s); take --device cpu"),

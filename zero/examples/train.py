@@ -213,6 +213,8 @@ def main() -> None:
     for flag in ("epochs", "batch", "micro_batches", "threads", "save_every"):
         if getattr(args, flag) < 1:
             raise SystemExit(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: it must be at least 1")
+    if args.checkpoint == "":  # of a variable that is not set, say: nothing would be saved
+        raise SystemExit("--checkpoint '': name a folder")
     if not args.out or not Path(args.out).parent.is_dir():
         raise SystemExit(f"--out {args.out!r}: name a file in a folder that exists")
     world, ranks = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
