@@ -109,7 +109,7 @@ class ByteModel(nn.Module):
         return logits
 
 
-def read(args: argparse.Namespace) -> tuple[Subset[Batch], Subset[Batch]]:
+def read(args: argparse.Namespace) -> list[Subset[tuple[Tensor, ...]]]:
     """Return samples to train on, and others to evaluate on."""
     if not Path(args.data).is_file() or not (content := Path(args.data).read_bytes()):
         raise SystemExit(f"--data {args.data!r} must be a file that is not empty")
@@ -122,7 +122,7 @@ def read(args: argparse.Namespace) -> tuple[Subset[Batch], Subset[Batch]]:
             f"--data {args.data} has {len(text)} bytes, so {cut} samples to train on, and a step needs {needed}: give "
             "a longer file, or a smaller --batch or --micro-batches"
         )
-    return Subset(data, range(cut)), Subset(data, range(cut, len(samples)))
+    return [Subset(data, range(cut)), Subset(data, range(cut, len(samples)))]
 
 
 def run(args: argparse.Namespace, device: str) -> None:
