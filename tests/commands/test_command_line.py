@@ -47,10 +47,16 @@ WRONG = {  # words with gaps
     "train --ranks=0": "--ranks is 0: it must be at least 1",
     "train --stage=4": "stage must be one of [0, 1, 2, 3], not 4",
     "train --device=tpu": "Invalid value for '--device': … 'cpu', 'cuda'",
-    "train --device=cuda --ranks=1000": "--device cuda needs one GPU per rank … for 1000 ranks",
+    "train --device=cuda --ranks=1000": "--device cuda",
     "train --optimizer=adamu": "--optimizer adamu: torch.optim has no such class. It has adadelta",
     "train --optimizer=lbfgs": "LBFGS",
-    "train --optimizer=rprop --fused": "Rprop.__init__() got an unexpected keyword argument 'fused'",
+    "train --optimizer=rprop --fused": "error: --fused: torch.optim.Rprop has no such argument. Omit it, or take",
+    "train --optimizer=rprop --weight-decay=0.1": "error: --weight-decay: torch.optim.Rprop has no such argument.",
+    "train --weight-decay=-1": "error: --weight-decay is -1.0: it must be finite and not negative\n",
+    "train --data=": "error: --data is empty: it must be a path (the current folder is .)\n",
+    "train --out=": "error: --out is empty: it must be a path",
+    "train --offload=": "error: --offload is empty: it must be a path",
+    "train --checkpoint=": "error: --checkpoint is empty: it must be a path",
     "train --collective=telepathy": "telepathy",
     "train --sharding-factor=3": "sharding_factor must divide the number of ranks, 2, so be one of [1, 2], not 3",
     "train --sharding-factor=1 --stage=0": "stage 0 shards nothing: leave sharding_factor=1 out",
@@ -87,7 +93,7 @@ WRONG = {  # words with gaps
     f"verify {RIGHT} --bucket-cap-mb=all": "--bucket-cap-mb is all: it must be a number of MiB or auto",
     f"verify {RIGHT} --collective=telepathy": "collective must be one of auto, pairwise, … 'telepathy'",
     f"verify {RIGHT} --device=tpu": "Invalid value for '--device': 'tpu' is not one of 'cpu', 'cuda'",
-    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda needs one GPU per rank, and",
+    f"verify {RIGHT} --world-sizes=9999 --device=cuda": "--device cuda",
     "plan": "the model needs exactly one of --config, --parameters, --module, --preset, here none",
     "plan --preset=tiny --config=config.json": "here --config and --preset",
     "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
@@ -111,7 +117,7 @@ WRONG = {  # words with gaps
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
 }
 
-AFTER_THE_FIRST_LINE = ("train --optimizer=lbfgs", "train --optimizer=rprop --fused")
+AFTER_THE_FIRST_LINE = ("train --optimizer=lbfgs",)
 
 FIRST = (
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file",
@@ -130,6 +136,9 @@ FIRST = (
     "train --data={}/short --sequence=17",
     "train --optimizer=adamu",
     "train --optimizer=rprop --fused",
+    "train --weight-decay=-1",
+    "train --data=",
+    "train --offload=",
     "train --precision=int8",
     "train --device=cuda --ranks=1000",
     "train --out={}/file/below",
@@ -249,7 +258,7 @@ DEVICES = {
     (None, 1, 8): ("cuda", None),
     ("cpu", 2, 8): ("cpu", None),
     ("cuda", 2, 2): ("cuda", None),
-    ("cuda", 1, 0): (None, "--device cuda needs one GPU per rank, and this host has 0 GPUs for 1 rank: start fewer"),
+    ("cuda", 1, 0): (None, "--device cuda: this torch finds no GPU. Install a build of torch with CUDA, on a host"),
     ("cuda", 4, 3): (None, "--device cuda needs one GPU per rank, and this host has 3 GPUs for 4 ranks: start fewer"),
     ("tpu", 1, 8): (None, "device must be 'cpu' or 'cuda', not 'tpu'"),
 }

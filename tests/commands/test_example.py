@@ -34,7 +34,7 @@ def text(tmp_path: Path) -> Path:
 def run(monkeypatch: pytest.MonkeyPatch, text: Path, folder: Path, *more: str) -> dict[int, Checkpoint]:
     """Run the example on one rank in this process. Return its checkpoints, by step."""
     sizes = (f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}", f"--epochs={EPOCHS}", "--save-every=3")
-    where = ("--device=cpu", f"--data={text}", f"--checkpoint={folder}")
+    where = ("--device=cpu", f"--data={text}", f"--checkpoint={folder}", f"--out={folder.parent / 'model.pt'}")
     with monkeypatch.context() as patch:
         patch.setattr(sys, "argv", ["train.py", *where, *sizes, *more])
         train.main()
@@ -83,8 +83,11 @@ def test_the_example_has_the_bits_of_the_plain_loop_also_after_it_was_resumed(
     *_, before, last = saved
     expected = plain(text, zero.MixedPrecision(torch.bfloat16) if "--bf16" in more else None)
     weights = saved[last].model_state_dict()
+    plainly_saved = torch.load(tmp_path / "model.pt", weights_only=True)  # it has plain tensors alone
+    assert list(plainly_saved) == list(expected.state_dict())
     for name, parameter in expected.named_parameters():
         assert_same_bits(parameter, weights[name], name)
+        assert_same_bits(plainly_saved[name], parameter if "--bf16" not in more else parameter.bfloat16(), name)
     shutil.rmtree(tmp_path / "saved" / f"step-{last:08d}")
     resumed = run(monkeypatch, text, tmp_path / "saved", "--stage=0", *more[1:])
     assert max(resumed) == last > before
@@ -98,6 +101,33 @@ def test_a_run_does_not_go_on_with_other_steps_than_it_began_with(
     saved = run(monkeypatch, text, tmp_path / "saved")
     with pytest.raises(SystemExit, match=rf"has a run of {max(saved)} steps, not \d+: give the --epochs and --micro"):
         run(monkeypatch, text, tmp_path / "saved", other)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--data="], "--data '' must be a file that is not empty"),
+        (["--data={}/empty"], "--data '{}/empty' must be a file that is not empty"),
+        (["--data={}/short"], "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a"),
+        (["--epochs=0"], "--epochs is 0: it must be at least 1"),
+        (["--micro-batches=-1"], "--micro-batches is -1: it must be at least 1"),
+        (["--checkpoint="], "--checkpoint '': name a folder"),
+        (["--out="], "--out '': name a file in a folder that exists"),
+        (["--out={}/no/model.pt"], "--out '{}/no/model.pt': name a file in a folder that exists"),
+        (["--device=cuda"], "--device cuda: torch finds 0 GPU(s) here for 1 rank(s); take --device cpu"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_that_names_the_flag(
+    flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "short").write_bytes(b"x" * 1000)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["train.py", *(flag.format(tmp_path) for flag in flags)])
+    with pytest.raises(SystemExit) as ended:
+        train.main()
+    assert str(ended.value).startswith(said.format(*[tmp_path] * 2))
+    assert "\n" not in str(ended.value)
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,9 @@ def test_its_first_line_says_what_is_trained_and_its_last_one_what_to_try_next(t
     first, *_, last = one_rank.shown.splitlines()
     numel, size = one_rank.record["parameters"], text.stat().st_size / 1e6
     assert first == f"training tiny ({numel:,} parameters) on 1 CPU rank, stage 2, on {text} ({size:.1f} MB of text)"
-    head, _, tail = last.partition(" (the same SHA-256)")
+    head, _, tail = last.partition(" (the same SHA-256); ")
     words = head.removeprefix("try next: zero train ").split()
-    assert tail == ""
+    assert tail == "for your own model: zero verify --help"
     assert ("--stage", "3") in pairwise(words)
     assert "--checkpoint" not in words
     given = TrainConfig(stage=3, reshard_after_forward=False, fused=True, bucket_cap_mb=0.01, device="cpu", ranks=4)
@@ -251,7 +251,7 @@ def test_the_hash_is_of_whole_float32_parameters_in_order_with_ties_once() -> No
     assert parameters_sha256(model) == expected.hexdigest()
 
 
-def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
+def test_in_a_file_progress_is_the_first_step_and_about_ten_lines_and_a_table_is_plain_and_whole(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "10")
@@ -259,7 +259,7 @@ def test_in_a_file_progress_is_about_ten_lines_and_a_table_is_plain_and_whole(
     for step in range(1, 251):
         console.advance(step, "loss 1.000")
     console.finish()
-    assert capsys.readouterr().out.splitlines() == [f"step {step}/250  loss 1.000" for step in range(25, 251, 25)]
+    assert capsys.readouterr().out.splitlines() == [f"step {step}/250  loss 1.000" for step in (1, *range(25, 251, 25))]
     console.table("[bold] :snake:", ["bytes", "measured"], [["sent by all ranks", "1,234"]])
     line, rows = "-" * 17, ["bytes              measured", "sent by all ranks     1,234"]
     assert capsys.readouterr().out.splitlines() == ["[bold] :snake:", rows[0], f"{line}  --------", rows[1]]

@@ -13,15 +13,15 @@ INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
 class Console:
     """The output of a command: lines, tables and the progress of so many steps, if there are any.
 
-    Progress is a bar on a terminal, and about ten lines in a file. `finish` ends the bar; lines and tables may come
-    before and after it.
+    Progress is a bar on a terminal, and in a file a line for the first step and for about ten others. `finish` ends the
+    bar; lines and tables may come before and after it.
     """
 
     def __init__(self, steps: int = 0) -> None:
         from rich import console, progress
 
         self._steps = steps
-        self._tenths = 0
+        self._begins, self._tenths = True, 0
         self._output = console.Console(markup=False, highlight=False, emoji=False)
         self._bar = progress.Progress(
             progress.TextColumn("step"),
@@ -39,8 +39,8 @@ class Console:
         """Show that so many steps are done, and a text about the last one."""
         self._bar.update(self._task, completed=step, description=text)
         tenths = step * 10 // self._steps
-        if self._bar.disable and tenths > self._tenths:
-            self._tenths = tenths
+        if self._bar.disable and (self._begins or tenths > self._tenths):
+            self._begins, self._tenths = False, tenths
             self.line(f"step {step}/{self._steps}  {text}")
 
     def finish(self) -> None:

@@ -42,9 +42,17 @@ def _reshard(text: str) -> bool | int:
     return {"true": True, "false": False}[text] if text in ("true", "false") else int(text)
 
 
+def _path(text: str) -> Path:
+    """Return the path. `Path` would take an empty text, often of a variable that is not set, for this folder."""
+    if not text:
+        raise ValueError
+    return Path(text)
+
+
+PATH = "a path (the current folder is .)", "<path>"
 FORMS: Mapping[Any, TextForm] = {
-    Path: TextForm(Path, Path, _text),
-    Path | None: TextForm(Path | None, Path, _text),
+    Path: TextForm(str, _path, _text, *PATH),
+    Path | None: TextForm(str | None, _path, _text, *PATH),
     bool | int: TextForm(str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"),
     float | Literal["auto"] | None: TextForm(
         str | None,
@@ -62,7 +70,10 @@ FORMS: Mapping[Any, TextForm] = {
     ),
     str | Algorithm: TextForm(str, str, str),
     Offload | None: TextForm(
-        Path | None, lambda path: Offload(Path(path)), lambda value: None if value is None else str(value.states)
+        str | None,
+        lambda path: Offload(_path(path)),
+        lambda value: None if value is None else str(value.states),
+        *PATH,
     ),
     MixedPrecision | None: TextForm(
         PrecisionName, PRECISIONS.__getitem__, {value: name for name, value in PRECISIONS.items()}.__getitem__
@@ -136,4 +147,4 @@ def option_of(name: str) -> str:
 def require(holds: bool, name: str, value: object, expected: str) -> None:
     """Raise ValueError for the value of a flag, unless ``holds``."""
     if not holds:
-        raise ValueError(f"{option_of(name)} is {value}: it must be {expected}")
+        raise ValueError(f"{option_of(name)} is {value if value != '' else 'empty'}: it must be {expected}")

@@ -205,6 +205,11 @@ def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, 
     """
     if asked not in (None, "cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
+    if asked == "cuda" and gpus == 0:
+        raise ValueError(
+            "--device cuda: this torch finds no GPU. Install a build of torch with CUDA, on a host that has one, or "
+            "take --device cpu"
+        )
     if asked == "cuda" and gpus < local_ranks:
         raise ValueError(
             f"--device cuda needs one GPU per rank, and this host has {counted(gpus, 'GPU')} for "

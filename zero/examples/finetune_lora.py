@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero
+from zero.examples.train import choose_device
 
 WORDS, LENGTH, WIDTH = 32, 16, 64
 MICRO_BATCHES = 4  # of a step, over all ranks
@@ -130,17 +131,18 @@ def run(args: argparse.Namespace, device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="when omitted cuda, if each rank gets its own GPU")
     parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--adapters", metavar="FILE", help="save the adapters there")
     args = parser.parse_args()
-    if args.device == "cuda":
+    device, _ = choose_device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
+    if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    group = zero.process_group("cpu:gloo,cuda:nccl" if args.device == "cuda" else "gloo")
+    group = zero.process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     with group if int(os.environ.get("WORLD_SIZE", 1)) > 1 else nullcontext():
-        run(args, args.device)
+        run(args, device)
 
 
 if __name__ == "__main__":

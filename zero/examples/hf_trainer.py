@@ -27,6 +27,8 @@ MICRO_BATCHES = 4  # of a step, over all ranks
 
 def samples(file: str) -> list[dict[str, Tensor]]:
     """Return the bytes of a file in rows of LENGTH, int64, as inputs and labels of a causal language model."""
+    if not Path(file).is_file() or Path(file).stat().st_size < 10 * LENGTH:
+        raise SystemExit(f"--data {file!r} must be a file of at least {10 * LENGTH} bytes")
     text = torch.frombuffer(bytearray(Path(file).read_bytes()), dtype=torch.uint8).long()
     rows = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
     return [{"input_ids": row, "labels": row} for row in rows]

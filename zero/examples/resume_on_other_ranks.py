@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m zero.examples.resume_on_other_ranks stopped --stop-after 10
     torchrun --nproc-per-node 3 -m zero.examples.resume_on_other_ranks stopped --stage 3
-    torchrun --nproc-per-node 1 -m zero.examples.resume_on_other_ranks whole
+    python -m zero.examples.resume_on_other_ranks whole
 
 The first word is a folder of checkpoints. The last two commands print the same SHA-256. Three things make that so: a
 step always has the same micro-batches (`PER_STEP`), the sampler counts those that are trained, and a checkpoint can be
@@ -12,13 +12,14 @@ restored at any number of ranks and any stage.
 from __future__ import annotations
 
 import argparse
+import os
+from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zero import CheckpointManager, MicroBatchSampler, ZeroOptimizer
+from zero import CheckpointManager, MicroBatchSampler, ZeroOptimizer, process_group
 
 PER_STEP = 6  # micro-batches over all ranks: 1, 2, 3 or 6 ranks have equally many of them
 EPOCHS = 3
@@ -42,6 +43,8 @@ def train(folder: str, stage: int, stop_after: int | None) -> None:
     with CheckpointManager(folder, optimizer, max_to_keep=2) as checkpoints:
         restored = checkpoints.restore(state=state, rng=False)  # no step draws from a random generator
         step = 0 if restored is None else restored.step
+        if stop_after is not None and not step < stop_after <= total:
+            raise SystemExit(f"--stop-after {stop_after}: {folder} has step {step} of {total}, so give one after it")
         report(rank, f"begins after step {step} of {total}, ranks: {world}, stage: {stage}")
         for epoch in range(sampler.epoch, EPOCHS):
             sampler.set_epoch(epoch)
@@ -76,10 +79,11 @@ def main() -> None:
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3))
     parser.add_argument("--stop-after", type=int, metavar="STEP", help="save after this step, and end")
     arguments = parser.parse_args()
+    if not arguments.folder:
+        raise SystemExit("the folder has an empty name: name one (the current folder is .)")
     torch.set_num_threads(1)  # another number of threads adds in another order
-    dist.init_process_group("gloo")
-    train(arguments.folder, arguments.stage, arguments.stop_after)
-    dist.destroy_process_group()
+    with process_group("gloo") if int(os.environ.get("WORLD_SIZE", 1)) > 1 else nullcontext():
+        train(arguments.folder, arguments.stage, arguments.stop_after)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
 A step takes `--micro-batches` micro-batches over all ranks, however many ranks there are. So the trained parameters
 have the bits of one process that accumulates as many. If a run with `--checkpoint` was killed, start it again, at any
 stage and on any number of ranks: it goes on with the same bits. It trains on the GPUs of a host if each rank gets its
-own, and `--device` chooses. `zero train` uses the first three functions, too.
+own, and `--device` chooses. At its end rank 0 saves the weights to model.pt, which `torch.load` reads without this
+library. `zero train` uses the first three functions, too.
 """
 
 from __future__ import annotations
@@ -80,6 +81,8 @@ def mean_over_ranks(optimizer: zero.ZeroOptimizer, losses: list[Tensor]) -> floa
 
 def choose_device(asked: str | None, ranks: int, gpus: int) -> tuple[str, str]:
     """Return the device of the ranks on this host, and why they do not use its GPUs (empty if there is no reason)."""
+    if asked == "cuda" and gpus < ranks:
+        raise SystemExit(f"--device cuda: torch finds {gpus} GPU(s) here for {ranks} rank(s); take --device cpu")
     if asked is None and 0 < gpus < ranks:
         return "cpu", f"{ranks} ranks on this host, but {gpus} GPU(s): they train on the CPU, over gloo"
     return asked or ("cuda" if gpus else "cpu"), ""
@@ -106,24 +109,43 @@ class ByteModel(nn.Module):
         return logits
 
 
+def read(args: argparse.Namespace) -> list[Subset[tuple[Tensor, ...]]]:
+    """Return samples to train on, and others to evaluate on."""
+    if not Path(args.data).is_file() or not (content := Path(args.data).read_bytes()):
+        raise SystemExit(f"--data {args.data!r} must be a file that is not empty")
+    text = torch.frombuffer(bytearray(content), dtype=torch.uint8).long()
+    samples = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    data, cut = TensorDataset(samples[:, :-1], samples[:, 1:]), len(samples) * 9 // 10
+    needed = args.batch * args.micro_batches
+    if cut < needed:
+        raise SystemExit(
+            f"--data {args.data} has {len(text)} bytes, so {cut} samples to train on, and a step needs {needed}: give "
+            "a longer file, or a smaller --batch or --micro-batches"
+        )
+    return [Subset(data, range(cut)), Subset(data, range(cut, len(samples)))]
+
+
 def run(args: argparse.Namespace, device: str) -> None:
     """Train on this rank."""
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    text = torch.frombuffer(bytearray(Path(args.data).read_bytes()), dtype=torch.uint8).long()
-    samples = text[: len(text) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
-    data, cut = TensorDataset(samples[:, :-1], samples[:, 1:]), len(samples) * 9 // 10
-    training, held_out = Subset(data, range(cut)), Subset(data, range(cut, len(samples)))
+    training, held_out = read(args)
 
     model = ByteModel().to(device)
     named = list(model.named_parameters())
-    groups = [
+    groups = [  # of (name, parameter) pairs
         {"params": [(name, p) for name, p in named if p.ndim > 1], "weight_decay": 0.1},
         {"params": [(name, p) for name, p in named if p.ndim <= 1], "weight_decay": 0.0},
     ]
     precision = zero.MixedPrecision(torch.bfloat16) if args.bf16 else None
     optimizer = zero.ZeroOptimizer(
-        groups, stage=args.stage, module=model, divisor=args.micro_batches, mixed_precision=precision, lr=args.lr
+        groups,  # or the model, if all parameters have the same arguments
+        torch.optim.AdamW,  # the class, not an object of it; its arguments follow the others
+        module=model,
+        stage=args.stage,
+        divisor=args.micro_batches,  # the sum of a step's gradients is divided by it, so do not divide the loss
+        mixed_precision=precision,
+        lr=args.lr,
     )
     rank, world, count = optimizer.rank, optimizer.world_size, args.micro_batches
 
@@ -138,7 +160,7 @@ def run(args: argparse.Namespace, device: str) -> None:
     total = args.epochs * sampler.steps
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total)
     state = {"scheduler": scheduler, "sampler": sampler}
-    join = nullcontext if count % world == 0 else optimizer.join
+    join = nullcontext if count % world == 0 else optimizer.join  # if ranks have different numbers of micro-batches
     with zero.CheckpointManager(args.checkpoint, optimizer) if args.checkpoint else nullcontext() as checkpoints:
         restored = checkpoints.restore(state=state, rng=False) if checkpoints else None  # it draws no random numbers
         step = restored.step if restored else 0
@@ -151,6 +173,7 @@ def run(args: argparse.Namespace, device: str) -> None:
             print(f"stage {args.stage} on {world} {device} rank(s): step {step} of {total} is taken", flush=True)
         for epoch in range(sampler.epoch, args.epochs):
             sampler.set_epoch(epoch)
+            # The sampler deals the `count` micro-batches of each step to ranks 0, 1, ..., world - 1, 0, 1, ...
             batches, mine = iter(loader), len(range(rank, count, world))
             steps = (islice(batches, mine) for _ in range(sampler.trained // count, sampler.steps))
             for losses in train_steps(optimizer, loss_of, steps, clip=1.0, backwards=join):
@@ -167,6 +190,9 @@ def run(args: argparse.Namespace, device: str) -> None:
             if rank == 0:
                 print(f"epoch {epoch + 1}/{args.epochs}: validation loss {loss:.3f} nats per byte", flush=True)
     optimizer.close()  # the model is plain again, and whole on every rank
+    if rank == 0:
+        torch.save({name: value.cpu() for name, value in model.state_dict().items()}, args.out)
+        print(f"saved {args.out}", flush=True)
 
 
 def main() -> None:
@@ -180,9 +206,17 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=1, help="of each rank on the CPU; their number changes bits")
+    parser.add_argument("--out", metavar="FILE", default="model.pt", help="the trained weights; default: model.pt")
     parser.add_argument("--checkpoint", metavar="DIR", help="save there, and go on from the newest checkpoint there")
     parser.add_argument("--save-every", type=int, default=50, help="steps")
     args = parser.parse_args()
+    for flag in ("epochs", "batch", "micro_batches", "threads", "save_every"):
+        if getattr(args, flag) < 1:
+            raise SystemExit(f"--{flag.replace('_', '-')} is {getattr(args, flag)}: it must be at least 1")
+    if args.checkpoint == "":  # of a variable that is not set, say: nothing would be saved
+        raise SystemExit("--checkpoint '': name a folder")
+    if not args.out or not Path(args.out).parent.is_dir():
+        raise SystemExit(f"--out {args.out!r}: name a file in a folder that exists")
     world, ranks = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device, remark = choose_device(args.device, ranks, torch.cuda.device_count())
     if remark and os.environ.get("RANK", "0") == "0":

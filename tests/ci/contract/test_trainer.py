@@ -340,6 +340,12 @@ def test_the_script_of_trainer_goes_on_at_another_stage_and_number_of_ranks_with
     assert run_on_two_ranks("hf_trainer", tmp_path, *words, "--stage=3") == expected
 
 
+def test_the_script_of_trainer_names_the_flag_of_a_file_without_text() -> None:
+    for name in ("", "/dev/null"):
+        with pytest.raises(SystemExit, match=f"^--data '{name}' must be a file of at least 640 bytes$"):
+            hf_trainer.samples(name)
+
+
 def test_the_script_of_low_rank_adapters_has_the_same_bits_on_two_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

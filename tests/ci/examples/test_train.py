@@ -17,7 +17,7 @@ SIZES = ("-m", "zero.examples.train", "--device=cpu", "--epochs=2", "--batch=8",
 def contents(text: Path, folder: Path, ranks: int, *more: str) -> dict[str, str]:
     """Run the example as a user starts it. Return the content of its checkpoints, by step."""
     start = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}") if ranks > 1 else ()
-    ended = command(*start, *SIZES, f"--data={text}", f"--checkpoint={folder}", *more)
+    ended = command(*start, *SIZES, f"--data={text}", f"--checkpoint={folder}", f"--out={folder}.pt", *more)
     assert ended.returncode == 0, ended.stderr
     assert "epoch 2/2: validation loss" in ended.stdout
     return {path.name: zero.open_checkpoint(path).content for path in sorted(folder.glob("step-*"))}

@@ -5,6 +5,7 @@ Knows: the flags that decide it. Does not know: data, ranks, steps.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...optimizer import ZeroOptimizer
+from ..flags import option_of
 from .settings import TrainConfig
 
 MUON = "muon"  # the one optimizer of two classes
@@ -31,9 +33,19 @@ def make_optimizer(config: TrainConfig, model: nn.Module, *, alone: bool = False
 
 
 def classes_of(config: TrainConfig) -> list[type[Optimizer]]:
-    """Return the class of all parameters, or for Muon that of the rest and that of the blocks' matrices."""
+    """Return the class of all parameters, or for Muon that of the rest and that of the blocks' matrices. Raises
+    ValueError, naming the flag, if a class has no argument of that name."""
     is_muon = config.optimizer.lower() == MUON
-    return [torch.optim.AdamW, torch.optim.Muon] if is_muon else [_class(config.optimizer)]
+    classes = [torch.optim.AdamW, torch.optim.Muon] if is_muon else [_class(config.optimizer)]
+    for optimizer_class in classes:
+        known = inspect.signature(optimizer_class).parameters
+        for name in arguments_of(config):
+            if name not in known:
+                raise ValueError(
+                    f"{option_of(name)}: torch.optim.{optimizer_class.__name__} has no such argument. Omit it, or take "
+                    "another --optimizer"
+                )
+    return classes
 
 
 def _param_groups(config: TrainConfig, model: nn.Module) -> nn.Module | list[dict[str, Any]]:

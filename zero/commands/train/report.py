@@ -47,7 +47,8 @@ def write_report(record: dict[str, Any], config: TrainConfig, console: Console) 
     _show(record, console)
     console.line(f"written to {out}: {written}")
     same = "" if record["collective"] in ("native", "ring") else " (the same SHA-256)"  # they add in other orders
-    console.line(f"try next: {next_command(config, record['world_size'])}{same}")
+    ours = f"{next_command(config, record['world_size'])}{same}"
+    console.line(f"try next: {ours}; for your own model: zero verify --help")
 
 
 def _show(record: dict[str, Any], console: Console) -> None:

@@ -82,5 +82,7 @@ class TrainConfig(ShardingOptions):
             if given and self.checkpoint is None:
                 raise ValueError(f"{flag} needs --checkpoint DIR")
         require(0 <= self.seed < 2**32, "seed", self.seed, "from 0 to 2**32 - 1")
-        require(0 <= self.lr < math.inf, "lr", self.lr, "finite and not negative")
+        for name in ("lr", "weight_decay"):
+            value = getattr(self, name)
+            require(value is None or 0 <= value < math.inf, name, value, "finite and not negative")
         require(self.clip is None or self.clip > 0, "clip", self.clip, "above 0")
