@@ -158,6 +158,34 @@ def another_precision() -> Any:
     return type("Other", (Precision,), {"precision": "transformer-engine"})()
 
 
+def callback(name: str) -> Any:
+    """Return a callback of Lightning as a user would build it, or skip where the release has none."""
+    from pytorch_lightning import callbacks
+
+    if not hasattr(callbacks, name):
+        pytest.skip(f"this release has no {name}")
+    needed = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ModelPruning": {"pruning_fn": "l1_unstructured"}}
+    return getattr(callbacks, name)(**needed.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("WeightAveraging", "keep a zero.ShardedAverage"),
+        ("EMAWeightAveraging", "keep a zero.ShardedAverage"),
+        ("StochasticWeightAveraging", "keep a zero.ShardedAverage"),
+        ("ModelPruning", "prune the module before fit"),
+        ("BatchSizeFinder", "find the size with one process"),
+        ("LearningRateFinder", "find the rate with one process"),
+    ],
+)
+def test_a_callback_that_handles_parameters_itself_is_refused_by_name_with_a_remedy(name: str, remedy: str) -> None:
+    pytest.importorskip("pytorch_lightning")
+    given = callback(name)
+    with pytest.raises(ValueError, match=f"ZeroStrategy does not take the callback {name}: .*{remedy}"):
+        fit_with({"callbacks": [given]})
+
+
 @pytest.mark.parametrize(
     ("arguments", "optimizers", "words"),
     [
