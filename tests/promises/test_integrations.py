@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -269,3 +271,20 @@ def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_cl
     with accelerator.accumulate(model), pytest.raises(ValueError, match="give all of them"):
         accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
     optimizer.optimizer.close()
+
+
+def test_a_model_that_torch_compile_returned_is_refused_before_it_is_prepared(accelerator_class: Any) -> None:
+    with pytest.raises(ValueError, match=r"does not take a model that torch\.compile returned: prepare the model"):
+        accelerator_class(cpu=True).prepare(torch.compile(network(), backend="eager"))
+
+
+def test_free_memory_lets_go_of_the_model_and_its_optimizer(accelerator_class: Any) -> None:
+    accelerator = accelerator_class(cpu=True, stage=2)
+    model = network()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    step(model, optimizer)
+    optimizer.optimizer.close()
+    alive = [weakref.ref(each) for each in (model, optimizer.optimizer)]
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]
