@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -158,6 +160,34 @@ def another_precision() -> Any:
     return type("Other", (Precision,), {"precision": "transformer-engine"})()
 
 
+def callback(name: str) -> Any:
+    """Return a callback of Lightning as a user would build it, or skip where the release has none."""
+    from pytorch_lightning import callbacks
+
+    if not hasattr(callbacks, name):
+        pytest.skip(f"this release has no {name}")
+    needed = {"StochasticWeightAveraging": {"swa_lrs": 0.1}, "ModelPruning": {"pruning_fn": "l1_unstructured"}}
+    return getattr(callbacks, name)(**needed.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("WeightAveraging", "keep a zero.ShardedAverage"),
+        ("EMAWeightAveraging", "keep a zero.ShardedAverage"),
+        ("StochasticWeightAveraging", "keep a zero.ShardedAverage"),
+        ("ModelPruning", "prune the module before fit"),
+        ("BatchSizeFinder", "find the size with one process"),
+        ("LearningRateFinder", "find the rate with one process"),
+    ],
+)
+def test_a_callback_that_handles_parameters_itself_is_refused_by_name_with_a_remedy(name: str, remedy: str) -> None:
+    pytest.importorskip("pytorch_lightning")
+    given = callback(name)
+    with pytest.raises(ValueError, match=f"ZeroStrategy does not take the callback {name}: .*{remedy}"):
+        fit_with({"callbacks": [given]})
+
+
 @pytest.mark.parametrize(
     ("arguments", "optimizers", "words"),
     [
@@ -241,3 +271,20 @@ def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_cl
     with accelerator.accumulate(model), pytest.raises(ValueError, match="give all of them"):
         accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
     optimizer.optimizer.close()
+
+
+def test_a_model_that_torch_compile_returned_is_refused_before_it_is_prepared(accelerator_class: Any) -> None:
+    with pytest.raises(ValueError, match=r"does not take a model that torch\.compile returned: prepare the model"):
+        accelerator_class(cpu=True).prepare(torch.compile(network(), backend="eager"))
+
+
+def test_free_memory_lets_go_of_the_model_and_its_optimizer(accelerator_class: Any) -> None:
+    accelerator = accelerator_class(cpu=True, stage=2)
+    model = network()
+    model, optimizer = accelerator.prepare(model, adamw(model))
+    step(model, optimizer)
+    optimizer.optimizer.close()
+    alive = [weakref.ref(each) for each in (model, optimizer.optimizer)]
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+    assert [reference() for reference in alive] == [None, None]

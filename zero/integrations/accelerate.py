@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from accelerate.utils import DistributedType, DynamoBackend  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor, nn
 
 from .conversion import Conversions, copied, split
@@ -70,7 +70,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Place the model, and add autocast if asked for. Local."""
+        """Place the model, and add autocast if asked for. Local. Raises `ValueError` if it is compiled as one."""
+        if is_compiled_module(model):
+            raise ValueError(
+                "ZeroAccelerator does not take a model that torch.compile returned: prepare the model itself, and "
+                "compile each block before, as in `for block in model.blocks: block.compile()`"
+            )
         self._conversions.add(model)
         # "evaluation" leaves DistributedDataParallel out, and nothing else
         return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
@@ -104,6 +109,11 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
         """Raise `NotImplementedError`."""
         raise NotImplementedError("ZeroAccelerator has no join_uneven_inputs: use `with optimizer.optimizer.join():`")
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of all prepared objects. Local: a sharded model stays so until its ``optimizer.optimizer.close()``."""
+        self._conversions.forget()
+        return super().free_memory(*objects)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the whole state of a model on rank 0, on the CPU, and {} on other ranks. All ranks."""

@@ -168,4 +168,8 @@ class Conversions:
         """Make all models plain again, and forget them. All ranks."""
         for optimizer in self.optimizers:
             optimizer.close()
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no model and no optimizer any longer. Local."""
         self._modules, self._converted = [], []

@@ -18,10 +18,22 @@ from .lightning_common import check_precision, default_backend, imported, strate
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
+    from pytorch_lightning import callbacks as _callbacks
     from pytorch_lightning.strategies import DDPStrategy, Strategy
 else:
-    _strategies = imported("lightning.pytorch", "pytorch_lightning").strategies
-    DDPStrategy, Strategy = _strategies.DDPStrategy, _strategies.Strategy
+    _package = imported("lightning.pytorch", "pytorch_lightning")
+    _callbacks = _package.callbacks
+    DDPStrategy, Strategy = _package.strategies.DDPStrategy, _package.strategies.Strategy
+
+_AVERAGE = "keep a zero.ShardedAverage of trainer.optimizers[0], updated by a callback of your own"
+_REFUSED_CALLBACKS = {  # each reads, writes or replaces parameters, of which a rank may hold a part
+    "WeightAveraging": _AVERAGE,
+    "StochasticWeightAveraging": _AVERAGE,
+    "ModelPruning": "prune the module before fit, or after trainer.optimizers[0].close()",
+    "BatchSizeFinder": "it changes the micro-batches: find the size with one process and another strategy",
+    "LearningRateFinder": "find the rate with one process and another strategy",
+}
+"""Callbacks of Lightning that cannot be obeyed, and what to do instead."""
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -43,8 +55,9 @@ class ZeroStrategy(DDPStrategy):
 
     Raises:
         TypeError: an argument is neither.
-        ValueError: when a fit begins, on every rank: the `Trainer` has ``sync_batchnorm``, a gradient clip by value or
-            a precision that replaces modules, or the module configures no or several optimizers.
+        ValueError: when a fit begins, on every rank: the `Trainer` has ``sync_batchnorm``, a gradient clip by value,
+            a precision that replaces modules or a callback that handles parameters itself, or the module configures no
+            or several optimizers.
     """
 
     strategy_name = "zero"
@@ -80,6 +93,10 @@ class ZeroStrategy(DDPStrategy):
         if trainer.gradient_clip_val and trainer.gradient_clip_algorithm == "value":
             _refuse_value()
         check_precision(type(self), self.precision_plugin)
+        for name, remedy in _REFUSED_CALLBACKS.items():
+            refused = getattr(_callbacks, name, ())  # a release may not have it
+            if found := [each for each in trainer.callbacks if isinstance(each, refused)]:  # type: ignore[attr-defined]
+                raise ValueError(f"ZeroStrategy does not take the callback {type(found[0]).__name__}: {remedy}")
 
     def _setup_model(self, model: Any) -> Any:  # private: Strategy.setup calls it
         return model
