@@ -84,7 +84,7 @@ def _of_a_bucket_alone() -> float:
     parts = [part for part in Report.read(RESULTS / "gpu-short-b.json").parts if part.get("tokens") == FEWEST_TOKENS]
     seconds, buckets = medians(parts), {part["system"]: part["buckets"] for part in parts}
     few, many = "zero 2", f"zero 2, {DEFAULT_CAP_MB} MiB"
-    return (seconds[many] - seconds[few]) / (buckets[many] - buckets[few])
+    return float((seconds[many] - seconds[few]) / (buckets[many] - buckets[few]))
 
 
 def fsdp2_host() -> tuple[float, float]:
