@@ -14,7 +14,10 @@ from zero.integrations.trainer_arguments import (
     REFUSALS,
     check_accelerator,
     check_arguments,
+    check_choices,
     check_process,
+    check_ranks,
+    choices_of,
     process_group_of,
 )
 
@@ -73,3 +76,24 @@ def test_on_gpus_the_optimizer_has_a_process_group_with_gloo_beside_the_backend_
         args = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 1), ddp_timeout_delta=limit)
         assert process_group_of(args) is None
     assert made == [{"backend": "cpu:gloo,cuda:nccl", "timeout": limit}]
+
+
+def test_ranks_with_other_arguments_or_datasets_of_other_lengths_are_an_error() -> None:
+    def choices(length: int = 7, dispatch: bool | None = None, **changes: Any) -> Any:
+        config = SimpleNamespace(dispatch_batches=dispatch)
+        args = SimpleNamespace(**{"seed": 1, "data_seed": None, "accelerator_config": config, **changes})
+        return choices_of(args, range(length), "train_dataset")
+
+    check_choices([choices(), choices()])
+    check_choices([choices(), choices(seed=2, data_seed=1)])  # other draws of dropout, the same samples
+    check_choices([choices(7, dispatch=True), choices(8, dispatch=True)])  # rank 0 alone reads
+    assert error_of(check_choices, [choices(), choices(), choices(seed=2)]) == (
+        "ValueError: ZeroTrainer: TrainingArguments(data_seed=...), by default its seed, is 1 on rank 0 and 2 on rank "
+        "2: give all ranks the same arguments and the same whole dataset, of which Trainer deals each rank its part"
+    )
+    said = error_of(check_choices, [choices(), choices(max_steps=5)])
+    assert "TrainingArguments(max_steps=...) is None on rank 0 and 5 on rank 1" in said
+    assert "the length of the train_dataset is 7 on rank 0 and 8 on rank 1" in error_of(
+        check_choices, [choices(), choices(8)]
+    )
+    check_ranks(SimpleNamespace(world_size=1), None, "train_dataset")

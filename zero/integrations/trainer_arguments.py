@@ -7,7 +7,7 @@ accelerate. All other arguments are obeyed by Trainer's own code.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -189,6 +189,49 @@ def check_accelerator(accelerator: Any) -> None:
             f"ZeroTrainer does not take ACCELERATE_MIXED_PRECISION={accelerator.mixed_precision}: it was not tried "
             "beside sharded gradients; choose bf16 or no"
         )
+
+
+ALIKE = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs",
+    "max_steps", "dataloader_drop_last", "train_sampling_strategy", "max_grad_norm", "eval_strategy", "eval_steps",
+    "save_strategy", "save_steps", "load_best_model_at_end",
+)  # fmt: skip
+"""The arguments by which a rank chooses its samples and its calls of all ranks."""
+
+
+def choices_of(args: Any, dataset: Any, name: str) -> dict[str, Any]:
+    """Return what decides which samples this rank takes, and when it calls the other ranks. Local.
+
+    ``dataset``, with a name for errors, is what the rank draws its samples from; its length counts, if it has one.
+    """
+    found = {f"TrainingArguments({argument}=...)": _plain(getattr(args, argument, None)) for argument in ALIKE}
+    found["TrainingArguments(data_seed=...), by default its seed,"] = (
+        args.seed if args.data_seed is None else args.data_seed
+    )
+    if not args.accelerator_config.dispatch_batches:  # else rank 0 reads for all
+        found[f"the length of the {name}"] = len(dataset) if isinstance(dataset, Sized) else None
+    return found
+
+
+def check_choices(choices: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` if the choices of the ranks, in their order, differ. Local."""
+    for rank, others in enumerate(choices):
+        for what, value in choices[0].items():
+            if others.get(what) != value:
+                raise ValueError(
+                    f"ZeroTrainer: {what} is {value!r} on rank 0 and {others.get(what)!r} on rank {rank}: give all "
+                    "ranks the same arguments and the same whole dataset, of which Trainer deals each rank its part"
+                )
+
+
+def check_ranks(args: Any, dataset: Any, name: str) -> None:
+    """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks."""
+    if args.world_size > 1:
+        import torch.distributed as dist  # noqa: TID251 - Trainer has made the world's group
+
+        choices: list[Any] = [None] * args.world_size
+        dist.all_gather_object(choices, choices_of(args, dataset, name))
+        check_choices(choices)
 
 
 def process_group_of(args: Any) -> Any:

@@ -19,7 +19,7 @@ from transformers import Trainer  # type: ignore[import-not-found, unused-ignore
 
 from ..config import ShardingOptions
 from ..optimizer import ZeroOptimizer
-from .trainer_arguments import check_accelerator, check_arguments, check_process, process_group_of
+from .trainer_arguments import check_accelerator, check_arguments, check_process, check_ranks, process_group_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +90,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the `ZeroOptimizer` of the arguments' class and param groups. All ranks. Trainer calls it."""
+        check_ranks(self.args, self.train_dataset, "train_dataset")
         if self.optimizer is None:
             if self.zero_optimizer is not None:  # of the model before: `model_init` has built another one
                 self.zero_optimizer.close()
@@ -118,6 +119,11 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if self.optimizer is None or self.zero_optimizer is None:
             return nullcontext()
         return self.zero_optimizer.gathered(write=write)
+
+    def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
+        """Evaluate or predict, as Trainer does. All ranks. `evaluate` and `predict` call it."""
+        check_ranks(self.args, getattr(dataloader, "dataset", None), "evaluation dataset")
+        return super().evaluation_loop(dataloader, *arguments, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as Trainer does. All ranks; rank 0 writes."""

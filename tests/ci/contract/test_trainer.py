@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from zero import MixedPrecision
 
 from ...contract.recipes import assert_same_dict
+from ...support.errors import error_of
 from ...support.launched import launch
 from ...support.loops import ROOT, code_of, seeded
 from ...support.refused import REFUSED
@@ -232,7 +233,7 @@ def train_on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
             outcomes.append((one.evaluate(DATASET)["eval_loss"], one.predict(DATASET[:5]).predictions))
             one.zero_optimizer.close()
         results.append((by_micro_batch(calls), state_of(names["model"]), resumed, outcomes))
-    return [results, *further(folder)]
+    return [results, *further(folder), unequal(folder)]
 
 
 def further(folder: Path) -> list[Any]:
@@ -255,6 +256,16 @@ def further(folder: Path) -> list[Any]:
     return [more, states]
 
 
+def unequal(folder: Path) -> list[str]:
+    """Return the errors of rank 0 in a training and an evaluation in which the ranks have unequal datasets."""
+    trainer = sharded(training_arguments(folder / "unequal"), ZeroConfig(stage=3))
+    shorter = DATASET[: 6 + trainer.args.process_index]
+    trainer.train_dataset = shorter
+    errors = [error_of(trainer.train), error_of(trainer.evaluate, shorter)]
+    assert trainer.zero_optimizer is None
+    return errors
+
+
 def loss_of(changes: dict[str, Any], compiled: dict[nn.Module, Any]) -> Any:
     def loss(model: nn.Module, call: dict[str, Tensor]) -> Tensor:
         if changes is COMPILED and model not in compiled:
@@ -268,7 +279,9 @@ def loss_of(changes: dict[str, Any], compiled: dict[nn.Module, Any]) -> Any:
 
 def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_another_number(tmp_path: Path) -> None:
     undisturbed = trained(plain(of_one_process(tmp_path / "one", **UNCLIPPED)))
-    results, more, (first, *others) = launch(f"{__name__}:train_on_two_ranks", tmp_path, limit=280)
+    results, more, (first, *others), errors = launch(f"{__name__}:train_on_two_ranks", tmp_path, limit=280)
+    for name, error in zip(("train_dataset", "evaluation dataset"), errors, strict=True):
+        assert f"the length of the {name} is 6 on rank 0 and 7 on rank 1: give all ranks the same" in error
     inputs, compiled = results[0][0], dict[nn.Module, Any]()
     assert len(inputs) == 16
     for (zero, changes), (calls, state, resumed, outcomes) in zip(RUNS, results, strict=True):
