@@ -1,7 +1,7 @@
 """The library's own steps on one H200 next to their plan, and the seconds of the host's calls, from stored results.
 
     ../results/gpu-short-b.json    one rank: the plain loop, FSDP2, stages 0 to 3
-    ../results/gpu-short-c.json    the last of 8 ranks, whose peers answer at once: the plain loop, FSDP2, stages 2 and 3
+    ../results/gpu-short-c.json    the last of 8 ranks, whose peers answer at once: plain, FSDP2, stages 2 and 3
 
 These loops read no data and look at no loss, so their plan has none of the seconds that no unit explains.
 
