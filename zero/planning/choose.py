@@ -86,12 +86,11 @@ def enough_bytes(cluster: Cluster, factor: int) -> float:
 
 def name_of(setting: PlanSetting) -> str:
     """Name a setting in a few words, without its defaults."""
-    parts = [f"zero {setting.stage}"]
-    if setting.row.states is Placement.SHARD and setting.sharding_factor is not None:
-        parts.append(f"F={setting.factor}")
+    is_part = setting.row.states is Placement.SHARD and setting.sharding_factor is not None
+    parts = [f"zero {setting.stage}" + (f" over {setting.factor} ranks" if is_part else "")]
     kept = setting.reshard_after_forward
     if kept is not True:
-        parts.append("kept" if kept is False else f"kept by {kept}")
+        parts.append("kept whole" if kept is False else f"kept over {kept}")
     if setting.offload:
         parts.append(f"states on {setting.states_on}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
@@ -166,10 +165,10 @@ def scale_curves(
     """
     unit = planner.training.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
     micro_batches, host = planner.training.micro_batches(cluster.ranks), cluster.per_host
-    whole = "all ranks share a copy" if chosen.row.states is Placement.SHARD else "each rank has a copy"
+    whole = "sharded over all ranks" if chosen.row.states is Placement.SHARD else "a copy on each rank"
     wanted = [(whole, 0, unit)]
     if chosen.row.states is Placement.SHARD:
-        wanted += [(f"F={factor}", factor, unit) for factor in (host, 8 * host) if factor > 1]
+        wanted += [(f"sharded over {factor} ranks", factor, unit) for factor in (host, 8 * host) if factor > 1]
     if unit > DEFAULT_CAP_MB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
     curves = []

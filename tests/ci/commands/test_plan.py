@@ -77,7 +77,7 @@ def test_it_prints_a_table_and_a_recommendation_and_writes_files(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"{tmp_path.name}: 3.46 M parameters in 5 units, ")
     assert "16 h100 (2 hosts, 3,200 Gb/s a host)" in lines[0]
-    begins = ("recommended: zero ", "its seconds: ", "bucket_cap_mb: ", "start: ", "smallest cluster that fits", "$")
+    begins = ("recommended: zero ", "of its time: ", "bucket_cap_mb: ", "start: ", "smallest cluster that fits", "$")
     assert [begin for begin in begins if not any(line.startswith(begin) for line in lines)] == []
     found = written()
     fitting = [each for each in found["choices"] if each["total_bytes"] <= found["cluster"]["usable_bytes"]]

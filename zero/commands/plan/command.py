@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...core.layout import MIB
@@ -84,10 +84,12 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
     shown = found.choices if config.all else frontier(found.choices)
     if found.best and found.best not in shown:
         shown = [*shown, found.best]
-    header = ["setting", "GB", "states", "activations", "gathered", "buckets", "s a step", "MFU", "left host, GB", ""]
+    header = ["setting", "GB", "states", "activations", "gathered", "buckets", "s per step", "MFU", "GB a host sends"]
     rows = [_row(choice, found) for choice in sorted(shown, key=lambda choice: (choice.seconds, choice.peak.total))]
     if rows:
-        console.table(f"a rank has {_gb(usable_bytes(cluster))} GB; * recommended", header, rows)
+        console.table(f"a rank can use {_gb(usable_bytes(cluster))} GB; * recommended, - does not fit", header, rows)
+        for line in _words(shown):
+            console.line(line)
     if found.best:
         for line in _recommendation(config, found, found.best):
             console.line(line)
@@ -111,13 +113,25 @@ def _print(config: PlanConfig, found: Findings, console: Console) -> None:
 def _row(choice: PlannedSetting, found: Findings) -> list[str]:
     peak, step = choice.peak, choice.step
     sizes = [_gb(size) for size in (peak.total, peak.states, peak.activations, peak.gathered, peak.buckets)]
-    mark = "*" if choice is found.best else "" if choice.fits else "does not fit"
+    mark = "* " if choice is found.best else "" if choice.fits else "- "
+    name = mark + name_of(choice.setting)
     if step is None:
-        return [name_of(choice.setting), *sizes, "", "", "", mark]
+        return [name, *sizes, "", "", ""]
     low, high = found.bands.get(choice.setting, (step.seconds, step.seconds))
     band = f"{step.seconds:.3g}" if high - low < 0.005 * low else f"{step.seconds:.3g} ({low:.3g}-{high:.3g})"
-    times = [band, f"{step.utilization:.1%}", _gb(step.left_host)]
-    return [name_of(choice.setting), *sizes, *times, mark]
+    return [name, *sizes, band, f"{step.utilization:.1%}", _gb(step.left_host)]
+
+
+def _words(shown: Sequence[PlannedSetting]) -> Iterator[str]:
+    """Yield what the words in the names of settings mean."""
+    names = [name_of(choice.setting) for choice in shown]
+    if any(" ranks" in name for name in names):
+        yield "over N ranks: sharding_factor=N, each N ranks share one copy; the others: all ranks do"
+    if any("kept" in name for name in names):
+        yield (
+            "kept whole: reshard_after_forward=False, parameters stay gathered between forward and backward; kept over "
+            "N: reshard_after_forward=N, N ranks keep them"
+        )
 
 
 def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
@@ -129,12 +143,12 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     if others:
         other = min(others, key=lambda choice: choice.seconds)
         reasons.append(
-            f"the fastest of another kind, {name_of(other.setting)}, takes {other.seconds / step.seconds - 1:+.1%} "
-            f"time and {other.peak.total / best.peak.total - 1:+.0%} memory"
+            f"the fastest of another kind, {name_of(other.setting)}, is {_than(other.seconds / step.seconds)} in time "
+            f"and {_than(other.peak.total / best.peak.total)} in memory"
         )
     waits = sorted(step.parts.items(), key=lambda part: -part[1])
     of_time = ", ".join(f"{s / step.seconds:.0%} {name}" for name, s in waits if s > 0.005 * step.seconds)
-    lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"its seconds: {of_time}"]
+    lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"of its time: {of_time}"]
     lines.append(
         f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} per rank; ranks send "
         f"{_gb(step.sent)} GB per step"
@@ -148,6 +162,10 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
     lines.append(_buckets(found, best))
     lines.append(f"start: {start_of(config, best.setting, cluster, training.micro_batches(cluster.ranks), training)}")
     return lines
+
+
+def _than(ratio: float) -> str:
+    return f"{abs(ratio - 1):.1%} {'higher' if ratio > 1 else 'lower'}"
 
 
 def _beside(choice: PlannedSetting) -> str:
