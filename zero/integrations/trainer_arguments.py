@@ -6,6 +6,7 @@ accelerate. All other arguments are obeyed by Trainer's own code.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -224,14 +225,13 @@ def check_choices(choices: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_ranks(args: Any, dataset: Any, name: str) -> None:
-    """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks."""
-    if args.world_size > 1:
-        import torch.distributed as dist  # noqa: TID251 - Trainer has made the world's group
+def check_ranks(exchange: Callable[[bytes], list[bytes]], args: Any, dataset: Any, name: str) -> None:
+    """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks.
 
-        choices: list[Any] = [None] * args.world_size
-        dist.all_gather_object(choices, choices_of(args, dataset, name))
-        check_choices(choices)
+    ``exchange`` returns every rank's bytes, in rank order.
+    """
+    mine = json.dumps(choices_of(args, dataset, name)).encode()
+    check_choices([json.loads(theirs) for theirs in exchange(mine)])
 
 
 def process_group_of(args: Any) -> Any:
