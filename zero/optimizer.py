@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from .step.clip import check_norm_arguments
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
 
 
 @untraced_methods
@@ -52,6 +53,8 @@ class ZeroOptimizer(WithLiveStates):
         module: the module that the parameters belong to, if ``params`` is not a module. It provides names, registration
             order and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`. Default: torch's default group, or one rank.
+        mesh: in place of ``process_group`` and ``sharding_factor``, a torch `DeviceMesh` of one dimension, which
+            shards, or of two, which replicate and shard; also a part of a larger one, as in ``mesh["dp"]``.
         divisor: the number by which the summed gradient is divided. None: the number of ranks, as in DDP.
         bucket_cap_mb: MiB per bucket, as in DDP. None: 25 on the CPU; on accelerators one bucket per unit at stage 3,
             and a twelfth of the model at stages 0 to 2 (`describe` prints it). "auto": like None, but at least the
@@ -97,6 +100,7 @@ class ZeroOptimizer(WithLiveStates):
         stage: int = 2,
         module: nn.Module | None = None,
         process_group: ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
         divisor: float | None = None,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         collective: str | Algorithm = "auto",
@@ -114,6 +118,7 @@ class ZeroOptimizer(WithLiveStates):
         config = Config(
             module=self._module,
             process_group=process_group,
+            mesh=mesh,
             stage=stage,
             sharding_factor=sharding_factor,
             reshard_after_forward=reshard_after_forward,
@@ -210,7 +215,8 @@ class ZeroOptimizer(WithLiveStates):
         """Return the bytes that this rank holds, next to the formulas; ``print`` shows them as a table. Local."""
         self._engine.check_usable()
         parts = self._parts
-        return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
+        mesh = "" if parts.mesh is None else str(parts.mesh)
+        return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size, mesh)
 
     def check_replicas(self) -> str:
         """Compare the parameters of all ranks, and return the SHA-256 (hexadecimal) over their SHA-256s. All ranks.
@@ -388,12 +394,6 @@ class ZeroOptimizer(WithLiveStates):
         self._engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
-            "consolidate_state_dict() and state_dict() give"
-        )
 
     def __repr__(self) -> str:
         place = f"stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
