@@ -1,0 +1,64 @@
+"""Programs of these tests on real processes, which import them by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zero import ZeroOptimizer
+
+from ..support.errors import error_of
+from ..support.programs import Program, run_rank
+
+
+def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
+    """Run a program on a mesh of some processes. None on the others, which take part in making the mesh alone."""
+    mesh = DeviceMesh("cpu", ranks)
+    return None if mesh.get_coordinate() is None else run_rank(program, mesh)
+
+
+def described(group: dist.ProcessGroup, rank: int) -> list[tuple[str, int, int]]:
+    """Return the first line of `describe()`, the rank and the ranks per copy for several parts of one mesh."""
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_replicate", "pp", "dp_shard"))
+    found = []
+    for mesh, stage in (
+        (whole["dp_replicate", "dp_shard"], 3),
+        (whole["dp_replicate", "dp_shard"], 0),
+        (whole["dp_shard"], 2),
+        (whole["pp"], 1),
+    ):
+        optimizer = ZeroOptimizer(nn.Linear(4, 4), stage=stage, mesh=mesh)
+        facts = optimizer.describe()
+        found.append((str(facts).splitlines()[0], facts.rank, facts.sharding_factor))
+        optimizer.close()
+    return found
+
+
+def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
+    """Return the errors of meshes that cannot be used, and of a good one given with what excludes it."""
+    named = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    square, transposed = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[0, 2], [1, 3]])
+    part, descending = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [[0, 1], [3, 2]])
+    model = nn.Linear(3, 3)
+    meta = nn.Linear(3, 3, device="meta")
+    found = {
+        "no mesh": error_of(ZeroOptimizer, model, mesh=[[0, 1], [2, 3]]),
+        "three dimensions": error_of(ZeroOptimizer, model, mesh=named),
+        "a group, too": error_of(ZeroOptimizer, model, mesh=square, process_group=group),
+        "a factor, too": error_of(ZeroOptimizer, model, mesh=square, sharding_factor=2),
+        "descending": error_of(ZeroOptimizer, model, mesh=descending),
+        "differ": error_of(ZeroOptimizer, model, mesh=square if rank else transposed),
+    }
+    if part.get_coordinate() is None:
+        found["not a rank"] = error_of(ZeroOptimizer, model, mesh=part)
+    with torch.device("meta"):
+        found["another device"] = error_of(_on_meta, meta, square)
+    return found
+
+
+def _on_meta(model: nn.Module, mesh: DeviceMesh) -> None:
+    ZeroOptimizer(model, mesh=mesh)
