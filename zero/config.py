@@ -263,20 +263,20 @@ class Config(ShardingOptions):
 
     def transport(self, device: torch.device) -> Transport:
         """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""
-        if self.mesh is not None:
-            from collectives.backends.device_mesh import connect_mesh
+        if self.mesh is not None and self.mesh.device_type != device.type:
+            raise ValueError(
+                f"the mesh is for {self.mesh.device_type}, but parameters are on {device}: make the mesh by "
+                f"init_device_mesh({device.type!r}, ...), or move the model to {self.mesh.device_type} first"
+            )
+        return transport_of(self.process_group if self.mesh is None else self.mesh)
 
-            if self.mesh.device_type != device.type:
-                raise ValueError(
-                    f"the mesh is for {self.mesh.device_type}, but parameters are on {device}: make the mesh by "
-                    f"init_device_mesh({device.type!r}, ...), or move the model to {self.mesh.device_type} first"
-                )
-            return connect_mesh(self.mesh)
-        if isinstance(self.process_group, Transport):
-            return self.process_group
-        from collectives.backends.gloo import connect
+    def job_size(self) -> int:
+        """Return the number of processes of the job in which torch has made the group; 0 if it has made none. Local."""
+        if self.mesh is None and (self.process_group is None or isinstance(self.process_group, Transport)):
+            return 0
+        from collectives.backends.gloo import job_size
 
-        return connect(self.process_group)
+        return job_size()
 
     def default_device(self) -> torch.device:
         """Return the device on which meta tensors get memory.
@@ -298,6 +298,20 @@ class Config(ShardingOptions):
         from collectives.backends.gloo import backend_of
 
         return backend_of(self.process_group if self.mesh is None else self.mesh.get_group(0), device)
+
+
+def transport_of(group: ProcessGroup | Transport | DeviceMesh | None) -> Transport:
+    """Return the transport of a group; None is torch's default group, or one rank. Collective for a mesh."""
+    if isinstance(group, Transport):
+        return group
+    if hasattr(group, "mesh_dim_names"):
+        from collectives.backends.device_mesh import connect_mesh, place_in
+
+        place_in(group)
+        return connect_mesh(group)
+    from collectives.backends.gloo import connect
+
+    return connect(group)
 
 
 def check_divisor(value: float, rank: int) -> float:

@@ -27,7 +27,7 @@ from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.live_states import WithLiveStates
 from .step.classes import UserOptimizers
-from .step.clip import check_norm_arguments
+from .step.clip_call import WithClip
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithLiveStates):
+class ZeroOptimizer(WithClip, WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -263,18 +263,6 @@ class ZeroOptimizer(WithLiveStates):
         """
         self._engine.check()
         return self._reducer.no_sync()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
-
-        Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
-        It is on the gradients' device if kernels computed it there, otherwise on the CPU. All ranks. Raises
-        `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
-        """
-        max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        return self._engine.clip_grad_norm_(
-            max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter that any rank used since `zero_grad`. All ranks. Returns the loss of ``closure``."""

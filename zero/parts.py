@@ -42,6 +42,7 @@ class Parts:
         offload: which tensors are kept elsewhere.
         partition: who owns what of the parameters, for groups that do not say so.
         mesh: the place of this rank in the mesh that the user gave, if so.
+        job_size: the number of processes of the job in which the group is; 0 if that is unknown.
         choice: the algorithm of the collectives, the ranks, and why it was chosen.
         reshard_group_size: how many ranks share a unit between its forward and its backward.
         bucket_sizes: the bytes of a bucket.
@@ -60,6 +61,7 @@ class Parts:
     offload: Offload | None
     partition: str | None
     mesh: MeshPlace | None
+    job_size: int
     choice: Choice
     reshard_group_size: int
     bucket_sizes: BucketSizes

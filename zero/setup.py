@@ -139,6 +139,7 @@ def build(
         offload=config.offload,
         partition=config.partition,
         mesh=config.mesh_place(),
+        job_size=config.job_size(),
         choice=choice,
         reshard_group_size=reshard_group_size,
         bucket_sizes=bucket_sizes,

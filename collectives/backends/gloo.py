@@ -331,6 +331,11 @@ def _is_bound() -> bool:
     return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
 
 
+def job_size() -> int:
+    """Return the number of processes of the default group."""
+    return dist.get_world_size()
+
+
 def group_of_members(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return the process group of some global ranks, with the backends of ``like``. Collective among these."""
     if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
