@@ -307,11 +307,13 @@ def transport_of(group: ProcessGroup | Transport | DeviceMesh | None) -> Transpo
     if hasattr(group, "mesh_dim_names"):
         from collectives.backends.device_mesh import connect_mesh, place_in
 
-        place_in(group)
-        return connect_mesh(group)
+        mesh: Any = group
+        place_in(mesh)
+        return connect_mesh(mesh)
     from collectives.backends.gloo import connect
 
-    return connect(group)
+    process_group: Any = group
+    return connect(process_group)
 
 
 def check_divisor(value: float, rank: int) -> float:

@@ -90,7 +90,7 @@ def _part(mesh: DeviceMesh) -> tuple[tuple[str, int, int], ...]:
         return ()
     among: Tensor = torch.isin(root.mesh, mesh.mesh).nonzero()  # coordinates in the root of each rank of the mesh
     sizes, names = root.mesh.shape, _names(root)
-    left_out = [d for d, size in enumerate(sizes) if size > 1 and len(among[:, d].unique()) == 1]
+    left_out = [d for d, size in enumerate(sizes) if size > 1 and bool((among[:, d] == place[d]).all())]
     return tuple((names[d], place[d], sizes[d]) for d in left_out)
 
 

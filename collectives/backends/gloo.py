@@ -323,7 +323,8 @@ def _new_group(members: Sequence[int], like: dist.ProcessGroup, timeout: float, 
     """Make a process group of global ranks with the backends of another. Unless its ranks make it ``alone``, torch
     wants every process of the job to call this."""
     limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(like))
-    return dist.new_group(members, timeout=limit, backend=backend, use_local_synchronization=alone)
+    made: dist.ProcessGroup = dist.new_group(members, timeout=limit, backend=backend, use_local_synchronization=alone)
+    return made
 
 
 def _is_bound() -> bool:

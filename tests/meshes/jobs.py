@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from zero import ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.programs import Program, run_rank
+from .spread import OnPart, Part, clipped
 
 
 def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
@@ -62,3 +64,41 @@ def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
 
 def _on_meta(model: nn.Module, mesh: DeviceMesh) -> None:
     ZeroOptimizer(model, mesh=mesh)
+
+
+def warnings_of_clips(group: dist.ProcessGroup, rank: int) -> list[str]:
+    """Return the warnings of two clips in a part of the job, of one with `over`, and of one in the whole job."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    found = []
+    for where, more in (
+        ({"mesh": mesh["dp"]}, {}),
+        ({"process_group": mesh.get_group("dp")}, {"over": None}),  # mesh["tp"], which torch makes anew each time
+        ({}, {}),
+    ):
+        model = nn.Linear(3, 3)
+        optimizer = ZeroOptimizer(model, **where)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.clip_grad_norm_(1.0, **dict.fromkeys(more, mesh["tp"]))
+                optimizer.step()
+                optimizer.zero_grad()
+        assert len(optimizer._engine.model_part._known) == len(more), "one connection for all clips"
+        found.append("; ".join(str(each.message) for each in seen))
+        optimizer.close()
+    return found
+
+
+def train_parts(group: dist.ProcessGroup, rank: int, parts: int, stage: int, how: str) -> tuple[nn.Module, Any]:
+    """Train a part of a model, on a mesh of (replicate, shard, part)."""
+    copies = dist.get_world_size() // parts
+    names = ("replicate", "shard", "tp")
+    mesh = init_device_mesh("cpu", (copies, 1, parts), mesh_dim_names=names)
+    model = Part(mesh.get_local_rank("tp"))
+    data = mesh["replicate", "shard"]
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mesh=data, lr=0.1)
+    over: Any = mesh["tp"] if how == "a mesh" else mesh.get_group("tp")
+    found = clipped()(OnPart(model, optimizer, over, [model.shared.weight, model.shared.bias]))
+    optimizer.close()
+    return model, found

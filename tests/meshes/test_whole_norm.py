@@ -14,9 +14,11 @@ from zero import ZeroOptimizer
 from ..support.errors import error_of
 from ..support.limits import BOUND
 from ..support.narrowed import PRECISIONS
+from ..support.pool import GlooPool
 from ..support.rows import rows
 from ..support.sides import AsPlain
-from .spread import Part, assert_same_parts, clipped, groups_of, is_shared, loss_of
+from . import jobs
+from .spread import Part, assert_same_parts, clipped, compare_parts, groups_of, is_shared, loss_of
 
 
 @pytest.mark.parametrize(
@@ -159,3 +161,19 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all_of_them_and_training_goes
         assert all(word in error for word in words), error
         assert "\n" not in error
         assert torch.equal(norm, found[0][1])
+
+
+@pytest.mark.parametrize(("stage", "how"), rows([(3, "a mesh")], [(1, "a group")]))
+def test_parts_on_the_processes_of_a_mesh_have_the_whole_models_norm(gloo: GlooPool, stage: int, how: str) -> None:
+    whole = Part(0, 1)
+    expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 2))
+    compare_parts(whole, expected, gloo.run(jobs.train_parts, 2, stage, how, ranks=range(4)))
+
+
+def test_a_clip_in_a_part_of_a_job_warns_once_and_one_over_all_parts_never(gloo: GlooPool) -> None:
+    found = gloo.run(jobs.warnings_of_clips, ranks=range(4))
+    words = "the norm is that of this optimizer's parameters alone, and 2 further processes of the job are not in its"
+    for rank, (alone, over, whole) in enumerate(found):
+        assert alone.count(words) == (rank < 2), "on rank 0 of each optimizer"
+        assert not over
+        assert not whole

@@ -99,7 +99,9 @@ class _Storage(Protocol):
     """The parameters of an optimizer, as in a `ParameterStorage`."""
 
     layout: Layout
-    parameters: Sequence[Tensor]
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
 
     def index(self, parameter: Tensor) -> int: ...
 
@@ -177,10 +179,10 @@ class ModelPart:
             self._group = None
 
     def _connected(self, group: Any) -> Transport:
-        found = next((transport for known, transport in self._known if known is group), None)
+        found = next((transport for known, transport in self._known if known == group), None)  # mesh["tp"] is made anew
         if found is None or found.broken:
             found = transport_of(group).fork()
-            self._known = [(group, found), *(entry for entry in self._known if entry[0] is not group)]
+            self._known = [(group, found), *(entry for entry in self._known if entry[0] != group)]
         return found
 
     def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
