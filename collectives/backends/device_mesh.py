@@ -12,7 +12,7 @@ Knows: meshes, which hold global ranks. Does not know: what is sharded, buckets,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -39,11 +39,13 @@ class MeshPlace:
         shape: the ranks of each.
         part: the name, this rank's coordinate and the size of each dimension of more than one rank that the mesh leaves
             out; those of model parallelism.
+        groups: for each of these, the process group of this rank along it.
     """
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     part: tuple[tuple[str, int, int], ...]
+    groups: tuple[dist.ProcessGroup, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def shard_ranks(self) -> int:
@@ -75,23 +77,23 @@ def place_in(mesh: DeviceMesh) -> MeshPlace:
                 f"the ranks of the mesh descend along {name}, {mesh.mesh.tolist()}, but torch numbers a group's ranks "
                 "in ascending order: make a mesh whose ranks ascend along each dimension"
             )
-    return MeshPlace(named, tuple(mesh.mesh.shape), _part(mesh))
+    return MeshPlace(named, tuple(mesh.mesh.shape), *_part(mesh))
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or tuple(f"dim{number}" for number in range(mesh.ndim))
 
 
-def _part(mesh: DeviceMesh) -> tuple[tuple[str, int, int], ...]:
-    """See `MeshPlace.part`."""
+def _part(mesh: DeviceMesh) -> tuple[tuple[tuple[str, int, int], ...], tuple[dist.ProcessGroup, ...]]:
+    """See `MeshPlace.part` and `MeshPlace.groups`."""
     root: DeviceMesh = getattr(mesh, "_root_mesh", None) or mesh
     place = root.get_coordinate()
     if place is None:
-        return ()
+        return (), ()
     among: Tensor = torch.isin(root.mesh, mesh.mesh).nonzero()  # coordinates in the root of each rank of the mesh
     sizes, names = root.mesh.shape, _names(root)
     left_out = [d for d, size in enumerate(sizes) if size > 1 and bool((among[:, d] == place[d]).all())]
-    return tuple((names[d], place[d], sizes[d]) for d in left_out)
+    return tuple((names[d], place[d], sizes[d]) for d in left_out), tuple(root.get_group(d) for d in left_out)
 
 
 def connect_mesh(mesh: DeviceMesh) -> Transport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zero import ZeroOptimizer
+import zero
+from zero import CheckpointManager, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.programs import Program, run_rank
-from .spread import OnPart, Part, clipped
+from .spread import OnPart, Part, clipped, is_shared, take_step
 
 
 def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
@@ -102,3 +104,53 @@ def train_parts(group: dist.ProcessGroup, rank: int, parts: int, stage: int, how
     found = clipped()(OnPart(model, optimizer, over, [model.shared.weight, model.shared.bias]))
     optimizer.close()
     return model, found
+
+
+def _part_on(ranks: Any, stage: int) -> tuple[Part, ZeroOptimizer, DeviceMesh] | None:
+    """Return a part of the model on a mesh of (dp, tp), with its optimizer; None on other processes."""
+    mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+    if mesh.get_coordinate() is None:
+        return None
+    model = Part(mesh.get_local_rank("tp"))
+    return model, ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mesh=mesh["dp"], lr=0.1, divisor=2), mesh
+
+
+def save_parts(group: dist.ProcessGroup, rank: int, folder: Path, steps: int) -> list[int]:
+    """Train and save each step, on two ranks of each of two parts. Return the steps that this part has at the end."""
+    built = _part_on([[0, 1], [2, 3]], 3)
+    assert built is not None
+    model, optimizer, mesh = built
+    with CheckpointManager(folder, optimizer, max_to_keep=1) as manager:
+        for step in range(steps):
+            take_step(OnPart(model, optimizer, mesh["tp"], is_shared), step)
+            manager.save(step + 1)
+    zero.save(folder / "one", optimizer, step=steps)
+    found = manager.all_steps()
+    optimizer.close()
+    return found
+
+
+def resume_parts(group: dist.ProcessGroup, rank: int, folder: Path, step: int | None) -> Any:
+    """Restore on one rank of each part, and take one more step. Return the step and the model, or the error."""
+    built = _part_on([[0, 1]], 1)
+    if built is None:
+        return None
+    model, optimizer, mesh = built
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        try:
+            with CheckpointManager(folder, optimizer) as manager:
+                restored = manager.restore(step)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    if restored is None:
+        return None
+    take_step(OnPart(model, optimizer, mesh["tp"], is_shared), restored.step)
+    optimizer.close()
+    return restored.step, model, [str(each.message) for each in seen if "every part" in str(each.message)]
+
+
+def load_part(group: dist.ProcessGroup, rank: int, path: Path) -> str:
+    """Return the error of `zero.load` on one rank of each part."""
+    built = _part_on([[0, 1]], 2)
+    return "" if built is None else error_of(zero.load, path, built[1])

@@ -111,3 +111,14 @@ def clipped(steps: int = 3, norm_types: Sequence[float] = (2.0, float("inf"), 3.
         return norms
 
     return loop
+
+
+def take_step(side: Any, step: int) -> None:
+    """Take a step of two micro-batches, which the ranks of a part share."""
+    for number in range(2):
+        count = side.world_size if isinstance(side, AsPlain) else side.optimizer.world_size
+        if number % count in side.ranks:
+            side.train(lambda model, _, number=number: loss_of(model, step, number), ranks=[number % count])
+    side.clip(0.5)
+    side.step()
+    side.clear()
