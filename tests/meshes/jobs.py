@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zero
 from zero import CheckpointManager, ZeroOptimizer
@@ -49,12 +50,15 @@ def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     part, descending = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [[0, 1], [3, 2]])
     model = nn.Linear(3, 3)
     meta = nn.Linear(3, 3, device="meta")
+    parallel = nn.Linear(4, 4)
+    parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), square, [Replicate(), Shard(0)]))
     found = {
         "no mesh": error_of(ZeroOptimizer, model, mesh=[[0, 1], [2, 3]]),
         "three dimensions": error_of(ZeroOptimizer, model, mesh=named),
         "a group, too": error_of(ZeroOptimizer, model, mesh=square, process_group=group),
         "a factor, too": error_of(ZeroOptimizer, model, mesh=square, sharding_factor=2),
         "descending": error_of(ZeroOptimizer, model, mesh=descending),
+        "a DTensor": error_of(ZeroOptimizer, parallel, mesh=square),
         "differ": error_of(ZeroOptimizer, model, mesh=square if rank else transposed),
     }
     if part.get_coordinate() is None:

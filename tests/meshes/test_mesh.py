@@ -63,6 +63,11 @@ WORDS = {
     ),
     "a factor, too": ("ValueError", "mesh and sharding_factor both say which ranks share a copy"),
     "descending": ("ValueError", "the ranks of the mesh descend along dim1, [[0, 1], [3, 2]]", "ascend along each"),
+    "a DTensor": (
+        "TypeError",
+        "'weight' is a DTensor, a tensor subclass",
+        "put its to_local() as an nn.Parameter, which clip_grad_norm_(over=...) knows to be a part of a model",
+    ),
     "differ": ("ValueError", "the ranks have different meshes: rank 0 [[0, 2], [1, 3]], rank 1 [[0, 1], [2, 3]]"),
     "not a rank": ("ValueError", "this process is not a rank of the mesh: build the optimizer on the mesh's ranks"),
     "another device": (
