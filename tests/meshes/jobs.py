@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import zero
 from zero import CheckpointManager, ZeroOptimizer
@@ -45,6 +44,8 @@ def described(group: dist.ProcessGroup, rank: int) -> list[tuple[str, int, int]]
 
 def errors_of_meshes(group: dist.ProcessGroup, rank: int) -> dict[str, str]:
     """Return the errors of meshes that cannot be used, and of a good one given with what excludes it."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
     named = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
     square, transposed = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [[0, 2], [1, 3]])
     part, descending = DeviceMesh("cpu", [1, 3]), DeviceMesh("cpu", [[0, 1], [3, 2]])
@@ -158,3 +159,39 @@ def load_part(group: dist.ProcessGroup, rank: int, path: Path) -> str:
     """Return the error of `zero.load` on one rank of each part."""
     built = _part_on([[0, 1]], 2)
     return "" if built is None else error_of(zero.load, path, built[1])
+
+
+def _of_integers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 2, bias=False))
+    for layer in model:
+        with torch.no_grad():
+            layer.weight.copy_(torch.arange(layer.weight.numel()).view_as(layer.weight) % 5 - 2)
+    return model
+
+
+def _integer_losses(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> list[float]:
+    """Take steps over small integers. Return this rank's losses."""
+    losses = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        loss = model(torch.randint(-2, 3, (3, 6), generator=generator).float()).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def beside_fsdp2(group: dist.ProcessGroup, rank: int) -> tuple[Any, Any, list[float], list[float]]:
+    """Train on a mesh of (replicate 2, shard 2), and by FSDP2. Return the parameters and the losses of both."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    ours, theirs = _of_integers(), _of_integers()
+    optimizer = ZeroOptimizer(ours, torch.optim.SGD, stage=3, mesh=mesh, lr=0.5)
+    losses = _integer_losses(ours, optimizer, rank)
+    optimizer.close()
+    fully_shard(theirs, mesh=mesh)
+    their_losses = _integer_losses(theirs, torch.optim.SGD(theirs.parameters(), lr=0.5), rank)
+    whole = {name: value.full_tensor().detach() for name, value in theirs.named_parameters()}  # type: ignore[operator]
+    return {name: value.detach().clone() for name, value in ours.named_parameters()}, whole, losses, their_losses

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collectives import Transport
 
 
-class _Engine(Protocol):
+class _Clipping(Protocol):
     model_part: ModelPart
 
     def clip_grad_norm_(self, *, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor: ...
@@ -32,7 +32,7 @@ class _Engine(Protocol):
 class WithClip:
     """An optimizer that clips gradients by the norm of its parameters, or of a model of which these are a part."""
 
-    _engine: _Engine
+    _engine: _Clipping
 
     def clip_grad_norm_(
         self,

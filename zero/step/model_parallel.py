@@ -95,7 +95,7 @@ class NormPart:
         return self.total.norm(torch.float64 if self.is_fp64 else torch.float32)
 
 
-class _Storage(Protocol):
+class _Listed(Protocol):
     """The parameters of an optimizer, as in a `ParameterStorage`."""
 
     layout: Layout
@@ -106,7 +106,7 @@ class _Storage(Protocol):
     def index(self, parameter: Tensor) -> int: ...
 
 
-class _Means(Protocol):
+class _MeansInParts(Protocol):
     """The mean gradients of the shards that this rank owns, as in `ReducedGrads`."""
 
     def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]: ...
@@ -127,8 +127,8 @@ class ModelPart:
         job_size: int,
         transport: Transport,
         shard_group: Transport,
-        storage: _Storage,
-        means: _Means,
+        storage: _Listed,
+        means: _MeansInParts,
         joining: Joining,
     ) -> None:
         self._others = job_size - transport.world_size  # processes of the job that are not in this optimizer
