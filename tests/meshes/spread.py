@@ -32,7 +32,7 @@ class Part(nn.Module):
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
-        self.shared = seeded(3, lambda: nn.Linear(3, 7))
+        self.shared = seeded(3, lambda: nn.Linear(3, 61))
         self.towers = nn.ModuleDict({f"tower {number}": tower(number) for number in numbers})
 
     def forward(self, batch: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
             (3, [0, 1, 2, 3], {"optimizer": "shampoo"}),
         ],
     ),
-    ids=lambda value: str(value) if isinstance(value, (int, list)) else "-".join(value),
+    ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),
 )
 def test_a_mesh_of_any_ranks_has_the_bits_of_the_plain_loop(
     gloo: GlooPool, stage: int, ranks: Any, more: dict[str, Any]

@@ -207,6 +207,8 @@ def run_rank(
         **arguments,
     )
 
+    assert optimizer.rank == rank
+
     def ready(step: Step) -> None:
         if step.reset is None or step.reset:
             optimizer.reset_states(None if step.reset is None else map(model.get_parameter, step.reset))

@@ -37,7 +37,7 @@ def six() -> Iterator[GlooPool]:
         (0, [[0, 1, 2], [3, 4, 5]], {"steps": FEWER}),
         (3, [1, 2, 5], {"steps": CLIPPED, "collective": "pairwise"}),
     ],
-    ids=lambda value: str(value) if isinstance(value, (int, list)) else "-".join(value),
+    ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),
 )
 def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
     six: GlooPool, stage: int, ranks: Any, more: dict[str, Any]
