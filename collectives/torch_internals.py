@@ -12,6 +12,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _cdata                          UntypedStorage   collectives.pool
     _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
     _timeout                        its options      collectives.backends.gloo (as above)
+    _root_mesh                      DeviceMesh       collectives.backends.device_mesh (without it: no larger mesh)
     _version                        Tensor           zero.runtime.accumulator, zero.parameters.unit_buffer,
                                                      zero.parameters.gathered.saved_tensors,
                                                      zero.commands.verify.ranks

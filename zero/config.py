@@ -30,6 +30,9 @@ from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
+
+    from collectives.backends.device_mesh import MeshPlace
 
 
 @dataclass(frozen=True)
@@ -176,13 +179,18 @@ class ShardingOptions:
         """The row of the stage table."""
         return stage_of(self.stage)
 
+    @property
+    def copy_ranks(self) -> int | None:
+        """The number of ranks that share one copy of what is sharded; None: all."""
+        return self.sharding_factor
+
     def reshard_group_size(self, world_size: int) -> int:
         """Return how many of ``world_size`` ranks share the copy of a unit between its forward and its backward.
 
         Raises `ValueError` if so many ranks cannot share copies as the options ask.
         """
-        check_sharding_factor(self.sharding_factor, world_size, self.row)
-        factor = world_size if self.sharding_factor is None else self.sharding_factor
+        check_sharding_factor(self.copy_ranks, world_size, self.row)
+        factor = world_size if self.copy_ranks is None else self.copy_ranks
         return check_reshard(self.reshard_after_forward, factor, self.row)
 
     def arguments(self) -> dict[str, Any]:
@@ -192,18 +200,42 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ShardingOptions):
-    """The options of a `ZeroOptimizer`, with its module and its process group."""
+    """The options of a `ZeroOptimizer`, with its module, and its process group or its mesh."""
 
     module: nn.Module | None
     process_group: ProcessGroup | Transport | None
+    mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.mesh is not None and (self.process_group is not None or self.sharding_factor is not None):
+            other = "sharding_factor" if self.process_group is None else "process_group"
+            raise ValueError(
+                f"mesh and {other} both say which ranks share a copy: leave {other}= out, or pass process_group= and "
+                "sharding_factor= without mesh="
+            )
+        self.mesh_place()
         if self.bucket_cap_mb == "auto" and self.module is None:
             raise ValueError(
                 'bucket_cap_mb="auto" depends on the sizes of units: pass the module itself, or parameters '
                 "and module=model, or a number of MiB"
             )
+
+    def mesh_place(self) -> MeshPlace | None:
+        """Return the place of this rank in the mesh; None without a mesh. Raises `ValueError` if it is none to use."""
+        if self.mesh is None:
+            return None
+        from collectives.backends.device_mesh import place_in
+
+        return place_in(self.mesh)
+
+    @property
+    def copy_ranks(self) -> int | None:
+        """The number of ranks that share one copy of what is sharded; None: all."""
+        place = self.mesh_place()
+        if place is None:
+            return self.sharding_factor
+        return place.shard_ranks if len(place.shape) == 2 and self.row.states is Placement.SHARD else None
 
     def bucket_sizes(self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int) -> BucketSizes:
         """Return the sizes of buckets.
@@ -229,13 +261,22 @@ class Config(ShardingOptions):
         described = [(parameter.numel(), dtypes_of(parameter.dtype, self.mixed_precision)) for parameter in plain]
         return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
-    def transport(self) -> Transport:
-        """Return the transport of the process group."""
-        if isinstance(self.process_group, Transport):
-            return self.process_group
-        from collectives.backends.gloo import connect
+    def transport(self, device: torch.device) -> Transport:
+        """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""
+        if self.mesh is not None and self.mesh.device_type != device.type:
+            raise ValueError(
+                f"the mesh is for {self.mesh.device_type}, but parameters are on {device}: make the mesh by "
+                f"init_device_mesh({device.type!r}, ...), or move the model to {self.mesh.device_type} first"
+            )
+        return transport_of(self.process_group if self.mesh is None else self.mesh)
 
-        return connect(self.process_group)
+    def job_size(self) -> int:
+        """Return the number of processes of the job in which torch has made the group; 0 if it has made none. Local."""
+        if self.mesh is None and (self.process_group is None or isinstance(self.process_group, Transport)):
+            return 0
+        from collectives.backends.gloo import job_size
+
+        return job_size()
 
     def default_device(self) -> torch.device:
         """Return the device on which meta tensors get memory.
@@ -256,7 +297,23 @@ class Config(ShardingOptions):
             return self.process_group.backend.device_backend(device)
         from collectives.backends.gloo import backend_of
 
-        return backend_of(self.process_group, device)
+        return backend_of(self.process_group if self.mesh is None else self.mesh.get_group(0), device)
+
+
+def transport_of(group: ProcessGroup | Transport | DeviceMesh | None) -> Transport:
+    """Return the transport of a group; None is torch's default group, or one rank. Collective for a mesh."""
+    if isinstance(group, Transport):
+        return group
+    if hasattr(group, "mesh_dim_names"):
+        from collectives.backends.device_mesh import connect_mesh, place_in
+
+        mesh: Any = group
+        place_in(mesh)
+        return connect_mesh(mesh)
+    from collectives.backends.gloo import connect
+
+    process_group: Any = group
+    return connect(process_group)
 
 
 def check_divisor(value: float, rank: int) -> float:

@@ -54,7 +54,7 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     """
     elsewhere = "None" if config.offload is None else config.offload.kind
     mine = (
-        f"stage={config.stage}, sharding_factor={config.sharding_factor!r}, "
+        f"stage={config.stage}, sharding_factor={config.copy_ranks!r}, "
         f"reshard_after_forward={config.reshard_after_forward!r}, offload={elsewhere}"
     )
     replies = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))

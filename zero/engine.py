@@ -31,6 +31,7 @@ from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
+from .step.model_parallel import ModelPart, Places, Replicated
 
 TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
 _Result = TypeVar("_Result")
@@ -65,6 +66,9 @@ class Engine:
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
         self.averages = Averages(
             parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
+        )
+        self.model_part = ModelPart(
+            parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
         self._gathered = 0  # blocks of `gathered` around this moment
 
@@ -147,19 +151,34 @@ class Engine:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     @_joinable
-    def clip_grad_norm_(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        """Clip the mean gradient by its norm. Returns the norm before clipping."""
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, error_if_nonfinite: bool, replicated: Places = None, problem: str = ""
+    ) -> Tensor:
+        """Clip the mean gradient by its norm. Returns the norm before clipping. ``replicated``: see `ModelPart`."""
         self.averages.refuse_applied("clip_grad_norm_()")
         with self._clipping():
             parts = self._reducer.finalize_grads(
                 "clip_grad_norm_()",
+                problem
                 # the step that follows finds what a device alone shows: a look here would drain it
-                self._storage.diagnose(waits=False)
+                or self._storage.diagnose(waits=False)
                 or self._storage.diagnose_unfrozen()
                 or self._user_optimizers.changed(),
-                attach=lambda are_means: self._update.clip_message(norm_type, error_if_nonfinite, are_means=are_means),
+                attach=None
+                if replicated is not None
+                else lambda are_means: self._update.clip_message(norm_type, error_if_nonfinite, are_means=are_means),
             )
-            return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
+            if replicated is None:
+                return self._update.clip(max_norm, norm_type, error_if_nonfinite, parts)
+            whole = self.model_part.whole(replicated, max_norm, norm_type, error_if_nonfinite)
+            self._reducer.note_elsewhere(is_finite=whole.is_finite)
+            return self._update.scale(whole.norm(), max_norm, norm_type, error_if_nonfinite)
+
+    def clip_whole_model(self, over: Any, replicated: Replicated, **clip: Any) -> Tensor:
+        """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them."""
+        self.check()
+        with self.model_part.over(over):
+            return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated))
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""

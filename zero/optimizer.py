@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,15 @@ from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.live_states import WithLiveStates
 from .step.classes import UserOptimizers
-from .step.clip import check_norm_arguments
+from .step.clip_call import WithClip
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
 
 
 @untraced_methods
-class ZeroOptimizer(WithLiveStates):
+class ZeroOptimizer(WithClip, WithLiveStates):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -52,6 +53,8 @@ class ZeroOptimizer(WithLiveStates):
         module: the module that the parameters belong to, if ``params`` is not a module. It provides names, registration
             order and buffers. Stage 3 needs it.
         process_group: a torch process group or a `collectives.Transport`. Default: torch's default group, or one rank.
+        mesh: in place of ``process_group`` and ``sharding_factor``, a torch `DeviceMesh` of one dimension, which
+            shards, or of two, which replicate and shard; also a part of a larger one, as in ``mesh["dp"]``.
         divisor: the number by which the summed gradient is divided. None: the number of ranks, as in DDP.
         bucket_cap_mb: MiB per bucket, as in DDP. None: 25 on the CPU; on accelerators one bucket per unit at stage 3,
             and a twelfth of the model at stages 0 to 2 (`describe` prints it). "auto": like None, but at least the
@@ -97,6 +100,7 @@ class ZeroOptimizer(WithLiveStates):
         stage: int = 2,
         module: nn.Module | None = None,
         process_group: ProcessGroup | Transport | None = None,
+        mesh: DeviceMesh | None = None,
         divisor: float | None = None,
         bucket_cap_mb: float | Literal["auto"] | None = None,
         collective: str | Algorithm = "auto",
@@ -114,6 +118,7 @@ class ZeroOptimizer(WithLiveStates):
         config = Config(
             module=self._module,
             process_group=process_group,
+            mesh=mesh,
             stage=stage,
             sharding_factor=sharding_factor,
             reshard_after_forward=reshard_after_forward,
@@ -210,7 +215,8 @@ class ZeroOptimizer(WithLiveStates):
         """Return the bytes that this rank holds, next to the formulas; ``print`` shows them as a table. Local."""
         self._engine.check_usable()
         parts = self._parts
-        return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size)
+        mesh = "" if parts.mesh is None else str(parts.mesh)
+        return describe(parts.stage, parts.choice, self._storage, self._reducer, parts.reshard_group_size, mesh)
 
     def check_replicas(self) -> str:
         """Compare the parameters of all ranks, and return the SHA-256 (hexadecimal) over their SHA-256s. All ranks.
@@ -257,18 +263,6 @@ class ZeroOptimizer(WithLiveStates):
         """
         self._engine.check()
         return self._reducer.no_sync()
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
-
-        Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
-        It is on the gradients' device if kernels computed it there, otherwise on the CPU. All ranks. Raises
-        `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
-        """
-        max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        return self._engine.clip_grad_norm_(
-            max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
-        )
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update each parameter that any rank used since `zero_grad`. All ranks. Returns the loss of ``closure``."""
@@ -388,12 +382,6 @@ class ZeroOptimizer(WithLiveStates):
         self._engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
-            "consolidate_state_dict() and state_dict() give"
-        )
 
     def __repr__(self) -> str:
         place = f"stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"

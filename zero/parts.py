@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -26,6 +27,9 @@ from .runtime.streams import Streams
 from .step.classes import UserOptimizers
 from .step.update import Update
 
+if TYPE_CHECKING:
+    from collectives.backends.device_mesh import MeshPlace
+
 
 @dataclass(frozen=True, eq=False)
 class Parts:
@@ -37,6 +41,8 @@ class Parts:
         precision: the dtypes, if they are mixed.
         offload: which tensors are kept elsewhere.
         partition: who owns what of the parameters, for groups that do not say so.
+        mesh: the place of this rank in the mesh that the user gave, if so.
+        job_size: the number of processes of the job in which the group is; 0 if that is unknown.
         choice: the algorithm of the collectives, the ranks, and why it was chosen.
         reshard_group_size: how many ranks share a unit between its forward and its backward.
         bucket_sizes: the bytes of a bucket.
@@ -54,6 +60,8 @@ class Parts:
     precision: MixedPrecision | None
     offload: Offload | None
     partition: str | None
+    mesh: MeshPlace | None
+    job_size: int
     choice: Choice
     reshard_group_size: int
     bucket_sizes: BucketSizes

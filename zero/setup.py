@@ -82,11 +82,11 @@ def build(
     Raises:
         ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
     """
-    group = config.transport().fork()
+    group = config.transport(device).fork()
     reshard_group_size = agree_on_sharing(group, config)
     streams, backwards, joining = Streams(), BackwardTracker(), Joining()
     unit_order = UnitOrder(joining)
-    choice = build_collective(group, config.collective, device, config.sharding_factor)
+    choice = build_collective(group, config.collective, device, config.copy_ranks)
     transport, shard_group = choice.collective.transport, choice.shard_group
     if config.collective == "auto" and not choice.collective.exact and transport.rank == 0:
         inexact = "NCCL chooses the order of sums, so parameters do not have the bits of the plain loop"
@@ -139,6 +139,8 @@ def build(
         precision=config.mixed_precision,
         offload=config.offload,
         partition=config.partition,
+        mesh=config.mesh_place(),
+        job_size=config.job_size(),
         choice=choice,
         reshard_group_size=reshard_group_size,
         bucket_sizes=bucket_sizes,

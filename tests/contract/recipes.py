@@ -47,6 +47,7 @@ from ..support.loops import (
     sum_of_losses,
     tokens_of,
     total_loss,
+    two_layers,
     uneven,
     with_batch_norm,
 )
@@ -119,7 +120,8 @@ EXAMPLES = {
     "Activation checkpointing": Example(PlainLoop()),
     "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
-OTHERS = ("Start", "Data", "Saving", "Loading", "Checkpoints", "Pipeline parallelism", "From FSDP2", "To FSDP2")
+ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
+OTHERS = ("Start", "Data", "Saving", "Loading", "Checkpoints", *ON_MESHES, "From FSDP2", "To FSDP2")
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:
@@ -247,18 +249,25 @@ def started_names(names: dict[str, Any], stage: int) -> dict[str, Any]:
     return {**names_of(EXAMPLES["fp32"], stage, None, names["rank"] % WORLD_SIZE), **public}
 
 
-def through_a_pipeline(names: dict[str, Any], _: Path) -> list[dict[str, Tensor]]:
-    """Return the parameters of all parts, at each stage."""
-    results = []
-    for stage in STAGES:
-        scope = started_names(names, stage)
-        exec(code_of("Pipeline parallelism"), scope)
-        scope["optimizer"].check_replicas()
-        scope["optimizer"].close()
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, {name: p.detach().clone() for name, p in scope["part"].named_parameters()})
-        results.append({name: value for part in parts for name, value in part.items()})
-    return results
+def on_meshes(names: dict[str, Any], _: Path) -> dict[str, list[dict[str, Tensor]]]:
+    """Return for each block the parameters of all parts, at each stage."""
+    return {heading: [on_a_mesh(names, heading, stage) for stage in STAGES] for heading in ON_MESHES}
+
+
+def on_a_mesh(names: dict[str, Any], heading: str, stage: int) -> dict[str, Tensor]:
+    """Return the parameters of all parts. Before the name of a part along tp is its place."""
+    scope = started_names(names, stage)
+    exec(code_of("Data"), scope)
+    if heading.startswith("Tensor"):
+        scope["model"] = seeded(7, two_layers)
+    exec(code_of(heading), scope)
+    scope["optimizer"].check_replicas()
+    scope["optimizer"].close()
+    mine = scope.get("part", scope["model"])
+    prefix = f"{scope['mesh'].get_local_rank('tp')}." if heading.startswith("Tensor") else ""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {prefix + name: p.detach().clone() for name, p in mine.named_parameters()})
+    return {name: value for part in parts for name, value in part.items()}
 
 
 def from_and_to_fsdp2(names: dict[str, Any], folder: Path) -> list[dict[str, Tensor]]:

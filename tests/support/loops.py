@@ -66,6 +66,29 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES))
 
 
+def two_layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class Halves(nn.Module):
+    """`two_layers` in two parts of the hidden features, as a tensor-parallel model adds them up."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        for place in range(2):
+            cut = {"up": model[0].weight.chunk(2)[place], "up_bias": model[0].bias.chunk(2)[place]}
+            cut["down"] = model[2].weight.chunk(2, 1)[place]
+            self.add_module(str(place), nn.ParameterDict({name: part.detach().clone() for name, part in cut.items()}))
+        self.bias = nn.Parameter(model[2].bias.detach().clone())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = []
+        for part in (self.get_submodule("0"), self.get_submodule("1")):
+            hidden = nn.functional.linear(inputs, part.get_parameter("up"), part.get_parameter("up_bias")).tanh()
+            outputs.append(nn.functional.linear(hidden, part.get_parameter("down")))
+        return outputs[0] + outputs[1] + self.bias
+
+
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 

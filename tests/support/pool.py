@@ -26,7 +26,7 @@ import torch.distributed as dist
 from .ports import reserved_port
 
 SIZE = 4
-GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))
+GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))  # and all
 GROUP_TIMEOUT = 60.0 if torch.cuda.is_available() else 20.0  # seconds; a first program also makes CUDA contexts
 IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
@@ -40,16 +40,17 @@ class ProgramError(Exception):
         self.errors = errors
 
 
-def _serve(rank: int, port: int, pipe: Connection, backend: str) -> None:
+def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(SIZE), OMP_NUM_THREADS="1"
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), OMP_NUM_THREADS="1"
     )
     if "nccl" in backend:  # which refuses two ranks of one host on one GPU: it takes each for a host
         os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
     faulthandler.enable()  # a process that torch ends says where
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT))
-    groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in GROUPS}
+    known = dict.fromkeys((*GROUPS, tuple(range(size))))
+    groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in known}
     pipe.send("ready")
     while True:
         try:
@@ -67,8 +68,11 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str) -> None:
 class GlooPool:
     """Runs programs on long-lived processes. With the start method "spawn" they share no memory, and start slowly."""
 
-    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver", backend: str = "gloo") -> None:
-        self._backend = backend
+    def __init__(
+        self, start_method: Literal["forkserver", "spawn"] = "forkserver", backend: str = "gloo", size: int = SIZE
+    ) -> None:
+        """``size``: the number of processes, at least 4."""
+        self._backend, self._size = backend, size
         self._context: Any = multiprocessing.get_context(start_method)
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
@@ -119,9 +123,11 @@ class GlooPool:
     def _start(self) -> None:
         self._context.set_forkserver_preload(IMPORTS)
         with reserved_port() as port:
-            for rank in range(SIZE):
+            for rank in range(self._size):
                 ours, theirs = self._context.Pipe()
-                process = self._context.Process(target=_serve, args=(rank, port, theirs, self._backend), daemon=True)
+                process = self._context.Process(
+                    target=_serve, args=(rank, port, theirs, self._backend, self._size), daemon=True
+                )
                 process.start()
                 theirs.close()
                 self._pipes.append(ours)

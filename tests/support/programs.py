@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from collectives import Transport, on_threads
 from zero import MixedPrecision, Offload, ZeroOptimizer
@@ -180,27 +181,33 @@ locked_build = build
 def run_rank(
     program: Program, transport: Any
 ) -> tuple[nn.Module, list[Tensor], list[list[Tensor]], dict[str, Any] | None]:
-    """Run the program on one rank.
+    """Run the program on one rank of a transport, a process group or a mesh.
 
     Return the model, the norms, the parameters after each step, and on rank 0 the states; all on the CPU.
     """
     cls, arguments = program.optimizer_class()
-    rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
+    if isinstance(transport, DeviceMesh):
+        rank = transport.mesh.flatten().tolist().index(torch.distributed.get_rank())
+        where: dict[str, Any] = {"mesh": transport}
+    else:
+        rank = transport.rank if isinstance(transport, Transport) else torch.distributed.get_rank(transport)
+        where = {"process_group": transport, "sharding_factor": program.sharding_factor}
     model = locked_build(program.seed + rank, program.dtype).to(program.device)
     optimizer = ZeroOptimizer(
         model,
         cls,
         stage=program.stage,
-        process_group=transport,
         bucket_cap_mb=program.bucket_cap_mb,
         collective=program.collective,
-        sharding_factor=program.sharding_factor,
         reshard_after_forward=program.reshard,
         offload=program.offload,
         mixed_precision=program.precision,
         partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),
+        **where,
         **arguments,
     )
+
+    assert optimizer.rank == rank
 
     def ready(step: Step) -> None:
         if step.reset is None or step.reset:

@@ -235,3 +235,16 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
 }
 """The bugs that an expression makes, by name."""
+
+
+def replicated_parameters_count_in_every_part(real: Any, self: Any, part: Any, replicated: Any, arguments: Any) -> Any:
+    whole = real(self, part, replicated, arguments)
+    return replace(whole, own=whole.own.merge(whole.shared))
+
+
+def gradients_of_replicated_parameters_are_not_compared(real: Any, self: Any, positions: Any) -> Any:
+    return dict.fromkeys(positions, 0)
+
+
+def a_digest_depends_on_the_cuts(real: Any, part: Any, first: int) -> Any:
+    return real(part, 0)

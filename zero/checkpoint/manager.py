@@ -19,6 +19,7 @@ from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
 from .files import weaker
 from .folder.directory import LockedDirectory, complete_steps, step_name
+from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
@@ -39,7 +40,8 @@ class CheckpointManager:
     it closes itself at the end.
 
     Attributes:
-        directory: the folder, as an absolute path.
+        directory: the folder, as an absolute path. If the optimizer's mesh is a part of a larger one, it is the folder
+            of this part of the model.
     """
 
     def __init__(
@@ -68,8 +70,8 @@ class CheckpointManager:
         Raises:
             ValueError: an argument is invalid, another run holds the lock, or a rank does not see the folder.
         """
-        self.directory = Path(directory).absolute()
-        self._optimizer, self._parts = optimizer, ShardedOptimizer(optimizer)
+        self._optimizer, self._parts, self._model_parts = optimizer, ShardedOptimizer(optimizer), ModelParts(optimizer)
+        self.directory = self._model_parts.folder(Path(directory).absolute())
         self._asynchronous, self._assets = asynchronous, assets
         self._saver = Saver(optimizer)
         self._saving: Saving | None = None
@@ -140,6 +142,8 @@ class CheckpointManager:
         try:
             if self._saving is not None:
                 self._saving.wait()
+            self._compare_parts()
+            if self._saving is not None:
                 self._warn_of(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
@@ -171,6 +175,11 @@ class CheckpointManager:
             saving.result()
             self._warn_of(saving)
         return saving
+
+    def _compare_parts(self) -> None:
+        """Let the checkpoint stay that is the newest one of the whole model until all parts have a newer one."""
+        if self._model_parts.name and self._optimizer.rank == 0:
+            self._retention.keep_from(next(iter(self._model_parts.common(self.all_steps(), may_differ=True)), None))
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -226,6 +235,7 @@ class CheckpointManager:
         if self._saving is not None:
             self._saving.wait()
         restorer = Restorer(self._optimizer, state, rank_state, optimizer_too=optimizer, rng=rng, reshard=reshard)
+        restorer.parts = self._model_parts
         restored = restorer.restore(self.directory, step)
         self._broken.update(path.name for path in restorer.broken)
         if restored is not None:

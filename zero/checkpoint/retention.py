@@ -6,7 +6,7 @@ Knows: the rule. Does not know: how a checkpoint is removed. Runs on rank 0, in 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from .folder.directory import LockedDirectory, check_free, complete_steps, steps_in
@@ -33,10 +33,16 @@ class Retention:
             require(number is None or number >= 1, f"{name} is {number}: it must be at least 1, or None")
         self._max_to_keep, self._keep_period = max_to_keep, keep_period
         self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
+        self._kept: Callable[[int], bool] = lambda step: False  # of steps that must stay for now
 
     def note_whole(self, step: int) -> None:
         """Note that every block of a checkpoint was written by this run, or read."""
         self._whole[step] = True
+
+    def keep_from(self, step: int | None) -> None:
+        """Let this checkpoint and newer ones stay, whatever their number; None: all. It is the newest one that all
+        parts of a model have."""
+        self._kept = lambda other: step is None or other >= step
 
     def apply(self, directory: LockedDirectory, step: int) -> list[str]:
         """Remove what is not kept, after the commit of ``step``. Return, as text, what was left instead, and why."""
@@ -52,7 +58,7 @@ class Retention:
         ]
         if self._max_to_keep > 1 and others and not self._is_whole(directory.path, others[0]):
             return directory.remove([])
-        return directory.remove(others[self._max_to_keep - 1 :])
+        return directory.remove([other for other in others[self._max_to_keep - 1 :] if not self._kept(other)])
 
     def _is_whole(self, directory: Path, step: int) -> bool:
         if step not in self._whole:

@@ -14,6 +14,7 @@ class ShardedOptimizer:
 
     Attributes:
         stage: which stage it is.
+        place: this rank's place in the mesh that the user gave; None without one.
         module: the model; None if it was built from parameters alone.
         storage: the parameters and their buckets, with what this rank holds of them.
         classes: the `torch.optim` classes, by param group and by number.
@@ -33,6 +34,7 @@ class ShardedOptimizer:
         engine = optimizer._engine
         parts = engine.parts
         self.stage, self.module, self.storage = parts.stage, parts.module, parts.storage
+        self.place = parts.mesh
         self.classes = parts.user_optimizers
         self.groups: list[Options] = optimizer.param_groups
         self.averages, self.watchers = engine.averages, engine.watchers

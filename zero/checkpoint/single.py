@@ -14,6 +14,7 @@ from typing import Any
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
+from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
 from .read.restorer import Reshard, Restored, Restorer
@@ -50,7 +51,7 @@ def save(
         FileExistsError: ``path`` has a checkpoint, and ``overwrite`` is not set, or it has other files. On ranks other
             than 0 the error is a `RuntimeError`.
     """
-    target = Path(path).absolute()
+    target = ModelParts(optimizer).folder(Path(path).absolute())
     problem: Exception | None = None
     unusable = _make_parents(target, optimizer.rank)
     in_parts = check_visible(optimizer, target.parent, unusable)
@@ -127,4 +128,4 @@ def load(
         What was restored.
     """
     restorer = Restorer(optimizer, state, rank_state, optimizer_too=with_states, rng=rng, reshard=reshard)
-    return restorer.load([(Path(path).absolute(), None)], fall_back=False, purpose="zero.load()")
+    return restorer.load([(restorer.parts.folder(Path(path).absolute()), None)], fall_back=False, purpose="zero.load()")

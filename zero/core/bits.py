@@ -136,3 +136,28 @@ def all_zero(tensors: Sequence[Tensor]) -> list[bool]:
     if not tensors or host_readable(tensors[0].device):
         return [not torch.count_nonzero(tensor) for tensor in tensors]
     return [not found for found in read_scalars([tensor.any() for tensor in tensors])]
+
+
+_CHUNK = 1 << 16  # elements, whose integers stay in a cache
+_FACTORS = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64))  # odd, as signed numbers
+
+
+def digest_of_part(part: Tensor, first: int) -> int:
+    """Return a number of 64 bits that depends on each element's bits and place. The sum over the parts of a tensor,
+    modulo 2**64, is the same however it is cut.
+
+    ``part``: 1-D, contiguous, of a floating dtype; its elements are ``first``, ``first + 1``, ... of the tensor.
+    """
+    total = 0
+    for begin in range(0, part.numel(), _CHUNK):
+        bits = part[begin : begin + _CHUNK].view(INTEGERS[part.itemsize]).to(torch.int64)
+        places = torch.arange(first + begin, first + begin + len(bits), device=part.device)
+        total += int(_mixed(_mixed(places) ^ bits).sum())  # host synchronisation: ranks compare it
+    return total % (1 << 64)
+
+
+def _mixed(numbers: Tensor) -> Tensor:
+    """Return other integers, one for each, in which every bit depends on all bits."""
+    for factor in _FACTORS:
+        numbers = (numbers ^ (numbers >> 31)) * factor
+    return numbers ^ (numbers >> 29)

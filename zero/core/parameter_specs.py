@@ -324,9 +324,11 @@ def _untrainable(parameter: Tensor, name: str) -> str:
     """Return why a parameter cannot be trained, and the remedy."""
     freeze = "or freeze it with requires_grad_(False) before the optimizer is built"
     if has_own_dispatch(parameter):
+        local = "its to_local() as an nn.Parameter, which clip_grad_norm_(over=...) knows to be a part of a model"
+        plain = local if hasattr(parameter, "device_mesh") else "an nn.Parameter of ordinary memory"
         return (
             f"{name!r} is a {type(parameter).__name__}, a tensor subclass with its own __torch_dispatch__, whose "
-            f"memory cannot be sharded: put an nn.Parameter of ordinary memory in its place, {freeze}"
+            f"memory cannot be sharded: put {plain} in its place, {freeze}"
         )
     if parameter.is_complex():
         return (

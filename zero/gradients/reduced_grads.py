@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 
 import torch
 from torch import Tensor
 
 from collectives.torch_internals import amp_unscale_
 
-from ..core.bits import read_scalars
+from ..core.bits import digest_of_part, read_scalars
 from ..core.layout import Piece
 from ..runtime.bucket import Bucket
 
@@ -24,6 +24,28 @@ class ReducedGrads:
     def shards(self) -> list[Tensor]:
         """Return the means in the shards that this rank owns, 1-D: over all owners, every element once."""
         return self._intervals(lambda bucket: bucket.grad.pieces)
+
+    def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]:
+        """Return those of `shards` that are of the parameters at these positions in the layout, or of all others."""
+
+        def chosen(bucket: Bucket) -> list[Piece]:
+            slots = bucket.spec.slots
+            return [piece for piece in bucket.grad.pieces if (slots[piece.slot].parameter in positions) == inside]
+
+        return self._intervals(chosen)
+
+    def digests(self, positions: Iterable[int]) -> dict[int, int | None]:
+        """Return the `digest_of_part` of this rank's shard of the mean of each of these parameters; None if no rank
+        used it."""
+        found: dict[int, int | None] = dict.fromkeys(positions)
+        for bucket in self._buckets:
+            gradient = bucket.grad.final_grad()
+            for slot, place in enumerate(bucket.spec.slots):
+                if place.parameter in found and bucket.used[slot] and gradient is not None:
+                    mine = [piece for piece in bucket.grad.pieces if piece.slot == slot]
+                    parts = [digest_of_part(gradient.piece(piece), piece.begin - place.offset) for piece in mine]
+                    found[place.parameter] = sum(parts)
+        return found
 
     def any_is_fp64(self) -> bool:
         """Return whether the gradient of a used parameter is accumulated in fp64."""
@@ -75,6 +97,11 @@ class FoundInf:
         if self._results and not may_be_new and found.device not in self._results:
             self._set(found)
         return self._results.get(found.device) is found
+
+    def note_elsewhere(self) -> None:
+        """Note that a gradient of another part of the model is not finite: the step of this `unscale_` is skipped."""
+        for found in self._results.values():
+            found.fill_(1.0)
 
     def note(self, found: Tensor, overflow: bool) -> None:
         """Note the result of an `unscale_`, and set ``found`` of its first device to it."""

@@ -323,6 +323,11 @@ class Reducer:
             tag = Tag(Kind.EXCHANGE, "gradients that are not finite", self.schedule.number, self.agreement.number)
             self._found.note(found, any(flag[0] for flag in self._transport.exchange(mine, tag)))
 
+    def note_elsewhere(self, *, is_finite: bool) -> None:
+        """Note whether all gradients of the whole model, of which this is a part, are finite. Local."""
+        if not is_finite:
+            self._found.note_elsewhere()
+
     @property
     def has_new_gradients(self) -> bool:
         """True if this rank has gradients that no step has used, and that were not cleared."""

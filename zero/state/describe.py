@@ -63,6 +63,7 @@ class Description:
     formula_traffic_bytes: Callable[[int, int], int]
     """(backwards, synchronised backwards) of the rank that has most in a step -> payload bytes that the step sends,
     summed over the ranks. A rank that has fewer takes part without a contribution."""
+    mesh: str = ""  # the dimensions of the mesh that the user gave, with their sizes
 
     def __str__(self) -> str:
         shared, replicas = "", self.world_size // self.sharding_factor
@@ -71,8 +72,9 @@ class Description:
             shared = f"sharding factor {self.sharding_factor} ({sums}), "
         if self.collective == "fold":
             shared = f"sums of up to {FOLDS_IN_FLIGHT} buckets under way between hosts, "
+        mesh = f"{self.mesh}, " if self.mesh else ""
         lines = [
-            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {shared}collective {self.collective} "
+            f"stage {self.stage}, rank {self.rank} of {self.world_size}, {mesh}{shared}collective {self.collective} "
             f"({self.why})",
             f"{'':>4} {'bytes':>14} {'formula':>14}",
         ]
@@ -100,6 +102,7 @@ def describe(
     storage: ParameterStorage,
     reducer: Reducer,
     reshard_group_size: int,
+    mesh: str,
 ) -> Description:
     """Describe one rank. Local; changes nothing. ``reshard_group_size`` is the result of `check_reshard`."""
     layout, collective = storage.layout, choice.collective
@@ -164,6 +167,7 @@ def describe(
             reshard_group_size=reshard_group_size,
             hosts=hosts,
         ),
+        mesh,
     )
 
 

@@ -158,6 +158,12 @@ class WithLiveStates(torch.optim.Optimizer):
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         self._engine.reset_states(self.param_groups, chosen)
 
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
+            "consolidate_state_dict() and state_dict() give"
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> NoReturn:
         refuse()
 

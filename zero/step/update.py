@@ -112,8 +112,7 @@ class Update:
         rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN. The norm is on the device if all
         ranks clip there, and else on the host.
         """
-        held = [bucket.grad.final_grad() for bucket in self._storage.buckets]
-        gradients = [gradient.data for gradient in held if gradient is not None]
+        gradients = self._gradients()
         if set(parts) == {ON_DEVICE}:
             return self._clip_on_device(max_norm, gradients)
         if not parts or not all(parts) or ON_DEVICE in parts:
@@ -122,13 +121,21 @@ class Update:
         for data in parts:
             total = total.merge(PowerSum.from_bytes(data))
         norm = total.norm(torch.float64 if self._means.any_is_fp64() else torch.float32)
+        return self.scale(norm, max_norm, norm_type, error_if_nonfinite)
+
+    def scale(self, norm: Tensor, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale the means by the factor of a norm on the host, and return the norm. Local. See `clip`."""
         if error_if_nonfinite:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
         if not bool(factor == 1.0):
-            for gradient in gradients:
+            for gradient in self._gradients():
                 gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
+
+    def _gradients(self) -> list[Tensor]:
+        held = [bucket.grad.final_grad() for bucket in self._storage.buckets]
+        return [gradient.data for gradient in held if gradient is not None]
 
     def _clip_on_device(self, max_norm: float, gradients: Sequence[Tensor]) -> Tensor:
         device = self._device

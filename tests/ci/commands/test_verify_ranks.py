@@ -45,6 +45,12 @@ def test_on_real_ranks_the_right_runs_are_right_and_the_wrong_ones_wrong_where_t
     assert str(found).endswith("4 of 8 runs differ from the plain loop")
 
 
+def test_on_a_mesh_the_runs_have_the_bits_of_the_plain_loop() -> None:
+    ranks = {"mesh": (2, 2), "stages": (0, 3), "batches": verified.pairs(8), "max_norm": 0.5}
+    found = verify(verified.Squares, **{**ranks, "lr": 0.1})
+    assert [(run.stage, run.world_size, run.ok) for run in found.runs] == [(0, 4, True), (3, 4, True)]
+
+
 def test_what_differs_between_processes_is_not_blamed_on_a_stage_and_rounds_are_told() -> None:
     found = verify(verified.Squares, verified.pairs, loss_fn=verified.other_in_each_process, world_sizes=(2,), lr=0.1)
     assert found.plain.step == 1

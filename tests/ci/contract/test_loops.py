@@ -14,8 +14,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from ...contract import recipes
 from ...contract.recipes import EXAMPLES, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
 from ...support.launched import launch
-from ...support.loops import PlainLoop
-from ...support.plain import assert_same_model, assert_same_states
+from ...support.loops import Halves, PlainLoop, seeded, two_layers
+from ...support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ...support.pool import GlooPool
 
 pytestmark = pytest.mark.contract
@@ -64,7 +64,29 @@ def test_loaders_that_shuffle_differently_are_an_error_on_every_rank(gloo: GlooP
         assert said == "the loaders of the ranks have different micro-batches: give each the same seed"
 
 
-def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def on_meshes(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what the blocks on meshes have trained on four ranks, which are started once for all."""
+    return launch(f"{recipes.__name__}:on_meshes", tmp_path_factory.mktemp("meshes"), ranks=4)
+
+
+def test_a_mesh_of_two_copies_trains_the_bits_of_the_plain_loop(on_meshes: Any) -> None:
+    expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].micro_batches()
+    PlainLoop(together=4).run(expected, batches)
+    for state in on_meshes["A mesh"]:
+        assert_same_dict(state, dict(expected.named_parameters()))
+
+
+def test_tensor_parallelism_by_hand_trains_the_bits_of_the_plain_loop_that_adds_the_same_parts(on_meshes: Any) -> None:
+    expected, batches = Halves(seeded(7, two_layers)), EXAMPLES["fp32"].micro_batches()
+    PlainLoop().run(expected, batches)
+    for state in on_meshes["Tensor parallelism by hand"]:
+        assert len(state) == 8
+        for name, value in state.items():
+            assert_same_bits(value, expected.get_parameter("bias" if name.endswith(".bias") else name), name)
+
+
+def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(on_meshes: Any) -> None:
     expected, batches = EXAMPLES["fp32"].model(), EXAMPLES["fp32"].micro_batches()
     halves = [
         (inputs.chunk(2)[half], targets.chunk(2)[half])
@@ -72,8 +94,8 @@ def test_a_pipeline_of_two_copies_trains_the_bits_of_the_plain_loop(tmp_path: Pa
         for half in range(2)
         for inputs, targets in batches[step : step + 2]
     ]
-    PlainLoop(together=4, max_norm=float("inf")).run(expected, halves)
-    for state in launch(f"{recipes.__name__}:through_a_pipeline", tmp_path, ranks=4):
+    PlainLoop(together=4).run(expected, halves)
+    for state in on_meshes["Pipeline parallelism"]:
         assert_same_dict(state, dict(expected.named_parameters()))
 
 

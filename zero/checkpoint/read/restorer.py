@@ -21,7 +21,8 @@ import torch
 
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
-from ..folder.directory import set_aside, step_name, steps_in
+from ..folder.directory import is_complete, set_aside, step_name, steps_in
+from ..folder.model_parts import ModelParts
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..sharded_optimizer import ShardedOptimizer
@@ -70,10 +71,15 @@ class Restorer:
         self._optimizer = optimizer
         self._state, self._rank_state = state, rank_state
         self._with_states, self._rng, self._reshard = optimizer_too, rng, reshard
+        self.parts = ModelParts(optimizer)
         self.broken: list[Path] = []  # checkpoints instead of which an older one was tried
 
     def restore(self, directory: Path, step: int | None) -> Restored | None:
         """Restore ``step``, or the newest that is not broken. Collective. None if there is none at all."""
+        with self.parts.comparing():
+            return self._restore(directory, step)
+
+    def _restore(self, directory: Path, step: int | None) -> Restored | None:
         paths: list[tuple[str, int]] = []
         problem: Exception | None = None
         try:
@@ -87,15 +93,30 @@ class Restorer:
         for rank, (theirs, _) in enumerate(found):
             if theirs is not None:
                 raise ValueError(f"rank {rank}: {theirs}")
-        told = [(Path(path), number) for path, number in found[0][1]]
+        told = self._in_all_parts([(Path(path), number) for path, number in found[0][1]], step)
         if not told:
             return None
         try:
-            return self.load(told[:1] if step is not None else told, fall_back=step is None)
+            return self._load(told[:1] if step is not None else told, fall_back=step is None)
         except CheckpointError as error:
             if step is None or not told[1:]:
                 raise
             raise CheckpointError(f"{error}; older steps: {', '.join(str(number) for _, number in told[1:])}") from None
+
+    def _in_all_parts(self, told: list[tuple[Path, int]], step: int | None) -> list[tuple[Path, int]]:
+        """Return those of this part's checkpoints whose steps all parts of the model have. Collective."""
+        if not self.parts.name:
+            return told
+        common = self.parts.common([number for path, number in told if is_complete(path)])
+        if step is not None and step not in common:
+            raise CheckpointError(f"step {step} is not complete in every part of the model; those that are: {common}")
+        newer = [path for path, number in told if common and number > common[0] and step is None]
+        if newer:
+            self.broken += newer
+            warn_caller(f"{newer[0]} is not complete in every part of the model; step {common[0]} is taken instead")
+        if not common:
+            self.parts.finished()
+        return [(path, number) for path, number in told if number in common]
 
     def _choose(self, directory: Path, step: int | None) -> list[tuple[str, int]]:
         """Return, on rank 0, the folders of ``step`` (None: the newest) and of older ones, with their steps. Local."""
@@ -125,11 +146,19 @@ class Restorer:
         ``paths``: with the step of each; None: any. ``fall_back``: whether another one is tried after a broken one.
         ``purpose``: the call that an error names.
         """
+        with self.parts.comparing():
+            return self._load(paths, fall_back=fall_back, purpose=purpose)
+
+    @torch.no_grad()
+    def _load(
+        self, paths: Sequence[tuple[Path, int | None]], *, fall_back: bool, purpose: str = "restore()"
+    ) -> Restored:
         ShardedOptimizer(self._optimizer).agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
-            broken = self._agree(checkpoint, problem)
+            broken = self.parts.broken(self._agree(checkpoint, problem))
             if broken is None:
+                self.parts.finished()
                 assert loader is not None
                 assert checkpoint is not None
                 ShardedOptimizer(self._optimizer).load(loader.load)
@@ -148,6 +177,7 @@ class Restorer:
             checkpoint = Checkpoint(path)
             if step is not None and checkpoint.step != step:
                 raise ValueError(f"{path} was saved as step {checkpoint.step}: give its folder that name again")
+            self.parts.check(checkpoint.manifest.written_by.get("part"), path)
             rank, world = self._optimizer.rank, self._optimizer.world_size
             checkpoint.verify_part(rank, world, threads_of_rank(world))
             contents = Contents(ShardedOptimizer(self._optimizer))

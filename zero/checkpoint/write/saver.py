@@ -26,6 +26,7 @@ from collectives import as_a_whole
 from ...core.statetree import encode
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents, StateFacts
+from ..folder.model_parts import ModelParts
 from ..format.checksums import BLOCK_BYTES
 from ..format.extents import chunks
 from ..format.manifest import Manifest
@@ -209,6 +210,8 @@ class Saver:
             "collective": parts.collective.name,
             **_versions(),
         }
+        if facts_of_part := ModelParts(self._optimizer).facts:
+            written_by["part"] = facts_of_part
         manifest = Manifest(
             request.step,
             contents.parameters(),

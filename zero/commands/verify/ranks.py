@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import collectives
 import zero
@@ -261,11 +262,16 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
     workload = Workload(folder, watchdog, name, seed=3 + int(os.environ["RANK"]))
     spec, step = workload.spec, 0
     workload.at("ZeroOptimizer(...)")
+    named = ("dp_replicate", "dp_shard")
+    mesh = (
+        None if spec.mesh is None else init_device_mesh(spec.device, spec.mesh, mesh_dim_names=named[-len(spec.mesh) :])
+    )
     optimizer = ZeroOptimizer(
         workload.groups(),
         resolve(spec.optimizer_class),
         module=workload.model,
         stage=stage,
+        mesh=mesh,
         divisor=spec.micro_batches,
         bucket_cap_mb=spec.bucket_cap_mb,
         collective=spec.algorithm,

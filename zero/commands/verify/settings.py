@@ -17,7 +17,7 @@ class VerifyConfig:
     """The settings of `zero verify`: a function, and arguments of `zero.verify` that replace those that it returns."""
 
     GROUPS: ClassVar = {
-        "What is run": ("stages", "world_sizes", "collective", "bucket_cap_mb", "micro_batches", "max_norm"),
+        "What is run": ("stages", "world_sizes", "mesh", "collective", "bucket_cap_mb", "micro_batches", "max_norm"),
         "Where": ("device", "threads", "timeout"),
     }
     EXAMPLES: ClassVar = (
@@ -38,6 +38,9 @@ class VerifyConfig:
     ]
     stages: Annotated[tuple[int, ...] | None, "stages to run, as in 0,3; default: all"] = None
     world_sizes: Annotated[tuple[int, ...] | None, "numbers of ranks, as in 2,4; default: 1,2,3"] = None
+    mesh: Annotated[tuple[int, ...] | None, "replicas and ranks that share each, as in 2,3, instead of world sizes"] = (
+        None
+    )
     collective: Annotated[str | None, "algorithm that moves the buckets; default: auto"] = None
     bucket_cap_mb: Annotated[float | Literal["auto"] | None, "size of a bucket in MiB, or auto"] = None
     micro_batches: Annotated[int | None, "micro-batches per step, over all ranks"] = None

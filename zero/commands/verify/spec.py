@@ -44,6 +44,7 @@ class VerifySpec:
     defaults: dict[str, Any]
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]
+    mesh: tuple[int, ...] | None
     micro_batches: int
     max_norm: float | None
     bucket_cap_mb: float | Literal["auto"] | None

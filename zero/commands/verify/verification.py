@@ -42,6 +42,7 @@ BUILT_TWICE = (
     "build_model() returns different parameters each time, so there is nothing to compare the stages with. Seed its "
     "random generators; torch's own one is seeded before each call."
 )
+WORLD_SIZES = (1, 2, 3)  # if the caller names none
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def verify(
     *,
     loss_fn: Callable[[nn.Module, Any], Tensor] | None = None,
     stages: Sequence[int] = tuple(STAGES),
-    world_sizes: Sequence[int] = (1, 2, 3),
+    world_sizes: Sequence[int] = WORLD_SIZES,
+    mesh: Sequence[int] | None = None,
     micro_batches: int | None = None,
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
@@ -124,6 +126,8 @@ def verify(
             for a mapping, else ``model(batch)``.
         stages: the stages to run.
         world_sizes: the numbers of ranks to run them on.
+        mesh: the lengths of the dimensions of a `DeviceMesh`, as in (2, 3): two replicas, sharded over three ranks
+            each. Stages then run on this mesh, in place of ``world_sizes``.
         micro_batches: the number of micro-batches per step, over all ranks, by which the summed gradient is divided.
             None: the least common multiple of ``world_sizes``.
         max_norm: clip the gradients to this norm, in the plain loop by `zero.clip_grad_norm_`; None: no clipping.
@@ -146,7 +150,8 @@ def verify(
     from ..runner import choose_device
 
     _check_process()
-    sizes = _integers(world_sizes, "world_sizes")
+    shape = None if mesh is None else _shape(mesh, world_sizes)
+    sizes = _integers(world_sizes, "world_sizes") if shape is None else (math.prod(shape),)
     stage_numbers = _integers(stages, "stages", least=0)
     place, note = choose_device(device, max(sizes), torch.cuda.device_count())
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": mixed_precision}
@@ -163,6 +168,7 @@ def verify(
         defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
+        mesh=shape,
         micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
@@ -180,6 +186,7 @@ def verify(
         "micro-batches a step": [spec.micro_batches],
     }
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
+    settings += "" if shape is None else f"; mesh: {' x '.join(map(str, shape))}"
     settings += "" if collective == "auto" else f"; collective: {spec.collective}"
     settings += "" if place == "cpu" else "; on GPUs"
     if note is not None:
@@ -199,6 +206,19 @@ def _check_process() -> None:
             'under `if __name__ == "__main__":`'
         )
     check_alone("verify()")
+
+
+def _shape(mesh: Sequence[int], world_sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the lengths of the dimensions of a mesh."""
+    try:
+        shape = tuple(operator.index(length) for length in mesh)
+    except TypeError:
+        raise TypeError(f"mesh must be one or two whole numbers, not {mesh!r}") from None
+    if len(shape) not in (1, 2) or min(shape) < 1:
+        raise ValueError(f"mesh must be (shard,) or (replicate, shard), of numbers of at least 1, not {mesh!r}")
+    if tuple(world_sizes) not in (WORLD_SIZES, (math.prod(shape),)):
+        raise ValueError(f"mesh {shape} is of {math.prod(shape)} ranks: leave world_sizes={world_sizes!r} out")
+    return shape
 
 
 def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:

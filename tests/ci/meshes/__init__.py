@@ -1,0 +1,1 @@
+"""Meshes of six processes, and FSDP2 on the same mesh."""

@@ -1,0 +1,64 @@
+"""Meshes of six processes have the plain loop's bits, and FSDP2's where no order of a sum can matter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ...meshes import jobs
+from ...meshes.spread import Part, clipped, compare_parts
+from ...support.narrowed import PRECISIONS
+from ...support.plain import assert_same_bits
+from ...support.pool import GlooPool
+from ...support.programs import Program, Round, Step, compare
+from ...support.sides import AsPlain
+
+FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)), Step(clips=((0.1, 3.0),)))
+CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
+
+
+@pytest.fixture(scope="module")
+def six() -> Iterator[GlooPool]:
+    pool = GlooPool(size=6)
+    yield pool
+    pool.stop()
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "more"),
+    [
+        (3, [[0, 2, 4], [1, 3, 5]], {"steps": CLIPPED}),
+        (2, [[0, 3], [1, 4], [2, 5]], {"steps": FEWER}),
+        (1, [[0, 1, 2], [3, 4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["fp16"], "scaled": True}),
+        (3, [[0, 1], [2, 3], [4, 5]], {"steps": CLIPPED, "precision": PRECISIONS["bf16"], "reshard": False}),
+        (0, [[0, 1, 2], [3, 4, 5]], {"steps": FEWER}),
+        (3, [1, 2, 5], {"steps": CLIPPED, "collective": "pairwise"}),
+    ],
+    ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),
+)
+def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
+    six: GlooPool, stage: int, ranks: Any, more: dict[str, Any]
+) -> None:
+    members = torch.tensor(ranks).flatten().tolist()
+    program = Program(len(members), stage, **more)
+    results = six.run(jobs.on_mesh, program, ranks, ranks=range(6))
+    compare(program, [results[rank] for rank in members])
+
+
+@pytest.mark.parametrize(("parts", "stage"), [(2, 0), (2, 3), (3, 2)])
+def test_parts_on_six_processes_have_the_whole_models_norm(six: GlooPool, parts: int, stage: int) -> None:
+    whole = Part(*range(parts))
+    expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 6 // parts))
+    compare_parts(whole, expected, six.run(jobs.train_parts, parts, stage, "a mesh", ranks=range(6)))
+
+
+def test_fsdp2_on_the_same_mesh_has_the_same_losses_and_parameters_on_integers(gloo: GlooPool) -> None:
+    """Sums of small integers, divided by a power of two, are exact in any order."""
+    for ours, theirs, losses, their_losses in gloo.run(jobs.beside_fsdp2, ranks=range(4)):
+        assert losses == their_losses
+        assert len(set(losses)) == len(losses), "each step changes the loss"
+        for name, value in ours.items():
+            assert_same_bits(value, theirs[name], name)

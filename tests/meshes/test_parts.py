@@ -1,0 +1,99 @@
+"""Checkpoints of a model whose parts are on several ranks: one folder for each part, and steps that all parts have."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from collectives import Transport, on_threads
+from collectives.backends.device_mesh import MeshPlace
+from zero import ZeroOptimizer
+from zero.checkpoint.folder.model_parts import ModelParts
+
+from ..support.errors import error_of
+from ..support.limits import BOUND
+from ..support.plain import assert_same_bits
+from ..support.pool import GlooPool
+from ..support.sides import AsPlain
+from . import jobs
+from .spread import Part, take_step
+
+
+def whole_after(steps: int) -> Part:
+    whole = Part(0, 1)
+    side = AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 2)
+    for step in range(steps):
+        take_step(side, step)
+    return whole
+
+
+def assert_resumed(results: list[Any], step: int) -> None:
+    """Compare the parts that went on after a step with the undisturbed training of the whole model."""
+    whole = whole_after(step + 1)
+    assert results[2:] == [None, None]
+    for found, model, _ in results[:2]:
+        assert found == step
+        for name, parameter in model.named_parameters():
+            assert_same_bits(parameter, whole.get_parameter(name), name)
+
+
+def test_parts_are_saved_by_their_places_and_restored_together_at_another_data_parallel_size(
+    gloo: GlooPool, tmp_path: Path
+) -> None:
+    for found in gloo.run(jobs.save_parts, tmp_path, 3, ranks=range(4)):
+        assert found == [2, 3], "2 stays, though one is to be kept, until every part is known to have 3"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "tp-0", "tp-1"]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["tp-0", "tp-1"]
+    assert_resumed(gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4)), 3)
+
+    shutil.rmtree(tmp_path / "tp-1" / "step-00000003")
+    results = gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4))
+    assert_resumed(results, 2)
+    assert "step-00000003 is not complete in every part of the model; step 2 is taken instead" in results[0][2][0]
+    for error in gloo.run(jobs.resume_parts, tmp_path, 3, ranks=range(4))[:2]:
+        assert "CheckpointError: step 3 is not complete in every part of the model; those that are: [2]" in error
+    (tmp_path / "tp-0" / "step-00000002" / "checkpoint.json").write_text("{")
+    for error in gloo.run(jobs.resume_parts, tmp_path, None, ranks=range(4))[:2]:
+        assert "no step is complete in every part of the model (tp-0 has 3; tp-1 has 2)" in error
+
+    (tmp_path / "one" / "tp-0").rename(tmp_path / "one" / "tp-2")
+    (tmp_path / "one" / "tp-1").rename(tmp_path / "one" / "tp-0")
+    (tmp_path / "one" / "tp-2").rename(tmp_path / "one" / "tp-1")
+    for error in gloo.run(jobs.load_part, tmp_path / "one", ranks=range(4))[:2]:
+        assert (
+            "is the part tp 1 of 2 of a model, and this rank has tp 0 of 2: restore it with the model-parallel" in error
+            or ("is the part tp 0 of 2 of a model, and this rank has tp 1 of 2" in error)
+        )
+
+
+def test_parts_along_two_dimensions_find_what_all_have_and_an_error_of_one_reaches_all() -> None:
+    """Ranks 0 to 5 are at (pp 0, tp 0), (pp 0, tp 1), (pp 1, tp 0) and so on."""
+
+    def program(transport: Transport) -> tuple[list[int], str | None, str]:
+        pp, tp = divmod(transport.rank, 2)
+        groups: Any = (transport.split(range(tp, 6, 2)), transport.split((2 * pp, 2 * pp + 1), 1))
+        optimizer = ZeroOptimizer(nn.Linear(2, 2), process_group=transport.split([transport.rank], 2))
+        place = MeshPlace(("dp",), (1,), (("pp", pp, 3), ("tp", tp, 2)), groups)
+        object.__setattr__(optimizer._engine.parts, "mesh", place)
+        parts = ModelParts(optimizer)
+        assert parts.name == f"pp-{pp}-tp-{tp}"
+        with parts.comparing():
+            common = parts.common([1, 2, 3 + transport.rank, 9])
+            broken = parts.broken("its file is short" if transport.rank == 3 else None)
+
+        def fails() -> None:
+            with parts.comparing():
+                if transport.rank == 4:
+                    raise ValueError("no room")
+                parts.common([1])
+
+        return common, broken, error_of(fails)
+
+    for rank, (common, broken, error) in enumerate(on_threads(6, program, timeout=BOUND)):
+        assert common == [9, 2, 1]
+        assert broken == ("its file is short" if rank == 3 else "pp-1-tp-1: its file is short")
+        assert error == ("ValueError: no room" if rank == 4 else "RuntimeError: part pp-2-tp-0: no room")

@@ -1,0 +1,138 @@
+"""The parts of a model that is spread over several optimizers: the folder of each, and what all of them have.
+
+    <directory>/tp-0/step-00000100/        the part of the ranks whose place in the mesh is 0 along tp
+    <directory>/tp-1/step-00000100/
+    <directory>/tp-1/step-00000200/        not complete in tp-0: it is no checkpoint of the model
+
+A part is named by the dimensions of the larger mesh that the optimizer's own mesh leaves out. Its ranks save and load
+it alone. Before a load the ranks with one place in each part compare what their parts have.
+
+Knows: names of folders, groups of the larger mesh. Does not know: how a checkpoint is written or read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from collectives import Kind, Tag, Transport
+
+from ...config import transport_of
+from ...optimizer import ZeroOptimizer
+from ..sharded_optimizer import ShardedOptimizer
+
+_TAG = Tag(Kind.EXCHANGE, "comparing the parts of a model")
+
+
+@dataclass
+class _Found:
+    """What parts have told.
+
+    Attributes:
+        problems: an error of a part, by its name.
+        broken: why its checkpoint is broken.
+        steps: the steps that it has.
+    """
+
+    problems: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
+    steps: dict[str, list[int]] = field(default_factory=dict)
+
+
+class ModelParts:
+    """The part of one optimizer, and the other parts of its model. If there are none, nothing is sent."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        place = ShardedOptimizer(optimizer).place
+        self._part = () if place is None else place.part
+        self._groups: tuple[Any, ...] = () if place is None else place.groups
+        self._transports: list[Transport] | None = None
+        self._told = True  # the other parts know how it went here
+
+    @property
+    def name(self) -> str:
+        """The name of this part; empty if it is the whole model."""
+        return "-".join(f"{re.sub(r'[^0-9A-Za-z_]', '_', name)}-{place}" for name, place, _ in self._part)
+
+    @property
+    def facts(self) -> dict[str, list[int]]:
+        """For the manifest: this part's place and the number of places, by dimension."""
+        return {name: [place, size] for name, place, size in self._part}
+
+    def folder(self, directory: Path) -> Path:
+        """Return the folder of this part."""
+        return directory / self.name if self._part else directory
+
+    def check(self, saved: Any, path: Path) -> None:
+        """Raise `ValueError` if a checkpoint with the facts ``saved`` is that of another part. Local."""
+        if self._part and saved is not None and saved != self.facts:
+            texts = [
+                ", ".join(f"{name} {place} of {size}" for name, (place, size) in of.items())
+                for of in (saved, self.facts)
+            ]
+            raise ValueError(
+                f"{path} is the part {texts[0]} of a model, and this rank has {texts[1]}: restore it with the "
+                "model-parallel sizes and places with which it was saved; the data-parallel size is free"
+            )
+
+    # -- what the parts compare ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Return a context in which an error before `finished` reaches the ranks of the other parts."""
+        self._told = not self._part
+        try:
+            yield
+        except Exception as error:
+            if not self._told:
+                self._exchange(_Found(problems={self.name: str(error)}))
+            raise
+
+    def finished(self) -> None:
+        """Note that nothing more is compared. Local."""
+        self._told = True
+
+    def common(self, steps: Sequence[int], *, may_differ: bool = False) -> list[int]:
+        """Return the steps that every part has, newest first. Collective. ``steps``: those of this part.
+
+        Unless they ``may_differ``, raises `ValueError` on every rank if some part has steps, but no step is in all.
+        """
+        if not self._part:
+            return list(steps)
+        found = self._exchange(_Found(steps={self.name: list(steps)}))
+        common = sorted(set.intersection(*map(set, found.steps.values())), reverse=True)
+        if not (common or may_differ) and any(found.steps.values()):
+            texts = [
+                f"{name} has {', '.join(map(str, sorted(of))) or 'none'}" for name, of in sorted(found.steps.items())
+            ]
+            raise ValueError(
+                f"no step is complete in every part of the model ({'; '.join(texts)}): all ranks must see one folder, "
+                "and the model-parallel sizes must be those of the save"
+            )
+        return common
+
+    def broken(self, mine: str | None) -> str | None:
+        """Return, as text, why the checkpoint is broken in some part; None if it is whole in all. Collective."""
+        if not self._part:
+            return mine
+        found = self._exchange(_Found(broken={} if mine is None else {self.name: mine}))
+        return mine or next((f"{name}: {text}" for name, text in sorted(found.broken.items())), None)
+
+    def _exchange(self, mine: _Found) -> _Found:
+        """Return what all parts tell: along one dimension after the other."""
+        if self._transports is None:
+            self._transports = [transport_of(group).fork() for group in self._groups]
+        found = mine
+        for transport in self._transports:
+            told = [json.loads(data) for data in transport.exchange(json.dumps(vars(found)).encode(), _TAG)]
+            found = _Found(*({k: v for each in told for k, v in each[key].items()} for key in vars(found)))
+        others = {name: text for name, text in found.problems.items() if name != self.name}
+        if self.name not in found.problems and others:
+            self._told = True
+            raise RuntimeError("; ".join(f"part {name}: {text}" for name, text in sorted(others.items())))
+        return found

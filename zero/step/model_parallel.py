@@ -1,0 +1,295 @@
+"""The norm of a model whose parts are on several ranks: tensor, expert and pipeline parallelism by hand.
+
+    tp 0   rank 0, rank 1 of one optimizer     own sum 0, sum of the replicated  \\
+                                                                                  > own 0 + own 1 + replicated, once
+    tp 1   rank 0, rank 1 of another one       own sum 1, sum of the replicated  /
+
+Each optimizer forms its sums over its own ranks first. Then the ranks of the group that a clip was given, which have
+one place in their optimizers, add up the parts: exact integers, so the norm is that of the whole model. Parameters that
+every part has must have equal gradients, of which a digest is compared.
+
+Knows: exact sums, digests, the group of a clip. Does not know: buckets, shards, what ranks agree on before.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from collectives import CollectiveError, Kind, Tag, Transport, as_a_whole
+
+from ..config import transport_of
+from ..core.layout import Layout
+from ..core.norm import PowerSum
+from ..runtime.joining import Joining
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
+    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
+
+Replicated = Iterable[Tensor] | Callable[[str, Tensor], bool]
+"""The parameters that every rank of a group has: themselves, or a predicate of their names and themselves."""
+Places = list[int] | None
+"""Positions in the layout of an optimizer, in ascending order."""
+
+_CALL = "clip_grad_norm_(over=...)"
+_SIZE = 1 << 64
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """What some gradients add to the norm of a whole model.
+
+    Attributes:
+        own: the sum over parameters that no other part has.
+        shared: the sum over replicated parameters.
+        digests: of each replicated parameter's gradient, of 64 bits; None if there is no gradient. Those of several
+            ranks that share it add up.
+        is_fp64: whether any gradient is in fp64.
+    """
+
+    own: PowerSum
+    shared: PowerSum
+    digests: tuple[int | None, ...]
+    is_fp64: bool
+
+    def pack(self) -> dict[str, Any]:
+        """Return the part as JSON."""
+        sums = {"own": self.own.to_bytes().hex(), "shared": self.shared.to_bytes().hex()}
+        return {**sums, "digests": self.digests, "is_fp64": self.is_fp64}
+
+    @classmethod
+    def unpack(cls, found: dict[str, Any]) -> NormPart:
+        """Return the part that `pack` returned."""
+        own, shared = (PowerSum.from_bytes(bytes.fromhex(found[key])) for key in ("own", "shared"))
+        return cls(own, shared, tuple(found["digests"]), found["is_fp64"])
+
+    def add(self, other: NormPart) -> NormPart:
+        """Return the part of two ranks of one optimizer, which hold different pieces of the same gradients."""
+        digests = tuple(
+            None if a is None or b is None else (a + b) % _SIZE
+            for a, b in zip(self.digests, other.digests, strict=True)
+        )
+        return NormPart(self.own.merge(other.own), self.shared.merge(other.shared), digests, self.is_fp64)
+
+    @property
+    def total(self) -> PowerSum:
+        """The sum over all parameters, each replicated one once."""
+        return self.own.merge(self.shared)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether no gradient has an element that is infinite or NaN."""
+        return not (self.total.has_inf or self.total.has_nan)
+
+    def norm(self) -> Tensor:
+        """Return the norm, 0-dim."""
+        return self.total.norm(torch.float64 if self.is_fp64 else torch.float32)
+
+
+class _Listed(Protocol):
+    """The parameters of an optimizer, as in a `ParameterStorage`."""
+
+    layout: Layout
+
+    @property
+    def parameters(self) -> Sequence[Tensor]: ...
+
+    def index(self, parameter: Tensor) -> int: ...
+
+
+class _MeansInParts(Protocol):
+    """The mean gradients of the shards that this rank owns, as in `ReducedGrads`."""
+
+    def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]: ...
+
+    def digests(self, positions: Iterable[int]) -> dict[int, int | None]: ...
+
+    def any_is_fp64(self) -> bool: ...
+
+
+class ModelPart:
+    """The parameters of one optimizer as a part of a model, and the ranks of a clip that hold the other parts.
+
+    ``replicated`` is, in every call, the positions in the layout of the parameters that all parts have, ascending.
+    """
+
+    def __init__(
+        self,
+        job_size: int,
+        transport: Transport,
+        shard_group: Transport,
+        storage: _Listed,
+        means: _MeansInParts,
+        joining: Joining,
+    ) -> None:
+        self._others = job_size - transport.world_size  # processes of the job that are not in this optimizer
+        self._transport, self._storage, self._means, self._joining = transport, storage, means, joining
+        self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same shards
+        self._known: list[tuple[object, Transport]] = []  # groups of earlier clips, which are few
+        self._group: Transport | None = None  # inside a clip
+        self._told = False  # in this clip, the other ranks know how it went here
+
+    def warn_of_others(self) -> None:
+        """Warn once, on rank 0, that the norm of a clip is that of a part, if the job has further processes. Local."""
+        if self._others > 0 and self._transport.rank == 0:
+            warnings.warn(
+                f"clip_grad_norm_(): the norm is that of this optimizer's parameters alone, and {self._others} further "
+                "processes of the job are not in its group: if they hold other parts of the same model, pass over=, "
+                "the group of one rank of each part; if they train other models, filter this warning",
+                stacklevel=3,
+            )
+        self._others = 0
+
+    def chosen(self, replicated: Replicated) -> dict[str, Any]:
+        """Return the positions that the user's argument chooses, and an error text if it is invalid. Local."""
+        try:
+            if callable(replicated):
+                named = zip(self._storage.layout.parameters, self._storage.parameters, strict=True)
+                found = [place for place, (spec, tensor) in enumerate(named) if replicated(spec.name, tensor)]
+            else:
+                tensors = [replicated] if isinstance(replicated, Tensor) else replicated
+                found = sorted({self._storage.index(tensor) for tensor in tensors})
+        except Exception as error:
+            return {"replicated": [], "problem": f"replicated=: {type(error).__name__}: {error}"}
+        return {"replicated": found}
+
+    @contextmanager
+    def over(self, group: ProcessGroup | Transport | DeviceMesh) -> Iterator[None]:
+        """Return a context in which `whole` is over the ranks of ``group``, too. Collective among them.
+
+        An error inside is one on all of these ranks.
+        """
+        self._group, self._told = self._connected(group), False
+        try:
+            yield
+        except Exception as error:
+            if not self._told and not self._group.broken:
+                self._exchange({"problem": f"{type(error).__name__}: {error}"})
+            raise
+        finally:
+            self._group = None
+
+    def _connected(self, group: Any) -> Transport:
+        found = next((transport for known, transport in self._known if known == group), None)  # mesh["tp"] is made anew
+        if found is None or found.broken:
+            found = transport_of(group).fork()
+            self._known = [(group, found), *(entry for entry in self._known if entry[0] != group)]
+        return found
+
+    def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        assert self._group is not None, "inside a clip over a group"
+        self._told = True
+        with as_a_whole(self._transport, f"in {_CALL}", CollectiveError):
+            told = self._group.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, _CALL))
+        return [json.loads(data) for data in told]
+
+    def whole(self, replicated: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> NormPart:
+        """Return what all gradients of the whole model add to its norm. Collective; arguments: those of the clip.
+
+        Inside `join` ranks that have run out of micro-batches follow the others' call without its group, so the others
+        let them have the result.
+
+        Raises:
+            ValueError: on every rank, if arguments, names or the gradients of a replicated parameter differ, or if
+                ranks have different places in their optimizers.
+            RuntimeError: the same for ranks that failed before, with their reason.
+        """
+        mine = self._part(replicated, norm_type)
+        arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        if not self._joining.active:
+            return self._merge(mine, replicated, arguments)
+        found: dict[str, Any] = {}
+        if self._group is not None:
+            try:
+                found = self._merge(mine, replicated, arguments).pack()
+            except (ValueError, RuntimeError) as error:
+                found = {"problem": str(error)}
+        told = self._transport.exchange(json.dumps(found).encode(), Tag(Kind.EXCHANGE, "the whole model's norm"))
+        answers = [theirs for theirs in map(json.loads, told) if theirs]
+        for theirs in answers:
+            if "problem" in theirs:
+                raise ValueError(theirs["problem"])
+        return NormPart.unpack(answers[0])
+
+    def _part(self, replicated: Sequence[int], norm_type: float) -> NormPart:
+        """Return what the gradients of this optimizer add. Collective among its ranks."""
+        chosen, first = frozenset(replicated), self._is_first_copy
+        own, shared = (
+            PowerSum.of(self._means.shards_of(chosen, inside=inside) if first else [], norm_type)
+            for inside in (False, True)
+        )  # host synchronisation: exact integers, which devices do not have
+        digests = self._means.digests(replicated)
+        held = tuple(digests[place] if first or digests[place] is None else 0 for place in replicated)
+        message = {"places": list(replicated), **NormPart(own, shared, held, self._means.any_is_fp64()).pack()}
+        told = self._transport.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, "a part of a gradient norm"))
+        found = [json.loads(data) for data in told]
+        for rank, theirs in enumerate(found):
+            if theirs["places"] != found[0]["places"]:
+                names = [self._names(each["places"]) for each in (found[0], theirs)]
+                raise ValueError(f"{_CALL}: replicated= has {names[0]} on rank 0, and {names[1]} on rank {rank}")
+        return reduce(NormPart.add, map(NormPart.unpack, found))
+
+    def _names(self, places: Iterable[int]) -> list[str]:
+        return [self._storage.layout.parameters[place].name for place in places]
+
+    def _merge(self, part: NormPart, replicated: Sequence[int], arguments: dict[str, float]) -> NormPart:
+        """Return the part of all ranks of the group. Collective among them."""
+        names, place = self._names(replicated), [self._transport.rank, self._transport.world_size]
+        told = self._exchange({"arguments": arguments, "place": place, "names": names, **part.pack()})
+        for rank, theirs in enumerate(told):
+            if "problem" in theirs:
+                raise RuntimeError(f"{_CALL}: rank {rank} of the group failed: {theirs['problem']}")
+        for rank, theirs in enumerate(told):
+            _compare(rank, told[0], theirs)
+        orders = [dict(zip(theirs["names"], theirs["digests"], strict=True)) for theirs in told]
+        for name, first in orders[0].items():
+            for rank, theirs in enumerate(orders):
+                if theirs[name] != first:
+                    raise ValueError(_differs(name, rank, first, theirs[name]))
+        parts = [NormPart.unpack(theirs) for theirs in told]
+        own = reduce(PowerSum.merge, (theirs.own for theirs in parts))
+        return NormPart(own, part.shared, part.digests, any(theirs.is_fp64 for theirs in parts))
+
+
+def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Raise `ValueError` if a rank of the group has made another call than rank 0."""
+    if theirs["place"] != first["place"]:
+        (a, of_a), (b, of_b) = first["place"], theirs["place"]
+        raise ValueError(
+            f"{_CALL}: rank 0 of the group is rank {a} of {of_a} in its optimizer, and rank {rank} is rank {b} of "
+            f'{of_b}: pass the ranks that hold the other parts of the model for one place, as mesh["tp"] does'
+        )
+    for key, value in first["arguments"].items():
+        if theirs["arguments"][key] != value:
+            raise ValueError(
+                f"{_CALL}: {key} is {value} on rank 0 of the group, and {theirs['arguments'][key]} on rank {rank}"
+            )
+    ours, others = set(first["names"]), set(theirs["names"])
+    if ours != others:
+        where, name = (0, min(ours - others)) if ours - others else (rank, min(others - ours))
+        raise ValueError(
+            f"{_CALL}: replicated= has {name!r} on rank {where} of the group, but not on rank {rank - where}: name a "
+            "parameter on every rank of the group, or on none"
+        )
+
+
+def _differs(name: str, rank: int, first: int | None, theirs: int | None) -> str:
+    if first is None or theirs is None:
+        has, lacks = (rank, 0) if first is None else (0, rank)
+        return (
+            f"{_CALL}: the replicated parameter {name!r} has a gradient on rank {has} of the group, and none on rank "
+            f"{lacks}: use it on every rank of the group, or on none"
+        )
+    return (
+        f"{_CALL}: the gradient of the replicated parameter {name!r} differs between ranks 0 and {rank} of the group: "
+        "add up what their parts give in the backward, on every rank alike, or leave it out of replicated="
+    )
