@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.average import Averages
+from .state.full_state import FullState
 from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
@@ -65,6 +66,9 @@ class Engine:
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
         self.averages = Averages(
             parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
+        )
+        self._full_state = FullState(
+            parts.module, parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group
         )
         self._gathered = 0  # blocks of `gathered` around this moment
 
@@ -204,6 +208,20 @@ class Engine:
         return gather_master(bucket, number, self.parts.shard_group.rank, self.parts.collective)
 
     @_joinable
+    def full_state_dict(self, to: int | None, masters: bool) -> dict[str, Any] | None:
+        """Return the model's whole state dict on rank ``to``, or on every rank."""
+        self._check_rank(to, "full_state_dict")
+        problem = "full_state_dict() inside gathered(): leave it first" if self._gathered else None
+        return self._full_state.gather(to, problem, masters=masters)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Overwrite the model with the state dict of the first rank that has one."""
+        purpose = "load_full_state_dict()"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        self.load(self._full_state.agree(state_dict, problem), f"in {purpose}")
+
+    @_joinable
     def update_average(self, average: str) -> None:
         """Take the weights of this moment into an average. Without a message, outside `join`."""
         self.averages.update(average)
@@ -318,11 +336,11 @@ class Engine:
         records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
         return [record.attachment for record in records]
 
-    def load(self, read: Callable[[], None]) -> None:
-        """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
+    def load(self, read: Callable[[], None], doing: str = "in restore()") -> None:
+        """Let ``read`` overwrite all parameters and states, when all ranks have agreed to it."""
         self.before_load()
         self._storage.loading()
-        with as_a_whole(self._transport, "in restore()", Exception):
+        with torch.no_grad(), as_a_whole(self._transport, doing, Exception):
             read()
         self._storage.stepped()
         self.dicts.forget()

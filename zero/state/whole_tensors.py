@@ -5,7 +5,8 @@ Knows: the user's arguments. Does not know: the order of operations in a call, w
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,10 @@ class _Engine(LiveStates, Protocol):
     def full_grad(self, *, index: int) -> Tensor | None: ...
 
     def full_master(self, *, index: int) -> Tensor: ...
+
+    def full_state_dict(self, *, to: int | None, masters: bool) -> dict[str, Any] | None: ...
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None: ...
 
 
 @untraced_methods
@@ -50,3 +55,25 @@ class WithWholeTensors(WithLiveStates):
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
         return self._engine.full_master(index=self._storage.index(parameter))
+
+    def full_state_dict(self, to: int | None = 0, *, masters: bool = False) -> dict[str, Any] | None:
+        """Return the whole state dict of the module in the host's memory, on group rank ``to``; None elsewhere. All
+        ranks.
+
+        With ``to=None`` every rank gets it. Names, ties and hooks are those of ``module.state_dict()``, without what
+        `torch.compile` puts into names; buffers are those of the rank that gets the dict. Every tensor is a copy with
+        memory of its own. Parameters have the dtype with which the model computes. With ``masters=True`` those that
+        have master weights are these, in their dtype. One bucket at a time is whole on the device. Needs the module.
+        """
+        return self._engine.full_state_dict(to=to, masters=masters)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Load what `full_state_dict` returned at any stage and number of ranks, or a plain state dict. All ranks.
+
+        The dict of the first rank that gives one is loaded; other ranks may give None. Parameters and buffers become
+        its values on every rank. Where a value is wider than the parameter, the parameter is rounded, and the master
+        weights become the value itself; else master weights follow as after an edit of the model. Optimizer states and
+        gradients stay as they are. Raises `ValueError` on the rank of the dict, and `RuntimeError` on all others, if
+        names or shapes are not those of the module; nothing has changed then.
+        """
+        self._engine.load_full_state_dict(state_dict)

@@ -99,6 +99,14 @@ class Oracle(AsPlain, Player):
             of_class["masters"] = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
         return found
 
+    def full_state(self, to: int, *, masters: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        wide = {id(q): followed for q, followed in zip(self.parameters, self.numbers.followed(), strict=True)}
+        chosen = {id(q) for q in self.listed} if masters else set[int]()
+        return {
+            name: wide[id(value)] if id(value) in chosen else value.detach().clone() for name, value in found.items()
+        }
+
     def load(self, setting: Setting) -> None:
         saved = copy.deepcopy(self.classes.state_dict())
         self.setting, self.world_size, self.divisor = setting, setting.world_size, setting.world_size

@@ -27,7 +27,7 @@ class Player:
     kept: list[tuple[int, list[Any]]]  # the backwards of each rank that `Keep` left
 
     def do(self, command: Command) -> Any:
-        """Execute a command; return the result that every rank must have (after `Consolidate`, its rank ``to``)."""
+        """Execute a command; return the result that every rank must have (where a command has one, its rank ``to``)."""
         match command:
             case p.Backward():
                 for rank in self.ranks:
@@ -92,6 +92,8 @@ class Player:
                 self.check()
             case p.Consolidate():
                 return self.consolidated(command.to)
+            case p.FullState():
+                return self.full_state(command.to, masters=command.masters)
             case p.Load():
                 self.load(command.setting)
         return None

@@ -239,10 +239,22 @@ class Consolidate(Command):
     to: int
 
 
+class FullState(Command):
+    """Read the model's whole state dict."""
+
+    to: int
+    masters: bool
+
+
 class Load(Command):
-    """Save, build new ranks with another setting, and load."""
+    """Save, build new ranks with another setting, and load. ``full``: weights are those of a whole state dict."""
 
     setting: Setting
+    full: bool = False
+
+
+LATER = (FullState,)
+"""Commands that commits before them do not know."""
 
 
 # -- shared by both sides ----------------------------------------------------------------------------------------------
