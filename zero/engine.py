@@ -27,8 +27,6 @@ from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
-from .state.average import Averages
-from .state.full_state import FullState
 from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
@@ -64,12 +62,7 @@ class Engine:
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
-        self.averages = Averages(
-            parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
-        )
-        self._full_state = FullState(
-            parts.module, parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group
-        )
+        self.averages, self._gradients, self._full_state = parts.averages, parts.gradients, parts.full_state
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
@@ -134,6 +127,8 @@ class Engine:
             case "unscale":
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
+            case "set_full_grad":
+                self.set_full_grad(call.arguments["index"], None, given=False)
             case "gathered":
                 block = self._storage.gathered(self._storage.parameters_at(call.arguments["positions"]))
                 block.__enter__()
@@ -197,7 +192,14 @@ class Engine:
     @_joinable
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
-        return self._reducer.full_gradient(*self._storage.slot_of(index))
+        return self._gradients.read(*self._storage.slot_of(index))
+
+    def set_full_grad(self, index: int, gradient: Tensor | None, *, given: bool = True) -> None:
+        """Replace the mean gradient of a parameter; None: it has none."""
+        self.check()
+        self.averages.refuse_applied("set_full_grad()")
+        with self._joining.broadcast("set_full_grad", index=index):
+            self._gradients.replace(*self._storage.slot_of(index), gradient, given=given)
 
     @_joinable
     def full_master(self, index: int) -> Tensor:

@@ -20,6 +20,8 @@ class _Engine(LiveStates, Protocol):
 
     def full_grad(self, *, index: int) -> Tensor | None: ...
 
+    def set_full_grad(self, index: int, gradient: Tensor | None) -> None: ...
+
     def full_master(self, *, index: int) -> Tensor: ...
 
     def full_state_dict(self, *, to: int | None, masters: bool) -> dict[str, Any] | None: ...
@@ -44,6 +46,22 @@ class WithWholeTensors(WithLiveStates):
         if parameter in self._storage.replicated:
             return None
         return self._engine.full_grad(index=self._storage.index(parameter))
+
+    def set_full_grad(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Replace the mean gradient of ``parameter``, as ``p.grad = gradient`` does in the plain loop after the
+        division. All ranks.
+
+        Every rank gets the values of the first one; the others need a tensor as well. Shape and dtype are those of
+        `full_grad`. None: the parameter has no gradient, and a step leaves it alone. Like a clip, the call ends the
+        sum: clips and a step may follow, a backward only after `zero_grad`. Raises the same error on every rank if the
+        tensor does not fit, if the parameter is frozen, or if some ranks give None.
+        """
+        self._engine.check()
+        if parameter not in self._storage.replicated:
+            self._engine.set_full_grad(self._storage.index(parameter), gradient)
+        elif gradient is not None:
+            name = self._storage.replicated[parameter].name
+            raise ValueError(f"set_full_grad of {name!r}: the parameter is frozen and replicated: give None")
 
     def full_master(self, parameter: Tensor) -> Tensor:
         """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.

@@ -66,6 +66,9 @@ class Oracle(AsPlain, Player):
             gradient = None if gradient is None else gradient / self.divisor
         return None if gradient is None else gradient.clone()
 
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        self.replace(index, gradient)
+
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
         scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)

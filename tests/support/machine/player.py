@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import program as p
-from .program import Command, Setting
+from .program import Command, Config, Setting
 
 
 class Player:
@@ -21,6 +21,7 @@ class Player:
     model: Any
     optimizer: Any
     scheduler: Any
+    config: Config
     setting: Setting
     divisor: float
     ranks: Sequence[int]
@@ -88,6 +89,11 @@ class Player:
                 self.edit(self.chosen((command.number,))[0], command.factor)
             case p.FullGrad():
                 return self.full_gradient(command.number % len(list(self.model.parameters())))
+            case p.SetGrad():
+                number = command.number % len(list(self.model.parameters()))
+                gradient = p.replacement(self.chosen((number,))[0], self.config, command)
+                self.set_gradient(number, gradient)
+                return self.full_gradient(number)
             case p.Describe():
                 self.check()
             case p.Consolidate():

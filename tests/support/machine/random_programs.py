@@ -64,6 +64,7 @@ ALONE: tuple[st.SearchStrategy[Command], ...] = (
     st.builds(p.BackwardOfKept, SYNC),
     st.builds(p.Fail, SEEDS, st.booleans()),
     st.builds(p.Clip, st.sampled_from([0.01, 0.5, 100.0, INFINITY]), st.sampled_from([1.0, 2.0, 2.0, 3.0, INFINITY])),
+    st.builds(p.SetGrad, NUMBERS, SEEDS, st.sampled_from([False, False, True])),
     st.builds(p.Divide, st.sampled_from([1, 3, 7.5, 12])),
     st.builds(p.Step, st.booleans()),
     st.builds(p.Scaled, SEEDS, st.sampled_from([1.0, 64.0, 3.0]), st.none() | st.integers(0, 7)),
@@ -211,6 +212,9 @@ class Written:
                 self.pending = self.pending or in_block
             case p.Clip():
                 self.open = self.pending = False
+            case p.SetGrad(number=number, seed=chosen, none=none):
+                command = p.SetGrad(self.listed[number % len(self.listed)], chosen, none)
+                self.open = self.pending = False
             case p.Step():
                 self.open, self.pending, self.stepped = False, False, True
             case p.Scaled(overflow=overflow):
@@ -303,4 +307,4 @@ class RandomPrograms:
         follow()
         assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
-        assert len({*map(type, followed)}) >= 19, "of 23 kinds of commands"
+        assert len({*map(type, followed)}) >= 19, "of 24 kinds of commands"

@@ -32,7 +32,7 @@ class Rank(OnRank, Player):
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
-        self.setting, self.rank = setting, rank
+        self.config, self.setting, self.rank = config, setting, rank
         model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
         full = saved is not None and saved[1].pop("full", False)
         if saved is not None:
@@ -92,6 +92,11 @@ class Rank(OnRank, Player):
 
     def full_gradient(self, index: int) -> Tensor | None:
         return self.optimizer.full_grad(list(self.model.parameters())[index])
+
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is not None and self.rank:
+            gradient = torch.zeros_like(gradient)  # rank 0's counts
+        self.optimizer.set_full_grad(list(self.model.parameters())[index], gradient)
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
