@@ -21,8 +21,9 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,
                                                      zero.parameters.released
     _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs,
-                                                     zero.checkpoint.contents
-    _buffers                        Module           zero.parameters.materialize, zero.checkpoint.contents
+                                                     zero.checkpoint.contents, zero.state.full_state
+    _buffers                        Module           zero.parameters.materialize, zero.checkpoint.contents,
+                                                     zero.state.full_state
     _non_persistent_buffers_set     Module           zero.checkpoint.contents
     _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.module_hooks
     _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting

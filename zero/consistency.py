@@ -9,6 +9,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -67,14 +68,21 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     return config.reshard_group_size(group.world_size)
 
 
-def broadcast(transport: Transport, tensors: Sequence[Tensor]) -> None:
-    """Copy group rank 0's values of ``tensors`` to all ranks, in place. Any dtype, any strides. Collective."""
+def broadcast(transport: Transport, tensors: Sequence[Tensor], source: int = 0) -> None:
+    """Copy rank ``source``'s values of ``tensors`` to all ranks, in place. Any dtype, any strides. Collective."""
     if transport.world_size == 1 or not tensors:
         return
     sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
-    label = f"the copy of rank 0's values (tensors: {len(sizes)}, bytes: {sum(sizes)})"
+    label = f"the copy of rank {source}'s values (tensors: {len(sizes)}, bytes: {sum(sizes)})"
     ways = [transport.backend.stays_on(tensor.device) for tensor in tensors]
     tag = Tag(Kind.BROADCAST, label, digest=zlib.crc32(repr((sizes, ways)).encode()))
+    if source and transport.rank in (0, source):
+        to_rank_0 = replace(tag, kind=Kind.GATHER)
+        for flat in _flat(tensors):
+            if flat.numel() and transport.rank == source:
+                transport.isend(flat, 0, to_rank_0, one_way=True).wait()
+            elif flat.numel():
+                transport.irecv(flat, source, to_rank_0, one_way=True).wait()
     ring_broadcast(transport, _flat(tensors), tag)
 
 

@@ -11,7 +11,7 @@ import functools
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
-from .state.average import Averages
 from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
@@ -64,9 +63,7 @@ class Engine:
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
-        self.averages = Averages(
-            parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
-        )
+        self.averages, self._gradients, self._full_state = parts.averages, parts.gradients, parts.full_state
         self.model_part = ModelPart(
             parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
@@ -134,6 +131,8 @@ class Engine:
             case "unscale":
                 found = torch.zeros(1, device=self._storage.device)
                 self._reducer.unscale(found, torch.tensor([call.arguments["inverse"]], device=found.device))
+            case "set_full_grad":
+                self.set_full_grad(call.arguments["index"], None, given=False)
             case "gathered":
                 block = self._storage.gathered(self._storage.parameters_at(call.arguments["positions"]))
                 block.__enter__()
@@ -212,7 +211,14 @@ class Engine:
     @_joinable
     def full_grad(self, index: int) -> Tensor | None:
         """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
-        return self._reducer.full_gradient(*self._storage.slot_of(index))
+        return self._gradients.read(*self._storage.slot_of(index))
+
+    def set_full_grad(self, index: int, gradient: Tensor | None, *, given: bool = True) -> None:
+        """Replace the mean gradient of a parameter; None: it has none."""
+        self.check()
+        self.averages.refuse_applied("set_full_grad()")
+        with self._joining.broadcast("set_full_grad", index=index):
+            self._gradients.replace(*self._storage.slot_of(index), gradient, given=given)
 
     @_joinable
     def full_master(self, index: int) -> Tensor:
@@ -221,6 +227,20 @@ class Engine:
         self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
         bucket, number = self._storage.slot_of(index)
         return gather_master(bucket, number, self.parts.shard_group.rank, self.parts.collective)
+
+    @_joinable
+    def full_state_dict(self, to: int | None, masters: bool) -> dict[str, Any] | None:
+        """Return the model's whole state dict on rank ``to``, or on every rank."""
+        self._check_rank(to, "full_state_dict")
+        problem = "full_state_dict() inside gathered(): leave it first" if self._gathered else None
+        return self._full_state.gather(to, problem, masters=masters)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Overwrite the model with the state dict of the first rank that has one."""
+        purpose = "load_full_state_dict()"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        self.load(self._full_state.agree(state_dict, problem), f"in {purpose}")
 
     @_joinable
     def update_average(self, average: str) -> None:
@@ -337,11 +357,11 @@ class Engine:
         records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
         return [record.attachment for record in records]
 
-    def load(self, read: Callable[[], None]) -> None:
-        """Let ``read`` overwrite all parameters and states. Collective, after `agree_to_load`."""
+    def load(self, read: Callable[[], None], doing: str = "in restore()") -> None:
+        """Let ``read`` overwrite all parameters and states, when all ranks have agreed to it."""
         self.before_load()
         self._storage.loading()
-        with as_a_whole(self._transport, "in restore()", Exception):
+        with torch.no_grad(), as_a_whole(self._transport, doing, Exception):
             read()
         self._storage.stepped()
         self.dicts.forget()

@@ -25,7 +25,8 @@ from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
-from .state.live_states import WithLiveStates
+from .state.whole_tensors import WithWholeTensors
+from .step.arguments import merged
 from .step.classes import UserOptimizers
 from .step.clip_call import WithClip
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithClip, WithLiveStates):
+class ZeroOptimizer(WithClip, WithWholeTensors):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -81,6 +82,8 @@ class ZeroOptimizer(WithClip, WithLiveStates):
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
             one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). A param group may have
             its own. Default: "element", or, with a warning, "parameter" if the class is not element-wise.
+        optimizer_kwargs: further arguments of ``optimizer_class``, by name. Here, an argument may have the name of an
+            argument of `ZeroOptimizer` (``stage``, ``module``, ...).
         defaults: arguments of ``optimizer_class``.
 
     Raises:
@@ -112,6 +115,7 @@ class ZeroOptimizer(WithClip, WithLiveStates):
         mixed_precision: MixedPrecision | None = None,
         units: Predicate | None = None,
         partition: Literal["element", "parameter"] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
         self._module = module_of(params, module)
@@ -129,7 +133,7 @@ class ZeroOptimizer(WithClip, WithLiveStates):
             units=units,
             partition=partition,
         )
-        self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, defaults)
+        self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, merged(defaults, optimizer_kwargs))
         groups = as_groups(params)
         device = device_of(groups)
         if device.type == "meta":
@@ -277,28 +281,6 @@ class ZeroOptimizer(WithClip, WithLiveStates):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to None, or the existing ones to zero. Local, but every rank must make the call."""
         self._engine.zero_grad(set_to_none=set_to_none)
-
-    def full_grad(self, parameter: Tensor) -> Tensor | None:
-        """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
-
-        Its dtype is the parameter's; with `mixed_precision` it is ``accumulate_dtype``. Returns None if no rank used
-        the parameter. Raises `RuntimeError` if a gradient is not reduced yet.
-        """
-        self._engine.check()
-        if parameter in self._storage.replicated:
-            return None
-        return self._engine.full_grad(index=self._storage.index(parameter))
-
-    def full_master(self, parameter: Tensor) -> Tensor:
-        """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
-
-        Without master weights these are the parameter's values, in the master's dtype. For a replicated parameter they
-        have the parameter's own dtype.
-        """
-        self._engine.check()
-        if parameter in self._storage.replicated:
-            return parameter.detach().clone()
-        return self._engine.full_master(index=self._storage.index(parameter))
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 

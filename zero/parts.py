@@ -18,12 +18,15 @@ from .core.layout import MIB, BucketSizes
 from .core.parameter_specs import changed
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
+from .gradients.whole_gradients import WholeGradients
 from .parameters.casting import InputCast
 from .parameters.storage import ParameterStorage
 from .runtime.joining import Joining
 from .runtime.offload import OffloadBackend
 from .runtime.profiler_ranges import LOG
 from .runtime.streams import Streams
+from .state.average import Averages
+from .state.full_state import FullState
 from .step.classes import UserOptimizers
 from .step.update import Update
 
@@ -92,6 +95,25 @@ class Parts:
     def superseded(self) -> bool:
         """Whether another optimizer has taken over parameters of this one."""
         return self.reducer.hooks.superseded
+
+    @property
+    def gradients(self) -> WholeGradients:
+        """What reads and replaces whole gradients."""
+        return WholeGradients(
+            self.storage.buckets, self.reducer, self.transport, self.shard_group, self.choice.collective
+        )
+
+    @property
+    def averages(self) -> Averages:
+        """A record of averages, which has none yet."""
+        return Averages(
+            self.stage, self.storage, self.reducer, self.transport, self.shard_group, self.choice.collective
+        )
+
+    @property
+    def full_state(self) -> FullState:
+        """What gathers and loads the whole state dict of the model."""
+        return FullState(self.module, self.stage, self.storage, self.reducer, self.transport, self.shard_group)
 
     def cast_problem(self) -> str | None:
         """Return an error text if the whole model was cast or moved since construction, else None.

@@ -251,7 +251,8 @@ def _agree(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
 def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewParameters:
     """Check and describe the parameters of the groups from ``first`` on. Local; changes no parameter."""
     storage, groups = parts.storage, all_groups[first:]
-    requested = {number: group.pop("partition", parts.partition) for number, group in enumerate(groups, start=first)}
+    numbers = range(first, len(all_groups))
+    requested = {number: parts.user_optimizers.requested_partition(number, parts.partition) for number in numbers}
     check_partitions(requested)
     check_buffers(parts.module)
     known = sum(len(group["params"]) for group in all_groups[:first])

@@ -68,6 +68,8 @@ class Kind:
         @given(programs(self.stages, self.most_ranks, collectives, self.precisions, 12))
         def keep(program: tuple[Config, list[Command]]) -> None:
             config, commands = program
+            commands = [replace(each, full=False) if isinstance(each, p.Load) else each for each in commands]
+            commands = [each for each in commands if not isinstance(each, p.LATER)]
             if COMMANDS <= len(commands) <= MOST_COMMANDS and config.setting.world_size > 1:
                 config = replace(config, delays=False)  # delays change no bit, and take time
                 found.append(Program(config, tuple(commands), self.processes))

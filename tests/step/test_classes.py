@@ -125,6 +125,72 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         assert group.keys() == {*stepped.state_dict()["param_groups"][0], "optimizer_class", "param_names", "layer"}
 
 
+# -- arguments with the names of ours ----------------------------------------------------------------------------------
+
+
+class Ours(torch.optim.SGD):
+    """Its arguments, options of param groups but for the last, have names of the library's own."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.05,
+        stage: float = 0,
+        partition: float = 1,
+        divisor: float = 1,
+        units: float = 1,
+    ) -> None:
+        super().__init__(params, lr, momentum=0.9)
+        for key, value in {"stage": stage, "partition": partition, "divisor": divisor}.items():
+            self.defaults[key] = value
+            for group in self.param_groups:
+                group.setdefault(key, value)
+        self.units = units
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    scale = (group["stage"] - group["partition"]) / group["divisor"] * self.units
+                    parameter.sub_(scale * group["lr"] * parameter.grad)
+
+
+OURS: dict[str, Any] = {"stage": 3.5, "partition": 0.25, "divisor": 1.5, "units": 0.75}
+
+
+@pytest.mark.parametrize(("stage", "ranks"), rows([(3, 3)], [(0, 2), (1, 5), (2, 6), (3, 1)]))
+def test_arguments_that_have_names_of_ours_reach_the_class(stage: int, ranks: int, tmp_path: Path) -> None:
+    """The library's partition of a group is beside the class's option of that name. Checkpoints hold the option."""
+
+    def groups(model: nn.Module, **ours: Any) -> list[dict[str, Any]]:
+        matrices, rest = shared(model)
+        return [{"params": matrices, "stage": 2.5, **ours}, {"params": rest}]
+
+    plain = made(Mixed)
+    stepped = Ours(groups(plain), **OURS)
+    train_plainly(plain, stepped, range(3))
+
+    def run(model: nn.Module, transport: Transport) -> Any:
+        listed = groups(model, partition="parameter")
+        arguments: dict[str, Any] = {"module": model, "stage": stage, "process_group": transport}
+        optimizer = ZeroOptimizer(listed, Ours, **arguments, lr=0.05, optimizer_kwargs=OURS)
+        assert [group["partition"] for group in optimizer.param_groups] == [0.25, 0.25]
+        train(model, optimizer, range(2))
+        zero.save(tmp_path / "saved", optimizer)
+        zero.load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, range(2, 3))
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()
+        optimizer.close()
+        return model, states
+
+    for model, states in on_ranks(ranks, run):
+        assert_same_model(model, plain)
+        for mine, theirs in zip(states["param_groups"], stepped.state_dict()["param_groups"], strict=True):
+            assert {key: mine[key] for key in theirs} == theirs
+
+
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +232,28 @@ ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # grou
         for other in ({"scale": 2.0}, {})
     ],
 ]
+
+
+class Takes(Scaled):
+    """A class with an option that the library has for its own."""
+
+    def __init__(self, params: Any, optimizer_class: str = "") -> None:
+        super().__init__(params)
+        self.defaults["optimizer_class"] = optimizer_class
+
+
+KWARGS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [  # class, arguments
+    (OPT.SGD, {"lr": 0.1, "optimizer_kwargs": {"lr": 0.1}}, TypeError, "'lr' is given twice, in optimizer_kwargs and"),
+    (OPT.SGD, {"optimizer_kwargs": [("lr", 0.1)]}, TypeError, "optimizer_kwargs must be a dict of arguments by name"),
+    (OPT.SGD, {"optimizer_kwargs": {"stage": 1}}, TypeError, "stage"),
+    (Takes, {"optimizer_kwargs": {"optimizer_class": "x"}}, ValueError, "Takes has an option 'optimizer_class'"),
+]
+
+
+def test_arguments_of_the_class_are_given_once_and_are_its_own() -> None:
+    for cls, arguments, error, said in KWARGS:
+        with pytest.raises(error, match=said):
+            ZeroOptimizer(made(Mixed), cls, process_group=solo(), **arguments)
 
 
 def test_what_cannot_be_is_an_error_that_names_the_group() -> None:

@@ -211,6 +211,13 @@ def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return ResettingAdamW(parameters, lr=1e-2)
 
 
+def mask_eight_rows(loop: PlainRanks) -> None:
+    """Mask eight rows of the gradients of the first two parameters."""
+    for parameter in loop.held[:2]:
+        assert parameter.grad is not None
+        parameter.grad[:8] = 0.0
+
+
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-2)
     return Several(muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2))
@@ -236,6 +243,7 @@ class PlainLoop:
     scheduler: SchedulerOf = constant
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
     max_norm: float = 1.0
+    before_clip: Callable[[PlainRanks], None] = lambda _: None
     after_step: Callable[[nn.Module], None] = lambda _: None
     optimizer: torch.optim.Optimizer | None = None  # an existing optimizer of the model; a new AdamW by default
 
@@ -251,6 +259,7 @@ class PlainLoop:
                 loop.backward(0, lambda batch=batch: scaler.scale(self.loss_of(model, batch)).backward())  # type: ignore[misc]
             loop.divisor = self.divisor(chosen)
             loop.settle()
+            self.before_clip(loop)
             scaler.unscale_(loop.optimizer)
             loop.clip(self.max_norm)
             loop.step(scaler)

@@ -82,6 +82,7 @@ class PlainRanks:
         self.local: list[Gradients] = [{} for _ in range(self.world_size)]
         self.before = before or {}
         self.settled = False
+        self.replaced: dict[int, Tensor | None] = {}
 
     def backward(self, rank: int, backward: Callable[[], object], sync: bool = True) -> None:
         """Run one backward of a rank, outside `no_sync` if ``sync``."""
@@ -126,6 +127,12 @@ class PlainRanks:
         places = range(len(self.parameters))
         self.numbers.show([total[index].clone().div_(self.divisor) if index in total else None for index in places])
 
+    def replace(self, index: int, gradient: Tensor | None) -> None:
+        """Replace a mean gradient, as ``p.grad = gradient`` does."""
+        self.settle()
+        self.replaced[index] = gradient
+        self.numbers.held[index].grad = None if gradient is None else gradient.clone()
+
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         self.settle()
         return clip_grad_norm_(self.held, max_norm, norm_type)
@@ -137,9 +144,9 @@ class PlainRanks:
     def clear(self, how: Clear = "zero_grad") -> None:
         """Clear the gradients in one of the ways that a loop has."""
         self.meet()
-        sums = self.sums() if "zeros" in how else {}
+        held = {**self.sums(), **self.replaced} if "zeros" in how else {}
         clear(self.model, self.optimizer, how)
-        self.forget({index: torch.zeros_like(gradient) for index, gradient in sums.items()})
+        self.forget({index: torch.zeros_like(gradient) for index, gradient in held.items() if gradient is not None})
 
 
 def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> None:

@@ -33,6 +33,11 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return tuple(torch.empty_like(tensor, device="meta").stride())
 
 
+def row_major_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()
+
+
 def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Return whether elements with these strides lie side by side, each once. Dimensions of stride 0 do not count."""
     expected = 1

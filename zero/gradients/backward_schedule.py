@@ -220,6 +220,13 @@ class BackwardSchedule:
         self._stale = self.used().count(1)
         self.phase, self.finalized_by = Phase.DIVIDED if self._stale else Phase.OPEN, purpose
 
+    def replaced(self, bucket: Bucket, slot: int, purpose: str) -> None:
+        """Note that the mean of a gradient was replaced, in the call ``purpose``, after `finalized`."""
+        self._stale += bucket.replace(slot)
+        self.has_new_gradients = True
+        if self.is_open:
+            self.phase, self.finalized_by = Phase.DIVIDED, purpose
+
     def stepped(self) -> None:
         """Note that a step has used the means."""
         self.has_new_gradients = False

@@ -176,6 +176,11 @@ class GradPublisher:
         if cleared and all(published is None for b in self._schedule.buckets for published in b.published):
             self._schedule.clear()
 
+    def remove(self, bucket: Bucket, slot: int) -> None:
+        """Reset a gradient as if the user had set it to None. All ranks make the call."""
+        bucket.publish(slot, None)
+        self.forget([(bucket, slot)])
+
     def zeroed(self, bucket: Bucket, slot: int) -> None:
         """Set the sum of a gradient to zero whose placeholder the user has zeroed."""
         self._zero(bucket, slot, self._used_is_known())

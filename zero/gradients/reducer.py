@@ -23,7 +23,6 @@ from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
-from ..runtime.flat_buffer import gather_slot
 from ..runtime.joining import Joining
 from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
@@ -62,8 +61,8 @@ class Reducer:
         replicas = transport.world_size // shard_group.world_size
         self.schedule = BackwardSchedule(buckets, stage, transport, collective, replicas, joining)
         self.means, self._division = ReducedGrads(buckets), Division()
-        self._publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
-        self._taking = GradientTaking(transport.rank, self._publisher.make_placeholder)
+        self.publisher = GradPublisher(self, stage, self.schedule, joining, means_may_be_shown=means_may_be_shown)
+        self._taking = GradientTaking(transport.rank, self.publisher.make_placeholder)
         self.agreement = Agreement(transport, shard_group.world_size, unit_order)
         events = (ProfilerRange(what, transport.rank_label) for what in ("agree", "catch_up", "unscale"))
         self._agreeing, self._catching_up, self._unscaling = events
@@ -75,7 +74,7 @@ class Reducer:
     @property
     def means_are_shown(self) -> bool:
         """p.grad is the mean after each round."""
-        return self._publisher.means_are_shown
+        return self.publisher.means_are_shown
 
     def watch(self, new: Sequence[Bucket]) -> None:
         """Begin to reduce the gradients of these new buckets."""
@@ -92,22 +91,22 @@ class Reducer:
     def backward_is_near(self) -> None:
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        self._assigned = self._publisher.detect_changes()
+        self._assigned = self.publisher.detect_changes()
         if self.means_are_shown:
-            self._publisher.withdraw()
+            self.publisher.withdraw()
 
     def backward_began(self) -> None:
         self._transport.check()
         try:
             self.schedule.check_open()
-            problem = self._assigned or self._publisher.edited()
+            problem = self._assigned or self.publisher.edited()
             if problem is not None:
                 problem = f"rank {self._transport.rank}: {problem}"
                 if self._transport.world_size > 1:
                     self._transport.abort(problem)  # the others cannot be asked whether they found one
                 raise RuntimeError(problem)
         except RuntimeError:
-            self._publisher.publish()
+            self.publisher.publish()
             raise
         self.schedule.begin(is_round=self._sync, shows_means=self.means_are_shown)
 
@@ -130,11 +129,11 @@ class Reducer:
         self._streams.wait_for_previous()
         self._complete()
         self._shard_group.pool.drop_cheap()
-        self._publisher.publish()
+        self.publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
         self.schedule.early.distrust()
-        self._publisher.zeroed(bucket, slot)
+        self.publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
 
@@ -178,21 +177,21 @@ class Reducer:
         with self._catching_up():
             self.schedule.begin(is_round=True, shows_means=self.means_are_shown, also=also)
             self._complete()
-            self._publisher.publish()
+            self.publisher.publish()
 
     def finish_interrupted(self) -> None:
         """Complete the round of a backward that an exception left, so that collectives stay matched."""
         if not self.hooks.interrupted:
             return
         self.take_left()
-        cleared = self._publisher.cleared()  # after the exception, and so after the round that is completed here
+        cleared = self.publisher.cleared()  # after the exception, and so after the round that is completed here
         self.hooks.forget()
         if self._transport.broken:
             self.schedule.abandon()
             return
         self._complete()
-        self._publisher.forget(cleared)
-        self._publisher.publish()
+        self.publisher.forget(cleared)
+        self.publisher.publish()
 
     # -- agreement ----------------------------------------------------------------------------------------------------
 
@@ -212,17 +211,26 @@ class Reducer:
         Returns every rank's ``attach(are_means)``, which may be made of the gradients if they are means already; none
         if these are others now, because ranks have used different parameters.
         """
+        self.check_synchronised(purpose)
+        records = self.check_consistency(purpose, problem, scale=scale, options=options, attach=attach)
+        others_were_used = not self.schedule.is_open and len({record.used for record in records}) > 1
+        self.finalize_agreed(purpose, records)
+        return [] if others_were_used else [record.attachment for record in records]
+
+    def check_synchronised(self, purpose: str) -> None:
+        """Raise `RuntimeError` inside `no_sync`. Local."""
         if not self._sync:
             raise RuntimeError(
                 f"{purpose} inside no_sync(): call it after the block; gradients that are pending are reduced then"
             )
-        records = self.check_consistency(purpose, problem, scale=scale, options=options, attach=attach)
-        attached = [record.attachment for record in records]
+
+    def finalize_agreed(self, purpose: str, records: Sequence[Record]) -> None:
+        """Turn the sums into means, once, after `check_consistency` has returned these records. Collective."""
         used = [record.used for record in records]
         if not self.schedule.is_open:
             self.schedule.agree_used(used)
-            self._publisher.publish()  # a mean that the user has replaced: what follows changes ours, not his
-            return attached if len(set(used)) == 1 else []
+            self.publisher.publish()  # a mean that the user has replaced: what follows changes ours, not his
+            return
         pending = sorted({bucket for record in records for bucket in record.pending})
         if pending:
             with behind_a_meeting(self._transport):
@@ -235,8 +243,7 @@ class Reducer:
             sums = [bucket.grad.final_grad() for bucket in self._buckets]
             self._division.divide([each.data for each in sums if each is not None], self.schedule.divisor)
         self.schedule.finalized(purpose)
-        self._publisher.publish()
-        return attached
+        self.publisher.publish()
 
     def check_consistency(
         self,
@@ -254,11 +261,11 @@ class Reducer:
             raise inside_backward(purpose)
         self._streams.wait_for_previous()
         self.finish_interrupted()
-        assigned = self._publisher.detect_changes()
+        assigned = self.publisher.detect_changes()
         if (
             self.schedule.is_open and self.schedule.means_divisor != self.schedule.divisor
         ):  # the means will be gathered anew
-            problem = problem or self._publisher.edited()
+            problem = problem or self.publisher.edited()
         problem = problem or assigned
 
         def record() -> Record:
@@ -291,23 +298,23 @@ class Reducer:
         def meet(purpose: str, data: bytes) -> list[bytes]:
             if not self.hooks.inside_backward:
                 self.finish_interrupted()
-                self._publisher.detect_changes()
+                self.publisher.detect_changes()
             return self.agreement.meet(purpose, self.schedule.number, self._empty_round, lambda: data)
 
         self.finish_interrupted()
-        self._publisher.detect_changes()
+        self.publisher.detect_changes()
         protocol = JoinProtocol(self._transport, meet, groups)
         self._joining.begin(
             lambda name, arguments: protocol.broadcast(name, arguments, self.schedule.divisor),
             gathers_are_broadcast=gathers_are_broadcast,
         )
-        self._publisher.withdraw()
+        self.publisher.withdraw()
         return protocol
 
     def end_join(self) -> None:
         """End `join`: calls are not broadcast any more."""
         self._joining.end()
-        self._publisher.publish()
+        self.publisher.publish()
 
     def unscale(self, found: Tensor, inverse: Tensor) -> None:
         """Take the loss scale out of the means, and set ``found`` to 1 on every rank if any is not finite. Collective.
@@ -332,24 +339,24 @@ class Reducer:
     def has_new_gradients(self) -> bool:
         """True if this rank has gradients that no step has used, and that were not cleared."""
         if not self.hooks.interrupted:
-            self._publisher.detect_changes()
+            self.publisher.detect_changes()
         return self.schedule.has_new_gradients
 
     def set_divisor(self, value: float) -> None:
         """Set the divisor of the next `finalize_grads`."""
         if not self.hooks.interrupted:
             self.take_left()  # means may be published, in a hook
-            self._publisher.detect_changes()
+            self.publisher.detect_changes()
         self.schedule.set_divisor(value)
         if self.means_are_shown and self.schedule.is_open:
-            self._publisher.publish()
+            self.publisher.publish()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear every gradient, or set those that exist to zero."""
         if self.hooks.inside_backward:
             raise inside_backward("zero_grad()")
         self.finish_interrupted()
-        self._publisher.zero_grad(set_to_none)
+        self.publisher.zero_grad(set_to_none)
 
     @untraced_context
     def no_sync(self) -> Iterator[None]:
@@ -360,32 +367,8 @@ class Reducer:
         finally:
             self._sync = before
 
-    def full_gradient(self, bucket: Bucket, slot_number: int) -> Tensor | None:
-        """Return the whole mean gradient of a parameter; None if no rank used it. Collective."""
-        spec, slot = bucket.specs[slot_number], bucket.spec.slots[slot_number]
-        purpose = f"full_grad of {spec.name!r}"
-        records = self.check_consistency(purpose)
-        if any(record.pending for record in records):
-            raise RuntimeError(
-                f"{purpose}: gradients of a backward inside no_sync(), or the zeros of zero_grad(set_to_none=False), "
-                "are not reduced yet. First run a backward outside no_sync(), or clip"
-            )
-        number = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + slot_number
-        if not any(record.used[number] for record in records):
-            return None
-        if self._publisher.means_are_true:
-            whole = bucket.grad.mean_view(slot_number).as_strided((slot.numel,), (1,)).clone()
-        else:
-            total = bucket.grad.running_sum()
-            assert total is not None  # used by some rank, and nothing is pending
-            tag = Tag(Kind.ALL_GATHER, purpose, self.schedule.number, bucket.spec.index)
-            whole = gather_slot(total, slot, bucket.spec.cuts, self._shard_group.rank, self._collective, tag)
-            if self.schedule.is_open:
-                whole.div_(self.schedule.divisor)
-        return whole.as_strided(spec.shape, spec.stride)
-
     def close(self) -> None:
         """Remove the hooks; gradients that this rank holds whole become the user's own."""
         self.hooks.remove()
-        self._publisher.hand_over()
+        self.publisher.hand_over()
         self.schedule.close()

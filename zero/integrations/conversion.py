@@ -18,7 +18,13 @@ from ..config import MixedPrecision
 from ..optimizer import ZeroOptimizer
 
 Options = Mapping[str, Any]
-_NO_OPTIONS = ("params", "optimizer_class", "module", "defaults")  # what the plain optimizer provides
+_NO_OPTIONS = (
+    "params",
+    "optimizer_class",
+    "module",
+    "optimizer_kwargs",
+    "defaults",
+)  # what the plain optimizer provides
 OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - {*_NO_OPTIONS}
 
 
@@ -62,7 +68,7 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
     states = plain.state_dict() if plain.state else None
     groups = [dict(group) for group in plain.param_groups]
     defaults = {name: plain.defaults[name] for name in named}
-    ours = ZeroOptimizer(groups, type(plain), module=module, **options, **defaults)
+    ours = ZeroOptimizer(groups, type(plain), module=module, **options, optimizer_kwargs=defaults)
     if states is not None:
         ours.load_state_dict(states)
     plain.param_groups = []

@@ -26,16 +26,12 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.pool import worth_keeping
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
-from ..core.bits import first_unequal, same_bits
+from ..core.bits import first_unequal, row_major_stride, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from .flat_buffer import FlatBuffer, redistribute
 from .profiler_ranges import ProfilerRange, Waited, WaitedInStages
 from .streams import Streams
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 class GradAccumulator:
@@ -78,7 +74,7 @@ class GradAccumulator:
         self.arrived: dict[int, Tensor] = {}  # slot -> stashed gradient, not copied yet
         self._versions: dict[int, int] = {}  # slot -> version of the gradient when it was stashed
         self._empty_row, self._row_places = self._nothing()
-        self._contiguous = all(spec.stride == _contiguous_stride(spec.shape) for spec in specs)
+        self._contiguous = all(spec.stride == row_major_stride(spec.shape) for spec in specs)
         self.touched = False  # a backward ran with this bucket active, and its contribution has not been reduced
         self.missing = 0  # gradients that the backward under way has not brought yet
 
@@ -298,6 +294,18 @@ class GradAccumulator:
             work = redistribute(own, self._whole, self.bucket.cuts, collective, tag)
             return Waited(work, self._waiting_for_means)
 
+    def open_means(self) -> FlatBuffer:
+        """Return `final_grad`; if there was no reduction, all of it is -0.0, which is no gradient."""
+        if not self.has_sum:
+            if self._whole is None and (self._stage.grads_replicated or not self._sum_apart):
+                self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
+            self.has_sum = True
+            for kept in (self._sum().data, *self.tensors()):
+                kept.fill_(-0.0)
+        final = self.final_grad()
+        assert final is not None
+        return final
+
     # -- clearing -------------------------------------------------------------------------------------------------
 
     def clear(self) -> None:
@@ -365,9 +373,7 @@ class GradAccumulator:
         found = []
         for piece in self.pieces:
             mean = self._whole.piece(piece)
-            if not used[piece.slot]:
-                continue
-            if same_bits(mean, expected.piece(piece)):
+            if not used[piece.slot] or same_bits(mean, expected.piece(piece)):
                 continue
             if torch.count_nonzero(mean):
                 found.append(piece.slot)

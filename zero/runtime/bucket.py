@@ -113,6 +113,11 @@ class Bucket(StoredBucket):
         """Note that sums have become means: gradients must be cleared before a backward may add to them."""
         self.stale = bytearray(self.used)
 
+    def replace(self, slot: int) -> int:
+        """Note that a parameter was given a mean gradient. Return whether it had none that must be cleared, 0 or 1."""
+        before, self.used[slot], self.stale[slot] = self.stale[slot], 1, 1
+        return 1 - before
+
     def renew(self, slot: int) -> int:
         """Note that a gradient was cleared. Return whether it had to be, 0 or 1."""
         stale, self.stale[slot] = self.stale[slot], 0

@@ -208,10 +208,12 @@ def _facts(tensor: Tensor) -> tuple[Any, ...]:
     return (NAMES[tensor.dtype], list(tensor.shape), *([] if stride is None else [stride]))
 
 
-def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag) -> Tensor | None:
+def gather_to(
+    part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequence[int], tag: Tag, *, control: bool = True
+) -> Tensor | None:
     """Send every rank's ``part``, 1-D, to the ranks ``receivers``, and return the whole there, None elsewhere.
 
-    Collective. ``cuts``: which elements of the whole each rank has.
+    Collective. ``cuts``: which elements of the whole each rank has; ``control``: as which bytes they count.
     """
     whole: Tensor | None = None
     works: list[Work] = []
@@ -222,10 +224,10 @@ def gather_to(part: Tensor, cuts: Cuts, transport: Transport, receivers: Sequenc
         for source in transport.peers():
             low, high = cuts.owned(source)
             if low < high:
-                works.append(transport.irecv(whole[low:high], source, tag, control=True, one_way=True))
+                works.append(transport.irecv(whole[low:high], source, tag, control=control, one_way=True))
     for receiver in receivers:
         if receiver != transport.rank and part.numel():
-            works.append(transport.isend(part, receiver, tag, control=True, one_way=True))
+            works.append(transport.isend(part, receiver, tag, control=control, one_way=True))
     for work in works:
         work.wait()
     return whole

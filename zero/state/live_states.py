@@ -122,7 +122,9 @@ class States(Mapping[Tensor, dict[str, Any]]):
         return dict, ({parameter: dict(states) for parameter, states in self.items()},)  # a copy of what is here
 
 
-class _Engine(Protocol):
+class LiveStates(Protocol):
+    """What an engine knows of states."""
+
     state: States
 
     def reset_states(self, groups: Sequence[dict[str, Any]], chosen: Sequence[Tensor] | None) -> None: ...
@@ -132,7 +134,7 @@ class _Engine(Protocol):
 class WithLiveStates(torch.optim.Optimizer):
     """An optimizer whose states belong to its engine, once it is built."""
 
-    _engine: _Engine
+    _engine: LiveStates
     _built = False
 
     @property

@@ -19,6 +19,19 @@ KEY = "optimizer_class"  # of a param group: a class when it is given, and its q
 OptimizerClass = type[torch.optim.Optimizer]
 
 
+def merged(arguments: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments of the class of an optimizer.
+
+    ``arguments``: those that were given beside those of `ZeroOptimizer`; ``kwargs``: its ``optimizer_kwargs``. Raises
+    `TypeError` if these are no mapping by name, or if an argument is given twice.
+    """
+    if not isinstance(kwargs, Mapping | None) or any(not isinstance(name, str) for name in kwargs or ()):
+        raise TypeError(f"optimizer_kwargs must be a dict of arguments by name, not {reprlib.repr(kwargs)}")
+    if twice := [name for name in kwargs or () if name in arguments]:
+        raise TypeError(f"{twice[0]!r} is given twice, in optimizer_kwargs and beside it: give it once")
+    return {**arguments, **(kwargs or {})}
+
+
 def check_class(named: Any, place: str = "") -> None:
     """Raise `TypeError` unless ``named`` is a class of optimizers that can step.
 

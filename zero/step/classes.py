@@ -22,6 +22,7 @@ REMEDY = (
     "the lists of param groups are fixed, unlike their options: put it back as it was; requires_grad_(False) ends the "
     "training of a parameter, add_param_group() adds one, and for other groups build a new optimizer"
 )
+PARTITION = "partition"  # a key of a param group that is given, and is an option of this library
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
@@ -31,7 +32,9 @@ class UserOptimizers:
     def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
         check_class(optimizer_class)
         self._all = [UserOptimizer(optimizer_class, defaults)]
+        _check_options(self.main)
         self._of_groups: list[int] = []  # the class of each param group
+        self._requested: list[Options] = []  # of each param group: its partition, if it asked for one
         self.lists = ParamLists()
 
     @property
@@ -48,6 +51,10 @@ class UserOptimizers:
     def number(self, group: int) -> int:
         """Return the number of a group's class. ``group``: its number."""
         return self._of_groups[group]
+
+    def requested_partition(self, group: int, default: Any) -> Any:
+        """Return the partition that a group, given by its number, asked for; ``default`` if it did not."""
+        return self._requested[group].get(PARTITION, default)
 
     def of(self, group: int) -> UserOptimizer:
         """Return a group's class."""
@@ -79,7 +86,7 @@ class UserOptimizers:
 
     def forget(self, groups: int) -> None:
         """Forget the groups from this number on, which could not be added, and the classes that they alone had."""
-        del self._of_groups[groups:]
+        del self._of_groups[groups:], self._requested[groups:]
         del self._all[max([0, *self._of_groups]) + 1 :]
 
     def names(self) -> str:
@@ -96,10 +103,12 @@ class UserOptimizers:
 
         Raises `TypeError` or `ValueError` if it names none that can be used.
         """
-        named = group.get(KEY)
-        given = {key: value for key, value in group.items() if key not in (*NO_OPTIONS, "partition")}
+        named, asked = group.get(KEY), {key: value for key, value in group.items() if key == PARTITION}
+        group = {key: value for key, value in group.items() if key != PARTITION}
+        given = {key: value for key, value in group.items() if key not in NO_OPTIONS}
         if named is None:
             self._of_groups.append(0)
+            self._requested.append(asked)
             return {**{key: value for key, value in group.items() if key != KEY}, **self.main.options_of(given)}
         place = f"param group {len(self._of_groups)}: "
         check_class(named, place)
@@ -111,10 +120,12 @@ class UserOptimizers:
         for option in _SWITCHES:
             if given.get(option) and option not in inner.defaults:
                 raise ValueError(f"{place}{inner.name} has no option {option!r}: leave it out")
+        _check_options(inner, place)
         foreign = arguments.keys() - inner.defaults.keys()  # of the constructor alone: torch has them in no param group
         kept = {key: value for key, value in group.items() if key not in foreign}
         options = inner.options_of({key: value for key, value in given.items() if key not in foreign})
         self._of_groups.append(self._number_of(inner, place))
+        self._requested.append(asked)
         return {**inner.defaults, **kept, **options, KEY: inner.qualified_name}
 
     def _number_of(self, inner: UserOptimizer, place: str) -> int:
@@ -141,7 +152,7 @@ class UserOptimizers:
         """Drop the options that torch has added to a completed group, but its own class does not have."""
         if KEY in completed:
             own = next(inner for inner in self._all if inner.qualified_name == completed[KEY])
-            for key in self.main.defaults.keys() - own.defaults.keys() - given.keys():
+            for key in self.main.defaults.keys() - own.defaults.keys() - (given.keys() - {PARTITION}):
                 del completed[key]
 
     def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:
@@ -152,6 +163,15 @@ class UserOptimizers:
             if mine:
                 changed |= inner.step(mine, self.groups_of(number, groups))
         return changed
+
+
+def _check_options(inner: UserOptimizer, place: str = "") -> None:
+    """Raise `ValueError` if a class has an option that the library takes for its own. ``place``: begins the error."""
+    if KEY in inner.defaults:
+        raise ValueError(
+            f"{place}{inner.name} has an option {KEY!r}, which in a param group is the name of the group's class: give "
+            "the option another name"
+        )
 
 
 class ParamLists:

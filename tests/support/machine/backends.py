@@ -25,8 +25,8 @@ class Backend(Protocol):
     def do(self, command: Command) -> list[Any]:
         """Execute a command."""
 
-    def save(self) -> Saved:
-        """Save on all ranks; return rank 0's result."""
+    def save(self, full: bool = False) -> Saved:
+        """Save on all ranks; return rank 0's result. ``full``: as in `Load`."""
 
     def close(self) -> list[Any]:
         """Make the models plain again; return their parameters."""
@@ -45,8 +45,8 @@ class Threads:
     def do(self, command: Command) -> list[Any]:
         return self._run(lambda rank: rank.do(command))
 
-    def save(self) -> Saved:
-        return self._run(Rank.save)[0]
+    def save(self, full: bool = False) -> Saved:
+        return self._run(lambda rank: rank.save(full))[0]
 
     def close(self) -> list[Any]:
         return self._run(Rank.close)
@@ -70,8 +70,8 @@ class Processes:
     def do(self, command: Command) -> list[Any]:
         return self._run("do", command)
 
-    def save(self) -> Saved:
-        return self._run("save")[0]
+    def save(self, full: bool = False) -> Saved:
+        return self._run("save", full)[0]
 
     def close(self) -> list[Any]:
         return self._run("close")

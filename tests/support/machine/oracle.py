@@ -66,6 +66,9 @@ class Oracle(AsPlain, Player):
             gradient = None if gradient is None else gradient / self.divisor
         return None if gradient is None else gradient.clone()
 
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        self.replace(index, gradient)
+
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
         scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
@@ -98,6 +101,14 @@ class Oracle(AsPlain, Player):
             pairs = enumerate(zip(self.narrow[name], self.classes.of(name), strict=True))
             of_class["masters"] = {index: followed[id(wide)] for index, (q, wide) in pairs if q.dtype is not wide.dtype}
         return found
+
+    def full_state(self, to: int, *, masters: bool) -> dict[str, Any]:
+        found: dict[str, Any] = self.model.state_dict(keep_vars=True)
+        wide = {id(q): followed for q, followed in zip(self.parameters, self.numbers.followed(), strict=True)}
+        chosen = {id(q) for q in self.listed} if masters else set[int]()
+        return {
+            name: wide[id(value)] if id(value) in chosen else value.detach().clone() for name, value in found.items()
+        }
 
     def load(self, setting: Setting) -> None:
         saved = copy.deepcopy(self.classes.state_dict())

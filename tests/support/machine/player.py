@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import program as p
-from .program import Command, Setting
+from .program import Command, Config, Setting
 
 
 class Player:
@@ -21,13 +21,14 @@ class Player:
     model: Any
     optimizer: Any
     scheduler: Any
+    config: Config
     setting: Setting
     divisor: float
     ranks: Sequence[int]
     kept: list[tuple[int, list[Any]]]  # the backwards of each rank that `Keep` left
 
     def do(self, command: Command) -> Any:
-        """Execute a command; return the result that every rank must have (after `Consolidate`, its rank ``to``)."""
+        """Execute a command; return the result that every rank must have (where a command has one, its rank ``to``)."""
         match command:
             case p.Backward():
                 for rank in self.ranks:
@@ -88,10 +89,17 @@ class Player:
                 self.edit(self.chosen((command.number,))[0], command.factor)
             case p.FullGrad():
                 return self.full_gradient(command.number % len(list(self.model.parameters())))
+            case p.SetGrad():
+                number = command.number % len(list(self.model.parameters()))
+                gradient = p.replacement(self.chosen((number,))[0], self.config, command)
+                self.set_gradient(number, gradient)
+                return self.full_gradient(number)
             case p.Describe():
                 self.check()
             case p.Consolidate():
                 return self.consolidated(command.to)
+            case p.FullState():
+                return self.full_state(command.to, masters=command.masters)
             case p.Load():
                 self.load(command.setting)
         return None

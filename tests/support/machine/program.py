@@ -231,6 +231,14 @@ class FullGrad(Command):
     number: int
 
 
+class SetGrad(Command):
+    """Replace a mean gradient; by None if ``none``, or if the parameter is frozen."""
+
+    number: int
+    seed: int
+    none: bool = False
+
+
 class Describe(Command):
     """Call all methods that only inspect; they must change nothing."""
 
@@ -239,10 +247,22 @@ class Consolidate(Command):
     to: int
 
 
+class FullState(Command):
+    """Read the model's whole state dict."""
+
+    to: int
+    masters: bool
+
+
 class Load(Command):
-    """Save, build new ranks with another setting, and load."""
+    """Save, build new ranks with another setting, and load. ``full``: weights are those of a whole state dict."""
 
     setting: Setting
+    full: bool = False
+
+
+LATER = (FullState, SetGrad)
+"""Commands that commits before them do not know."""
 
 
 # -- shared by both sides ----------------------------------------------------------------------------------------------
@@ -285,6 +305,14 @@ def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int) -> 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
+
+
+def replacement(parameter: nn.Parameter, config: Config, command: SetGrad) -> Tensor | None:
+    """Return the gradient that a parameter gets."""
+    if command.none or not parameter.requires_grad:
+        return None
+    drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(command.seed), dtype=torch.float64)
+    return drawn.to(parameter.dtype if config.mixed is None else config.mixed.accumulate_dtype)
 
 
 def values(parameters: list[nn.Parameter]) -> list[Tensor]:

@@ -39,6 +39,7 @@ LOOKS = st.lists(
     | st.builds(p.Read, SOME)
     | st.builds(p.FullGrad, NUMBERS)
     | st.builds(p.Consolidate, st.integers(0, 7))
+    | st.builds(p.FullState, st.integers(0, 7), st.booleans())
     | st.just(p.Describe()),
     min_size=1,
     max_size=3,
@@ -63,6 +64,7 @@ ALONE: tuple[st.SearchStrategy[Command], ...] = (
     st.builds(p.BackwardOfKept, SYNC),
     st.builds(p.Fail, SEEDS, st.booleans()),
     st.builds(p.Clip, st.sampled_from([0.01, 0.5, 100.0, INFINITY]), st.sampled_from([1.0, 2.0, 2.0, 3.0, INFINITY])),
+    st.builds(p.SetGrad, NUMBERS, SEEDS, st.sampled_from([False, False, True])),
     st.builds(p.Divide, st.sampled_from([1, 3, 7.5, 12])),
     st.builds(p.Step, st.booleans()),
     st.builds(p.Scaled, SEEDS, st.sampled_from([1.0, 64.0, 3.0]), st.none() | st.integers(0, 7)),
@@ -210,6 +212,9 @@ class Written:
                 self.pending = self.pending or in_block
             case p.Clip():
                 self.open = self.pending = False
+            case p.SetGrad(number=number, seed=chosen, none=none):
+                command = p.SetGrad(self.listed[number % len(self.listed)], chosen, none)
+                self.open = self.pending = False
             case p.Step():
                 self.open, self.pending, self.stepped = False, False, True
             case p.Scaled(overflow=overflow):
@@ -226,6 +231,8 @@ class Written:
                 command = p.FullGrad(self.listed[number % len(self.listed)])
             case p.Consolidate(to=to):
                 command = p.Consolidate(to % self.setting.world_size)
+            case p.FullState(to=to, masters=masters):
+                command = p.FullState(to % self.setting.world_size, masters)
             case p.Load(setting=setting):
                 for each in () if self.stepped else whole_step([p.Backward(100)]):  # else there is no state to save
                     self.add(each)
@@ -253,7 +260,7 @@ def programs(
 ) -> tuple[Config, list[Command]]:
     """Draw a program. ``count``: how many commands, whole steps and loads are drawn for it."""
     config = draw(configs(stages, most_ranks, collectives, precisions))
-    loads = st.builds(p.Load, settings(STAGES, most_ranks, collectives.names(config.integer)))
+    loads = st.builds(p.Load, settings(STAGES, most_ranks, collectives.names(config.integer)), st.booleans())
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS)
     size = draw(st.sampled_from([1, count // 2, *[count] * 14]))  # the first ones are for a failure that is shortened
     written = Written(config)
@@ -300,4 +307,4 @@ class RandomPrograms:
         follow()
         assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
-        assert len({*map(type, followed)}) >= 19, "of 22 kinds of commands"
+        assert len({*map(type, followed)}) >= 19, "of 24 kinds of commands"

@@ -32,10 +32,11 @@ class Rank(OnRank, Player):
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
-        self.setting, self.rank = setting, rank
+        self.config, self.setting, self.rank = config, setting, rank
         model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
+        full = saved is not None and saved[1].pop("full", False)
         if saved is not None:
-            if config.mixed is None:
+            if config.mixed is None and not full:
                 model.load_state_dict(saved[0])
             for parameter, trainable in zip(model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
@@ -57,7 +58,9 @@ class Rank(OnRank, Player):
         super().__init__(model, optimizer)
         self.scheduler = p.scheduler_of(optimizer)
         if saved is not None:
-            if config.mixed is not None:  # the saved weights have another dtype; the new model alone would round them
+            if full:
+                optimizer.load_full_state_dict(saved[0] if rank == setting.world_size - 1 else None)
+            elif config.mixed is not None:  # the saved weights have another dtype; the new model alone would round them
                 with optimizer.gathered(write=True):
                     model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -90,6 +93,11 @@ class Rank(OnRank, Player):
     def full_gradient(self, index: int) -> Tensor | None:
         return self.optimizer.full_grad(list(self.model.parameters())[index])
 
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is not None and self.rank:
+            gradient = torch.zeros_like(gradient)  # rank 0's counts
+        self.optimizer.set_full_grad(list(self.model.parameters())[index], gradient)
+
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
         scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
@@ -105,16 +113,33 @@ class Rank(OnRank, Player):
         self.optimizer.consolidate_state_dict(to)
         return self.optimizer.state_dict() if self.rank == to else None
 
-    def save(self) -> Saved:
+    def full_state(self, to: int, *, masters: bool) -> dict[str, Any] | None:
+        return self.optimizer.full_state_dict(to, masters=masters)
+
+    def save(self, full: bool = False) -> Saved:
         """Save the program's state. All ranks call this; rank 0's result is complete."""
         states = self.consolidated(0)
+        if full:
+            return self.full_state(0, masters=True) or {}, {
+                **_without_masters(states or {}),
+                **self._trainable(),
+                "full": True,
+            }
         with self.gathered():
             model = {name: value.clone() for name, value in self.model.state_dict().items()}
-        trainable = [parameter.requires_grad for parameter in self.model.parameters()]
-        return model, {**(states or {}), "trainable": trainable}
+        return model, {**(states or {}), **self._trainable()}
+
+    def _trainable(self) -> dict[str, Any]:
+        return {"trainable": [parameter.requires_grad for parameter in self.model.parameters()]}
 
     def close(self) -> list[torch.Tensor]:
         """End the program, and return the parameters of the plain model."""
         self.kept = []
         self.optimizer.close()
         return p.values(list(self.model.parameters()))
+
+
+def _without_masters(states: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict, of one class or by class, without its master weights."""
+    found = {key: value for key, value in states.items() if key != "masters"}
+    return found if "state" in found else {name: _without_masters(of_class) for name, of_class in found.items()}

@@ -34,12 +34,12 @@ class Run:
     def _follow(self, command: Command) -> None:
         expected = self.oracle.do(command)
         if isinstance(command, p.Load):
-            self.backend.start(self.config, command.setting, self.backend.save())
+            self.backend.start(self.config, command.setting, self.backend.save(command.full))
             return
         for rank, seen in enumerate(self.backend.do(command)):
+            if isinstance(command, (p.Consolidate, p.FullState)) and command.to != rank:
+                continue
             if isinstance(command, p.Consolidate):
-                if command.to != rank:
-                    continue
                 seen = self._by_class(seen, expected)
             assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 

@@ -277,7 +277,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         collective=spec.algorithm,
         mixed_precision=spec.precision,
         units=resolve(spec.units) if spec.units else None,
-        **spec.defaults,
+        optimizer_kwargs=spec.defaults,
     )
     found = _differences(folder, workload, optimizer, step)
     while step < workload.steps and not found:

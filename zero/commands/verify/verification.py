@@ -12,7 +12,7 @@ import operator
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from collectives import Algorithm
 from ...config import MixedPrecision
 from ...core.stage import STAGES
 from ...optimizer import ZeroOptimizer
-from ...step.arguments import check_class
+from ...step.arguments import check_class, merged
 from .bit_diff import Run
 from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
 
@@ -103,6 +103,7 @@ def verify(
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
     quiet: bool = False,
+    optimizer_kwargs: Mapping[str, Any] | None = None,
     **defaults: Any,
 ) -> Verification:
     """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
@@ -140,6 +141,7 @@ def verify(
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
             "cuda" if this host has a GPU for each rank, else "cpu".
         quiet: print nothing.
+        optimizer_kwargs: further arguments of ``optimizer_class``, which may have names of arguments of this function.
         defaults: arguments of ``optimizer_class``.
 
     Raises:
@@ -155,7 +157,8 @@ def verify(
     stage_numbers = _integers(stages, "stages", least=0)
     place, note = choose_device(device, max(sizes), torch.cuda.device_count())
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": mixed_precision}
-    _dry_run(optimizer_class, stage_numbers, ours, defaults)
+    arguments = merged(defaults, optimizer_kwargs)
+    _dry_run(optimizer_class, stage_numbers, ours, arguments)
     spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -165,7 +168,7 @@ def verify(
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
         param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
-        defaults=plain_data(defaults, "the optimizer's arguments", "leave out what is none of these"),
+        defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
         mesh=shape,
@@ -232,17 +235,17 @@ def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ..
     return found
 
 
-def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], defaults: dict[str, Any]) -> None:
+def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Let the library check its own arguments on a throw-away module, before any process is started."""
     check_class(optimizer_class)
     with torch.random.fork_rng(devices=[]):
         module = nn.Linear(1, 1)
     try:
         for stage in stages:
-            ZeroOptimizer(module, optimizer_class, stage=stage, **ours, **defaults).close()
+            ZeroOptimizer(module, optimizer_class, stage=stage, **ours, optimizer_kwargs=arguments).close()
     except TypeError as error:
         raise TypeError(
-            f"{error} (what is no argument of verify() goes to {optimizer_class.__name__}: {', '.join(defaults)})"
+            f"{error} (what is no argument of verify() goes to {optimizer_class.__name__}: {', '.join(arguments)})"
         ) from error
 
 

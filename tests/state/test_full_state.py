@@ -1,0 +1,267 @@
+"""The whole state dict of the model: the plain loop's values and names, on the host, and back at any topology."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads, solo
+from zero import MixedPrecision, ShardedAverage, ZeroOptimizer
+
+from ..support.errors import error_of, errors_on
+from ..support.models import Odd, odd_batches, odd_loss
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_value
+from ..support.programs import locked_build
+from ..support.quantised import inside, qlora
+from ..support.rows import rows
+from ..support.sides import AsPlain, Loop, Side
+from ..support.sockets import on_sockets
+from .training import same, train
+
+BF16 = PRECISIONS["bf16"]
+
+
+def whole(side: Side, *, masters: bool) -> dict[str, Tensor]:
+    """Return a copy of the model's state dict, as every rank gets it."""
+    if not isinstance(side, AsPlain):
+        found: dict[str, Tensor] = side.optimizer.full_state_dict(None, masters=masters)
+        return found
+    names = {id(parameter): name for name, parameter in side.model.named_parameters()}
+    found = {name: value.detach().clone() for name, value in side.model.state_dict().items()}
+    if masters:
+        for parameter, wide in zip(side.parameters, side.numbers.followed(), strict=True):
+            found[names[id(parameter)]] = wide.detach().clone()
+        found["head.weight"] = found["embed.weight"]
+    return found
+
+
+def restore(side: Side, values: dict[str, Tensor], *, masters: bool) -> None:
+    """Load a state dict, which the last rank alone has."""
+    if not isinstance(side, AsPlain):
+        has = side.optimizer.rank == side.optimizer.world_size - 1
+        side.optimizer.load_full_state_dict(values if has else None)
+        return
+    side.model.load_state_dict(values)
+    if masters:
+        for (_, updated), value in zip(
+            side.model.named_parameters(), [values[name] for name, _ in side.model.named_parameters()], strict=True
+        ):
+            place = next(n for n, parameter in enumerate(side.parameters) if parameter is updated)
+            side.numbers.updated[place].detach().copy_(value)
+
+
+def saved_and_restored(masters: bool) -> Loop:
+    """Return a loop that trains on with the weights of an earlier moment."""
+
+    def loop(side: Side) -> list[dict[str, Tensor]]:
+        train(side, range(1))
+        kept = [whole(side, masters=False), whole(side, masters=True)]
+        train(side, range(1, 2))
+        restore(side, kept[masters], masters=masters)
+        train(side, range(2, 3))
+        return [*kept, whole(side, masters=True)]
+
+    return loop
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "precision", "masters", "more"),
+    rows(
+        [
+            pytest.param(0, 2, BF16, False, {}, id="0-2-bf16"),
+            pytest.param(2, 3, BF16, True, {}, id="2-3-bf16-masters"),
+            pytest.param(3, 4, BF16, True, {"sharding_factor": 2}, id="3-4-bf16-masters-factor"),
+            pytest.param(3, 3, None, False, {"collective": "pairwise"}, id="3-3"),
+        ],
+        [
+            pytest.param(1, 5, None, True, {}, id="1-5-masters"),
+            pytest.param(3, 6, BF16, False, {"reshard_after_forward": False}, id="3-6-bf16"),
+            pytest.param(3, 1, BF16, True, {}, id="3-1-bf16-masters"),
+            pytest.param(1, 2, PRECISIONS["fp16"], True, {}, id="1-2-fp16-masters"),
+        ],
+    ),
+)
+def test_it_is_the_plain_models_and_training_goes_on_from_it(
+    stage: int, ranks: int, precision: MixedPrecision | None, masters: bool, more: dict[str, Any]
+) -> None:
+    """Without masters a load is an edit of the model; with them every digit is back."""
+    same(saved_and_restored(masters), ranks, stage, precision, **more)
+
+
+def trained(transport: Transport, stage: int, precision: Any = None, **more: Any) -> tuple[Odd, ZeroOptimizer]:
+    model = locked_build(0)
+    with torch.no_grad():
+        model.offset += transport.rank  # a buffer of each rank's own, after construction
+    listed = [parameter for name, parameter in model.named_parameters() if not name.startswith("first")]
+    arguments = {"module": model, "stage": stage, "process_group": transport, "mixed_precision": precision, **more}
+    optimizer = ZeroOptimizer(listed, lr=1e-2, bucket_cap_mb=0.0005, **arguments)
+    odd_loss(model, odd_batches(1, 1)[0]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("stage", "run"), rows([(1, on_threads), (3, on_sockets)], [(0, on_threads), (3, on_threads)]))
+def test_it_is_on_one_rank_in_memory_of_its_own_and_fits_plain_models_at_any_topology(stage: int, run: Any) -> None:
+    """Also parameters that are not trained. Ties stay ties, buffers are those of the rank, and no step changes it."""
+
+    def save(transport: Transport) -> Any:
+        model, optimizer = trained(transport, stage)
+        model.offset.fill_(transport.rank)
+        with optimizer.gathered():
+            expected = {name: value.clone() for name, value in model.state_dict().items()}
+        before = optimizer.traffic.payload_sent
+        found = optimizer.full_state_dict(to=1)
+        if found is not None:
+            assert list(found) == list(expected)
+            assert found["head.weight"] is found["embed.weight"]
+            assert (
+                len({value.untyped_storage().data_ptr() for value in found.values() if value.numel()})
+                == sum(value.numel() > 0 for value in found.values()) - 1
+            )
+            assert {name: value.stride() for name, value in found.items()} == {
+                name: value.stride() for name, value in expected.items()
+            }
+        odd_loss(model, odd_batches(1, 2)[0]).backward()
+        optimizer.step()
+        optimizer.close()
+        assert_same_value(found if transport.rank == 1 else expected, expected, "the dict after a step")
+        return found, optimizer.traffic.payload_sent - before
+
+    results = run(3, save)
+    (kept,) = [found for found, _ in results if found is not None]
+    plain = Odd()
+    plain.load_state_dict(kept)
+
+    def load(transport: Transport) -> Any:
+        model, optimizer = trained(transport, 3 - stage)
+        optimizer.load_full_state_dict(kept if transport.rank else None)
+        optimizer.check_replicas()
+        optimizer.close()
+        return model.state_dict()
+
+    for found in on_threads(2, load):
+        assert_same_value(found, plain.state_dict(), "what was loaded")
+
+
+@pytest.mark.parametrize(("stage", "ranks"), rows([(3, 4)], [(2, 3), (3, 1)]))
+def test_what_is_sent_are_the_shards_of_the_other_ranks(stage: int, ranks: int) -> None:
+    def program(transport: Transport) -> list[int]:
+        model = locked_build(0)
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, bucket_cap_mb=0.0005)
+        bounds = [bucket.bounds for bucket in optimizer.describe().buckets]
+        begin, last = optimizer.traffic, transport.world_size - 1
+        optimizer.full_state_dict(to=last)
+        middle = optimizer.traffic
+        optimizer.full_state_dict(to=None)
+        sent = [(middle - begin).payload_sent, (optimizer.traffic - middle).payload_sent]
+        return [*sent, 4 * sum(each[last] for each in bounds), 4 * last * sum(each[-1] for each in bounds)]
+
+    one, every, *formula = (sum(column) for column in zip(*on_threads(ranks, program), strict=True))
+    assert [one, every] == [total // ranks if stage == 3 else 0 for total in formula]
+
+
+def test_names_are_those_of_the_module_without_wrappers() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    optimizer = ZeroOptimizer(torch.compile(model), stage=3, process_group=solo())
+    found = optimizer.full_state_dict()
+    assert found is not None
+    assert list(found) == list(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).state_dict())
+    found["0.weight"].fill_(2.0)
+    optimizer.load_full_state_dict(found)
+    optimizer.load_full_state_dict({f"_orig_mod.{name}": value for name, value in found.items()})
+    optimizer.close()
+    assert_same_bits(model[0].weight, torch.full((3, 2), 2.0))
+
+
+def test_a_quantised_base_is_in_it_as_it_is_and_is_not_loaded() -> None:
+    def program(transport: Transport) -> str:
+        model = qlora()
+        optimizer = ZeroOptimizer(model, stage=3, process_group=transport, lr=0.1)
+        found = optimizer.full_state_dict(to=None)
+        assert found is not None
+        for name, value in model.bases().items():
+            assert_same_value(inside(found[name]), inside(value), name)
+        return error_of(optimizer.load_full_state_dict, found)
+
+    for message in on_threads(2, program):
+        assert "is a Quantised, which is not copied from one rank to another: load it on every rank before" in message
+
+
+def test_inside_applied_it_is_the_average_and_inside_join_a_rank_without_batches_takes_part() -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = trained(transport, 3, BF16)
+        average = ShardedAverage(optimizer)
+        average.update_parameters(model)
+        expected = optimizer.full_state_dict(to=None)
+        odd_loss(model, odd_batches(1, 3)[0]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with average.applied():
+            assert_same_value(optimizer.full_state_dict(to=None), expected, "the average")
+        with optimizer.join():
+            for step in range(transport.rank):
+                odd_loss(model, odd_batches(1, step)[0]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                assert (optimizer.full_state_dict(to=2) is None) == (transport.rank != 2)
+
+    on_threads(3, program)
+
+
+def changed(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    def change(found: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in {**found, **changes}.items() if value is not None}
+
+    return change
+
+
+MISFITS: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
+    (
+        changed(scale=None),
+        "load_full_state_dict(): Error(s) in loading state_dict for Odd: Missing key(s) in state_dict: ",
+    ),
+    (changed(other=torch.ones(1)), 'Unexpected key(s) in state_dict: "other"'),
+    (changed(scale=torch.ones(2)), "size mismatch for scale"),
+    (lambda found: {f"module.{name}": value for name, value in found.items()}, "Its names begin with 'module.'"),
+    (lambda found: list(found), "a state dict is a mapping of names to tensors, not a list"),
+    (lambda found: None, "no rank has a state dict: give it on one rank at least, and None elsewhere"),
+]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(stage: int) -> None:
+    def program(transport: Transport) -> list[str]:
+        _, optimizer = trained(transport, stage)
+        before = optimizer.full_state_dict(to=None)
+        assert before is not None
+        found = []
+        for change, _ in MISFITS:
+            given = change({name: value + 1 for name, value in before.items()})
+            found.append(error_of(optimizer.load_full_state_dict, given if transport.rank else None))
+            assert_same_value(optimizer.full_state_dict(to=None), before, "after an error")
+        with optimizer.gathered():
+            found.append(error_of(optimizer.full_state_dict))
+            found.append(error_of(optimizer.load_full_state_dict, before))
+        found.append(error_of(optimizer.full_state_dict, 2))
+        optimizer.load_full_state_dict(before)
+        optimizer.close()
+        return found
+
+    said = [*(words for _, words in MISFITS), *["inside gathered()"] * 2, "full_state_dict: rank 2 is not one of the 2"]
+    for messages in on_threads(2, program):
+        for message, words in zip(messages, said, strict=True):
+            assert words in message
+
+
+def test_it_needs_the_module() -> None:
+    def program(transport: Transport) -> None:
+        ZeroOptimizer(nn.Linear(2, 2).parameters(), process_group=transport).full_state_dict()
+
+    for message in errors_on(2, program):
+        assert message.startswith("ValueError: full_state_dict() needs the module whose parameters these are: build")

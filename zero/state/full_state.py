@@ -1,0 +1,264 @@
+"""The whole state dict of a model: brought to the host's memory, and loaded back, one bucket at a time.
+
+While torch makes or reads a state dict, plain tensors on the host stand in for the module's parameters. So the names,
+ties, hooks and errors are those of `torch.nn.Module`.
+
+Knows: buckets, and what every rank has whole beside them. Does not know: steps, files.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from collectives import Kind, Tag, Transport
+
+from ..consistency import broadcast
+from ..core.bits import strided
+from ..core.names import all_without_wrappers, known_as, named_buffers, named_parameters, named_parts, remark_on_prefix
+from ..core.parameter_specs import is_copied
+from ..core.stage import Placement, Stage
+from ..gradients.reducer import Reducer
+from ..parameters.storage import ParameterStorage
+from ..runtime.bucket import Bucket, StoredBucket
+from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.master_weights import MastersAlone
+from .gather import gather_to
+
+_NO_MODULE = (
+    "{call} needs the module whose parameters these are: build the optimizer over the module, or over parameters and "
+    "module=model"
+)
+Hosts = dict[int, Tensor]  # id of a parameter or a buffer -> the tensor on the host that stands in for it
+
+
+@dataclass(frozen=True)
+class _Fitted:
+    """A state dict that fits the model. ``wide``: the parameters, by index, that it has in a wider dtype."""
+
+    values: Hosts
+    wide: frozenset[int]
+
+
+class FullState:
+    """The state dict of the model of one optimizer. Every method is collective unless it is marked as local."""
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        stage: Stage,
+        storage: ParameterStorage,
+        reducer: Reducer,
+        transport: Transport,
+        shard_group: Transport,
+    ) -> None:
+        """``transport``: of all ranks; ``shard_group``: of those that share one copy."""
+        self._module, self._stage, self._storage, self._reducer = module, stage, storage, reducer
+        self._transport, self._shard_group = transport, shard_group
+
+    def _module_for(self, call: str) -> nn.Module:
+        """Return the module. Local."""
+        if self._module is None:
+            raise ValueError(_NO_MODULE.format(call=call))
+        return self._module
+
+    def _buckets(self) -> list[StoredBucket]:
+        return [*self._storage.buckets, *self._storage.unlisted_buckets()]
+
+    # -- to the host --------------------------------------------------------------------------------------------------
+
+    def gather(self, to: int | None, problem: str | None, *, masters: bool) -> dict[str, Any] | None:
+        """Return the state dict on rank ``to``, or on every rank if it is None; None elsewhere.
+
+        ``problem``: an error that this rank found. ``masters``: parameters that have master weights are these.
+        """
+        purpose = f"full_state_dict(to={to}, masters={masters})"
+        module = self._module_for("full_state_dict()")
+        self._reducer.check_consistency(purpose, problem or self._storage.diagnose())
+        values: Hosts = {}
+        for number, bucket in enumerate(self._buckets()):
+            whole = self._whole(bucket, to, Tag(Kind.GATHER, purpose, index=number), masters=masters)
+            if whole is not None:
+                for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
+                    values[id(parameter)] = strided(whole, slot.offset, spec.shape, spec.stride).to("cpu", copy=True)
+        return _state_dict(module, values) if to in (None, self._transport.rank) else None
+
+    def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
+        """Return a bucket's elements on the ranks that get them; None elsewhere."""
+        replica, place = divmod(self._transport.rank, self._shard_group.world_size)
+        receivers = range(self._shard_group.world_size)
+        if to is not None:
+            of, receiver = divmod(to, self._shard_group.world_size)
+            receivers = range(receiver, receiver + 1) if of == replica else range(0)
+        if not receivers:  # other ranks hold the same, and send it
+            return None
+        wide = masters and isinstance(bucket, Bucket) and bucket.spec.dtypes.has_master
+        held = bucket.weights.values()
+        if wide:
+            assert isinstance(bucket, Bucket)
+            bucket.states.wait_for_copies()
+            held = FlatBuffer(bucket.states.synced_weights(), self._stage.states, bucket.states.begin)
+            bucket.states.evict()
+        if held.placement is Placement.WHOLE or self._shard_group.world_size == 1:
+            return held.data if place in receivers else None
+        return gather_to(held.data, bucket.spec.cuts, self._shard_group, receivers, tag, control=False)
+
+    # -- from the host ------------------------------------------------------------------------------------------------
+
+    def agree(self, state_dict: Mapping[str, Any] | None, problem: str | None) -> Callable[[], None]:
+        """Return a function that loads the state dict of the first rank that has one, if it fits the model. All ranks
+        then call it.
+
+        ``problem``: an error that this rank found. Raises the same error on every rank if one found one, or if none has
+        a state dict.
+        """
+        purpose = "load_full_state_dict()"
+        module, fitted = self._module_for(purpose), None
+        if problem is None and state_dict is not None:
+            try:
+                fitted = self._fit(module, state_dict)
+            except Exception as error:  # also of a hook of the user
+                problem = f"{purpose}: {' '.join(str(error).split())}"
+        message = b"" if fitted is None else json.dumps(sorted(fitted.wide)).encode()
+        records = self._reducer.check_consistency(purpose, problem or self._storage.diagnose(), message=message)
+        source = next((rank for rank, record in enumerate(records) if record.attachment), None)
+        if source is None:
+            raise ValueError(f"{purpose}: no rank has a state dict: give it on one rank at least, and None elsewhere")
+        wide = frozenset(json.loads(records[source].attachment))
+        return partial(self._load, fitted if source == self._transport.rank else None, source, wide)
+
+    def _fit(self, module: nn.Module, state_dict: Mapping[str, Any]) -> _Fitted:
+        """Return the values of a state dict, of which torch has found that it fits the module. Local."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"a state dict is a mapping of names to tensors, not a {type(state_dict).__name__}")
+        for name, tensor in self._beside_buckets():
+            if not is_copied(tensor):
+                raise ValueError(
+                    f"{name!r} is a {type(tensor).__name__}, which is not copied from one rank to another: load it "
+                    "on every rank before the optimizer is built"
+                )
+        values = {id(tensor): tensor.detach().to("cpu", copy=True) for _, tensor in self._beside_buckets()}
+        places: dict[int, tuple[StoredBucket, int]] = {}
+        for bucket in self._buckets():
+            for slot, (parameter, spec) in enumerate(zip(bucket.parameters, bucket.specs, strict=True)):
+                places[id(parameter)] = bucket, slot
+                values[id(parameter)] = torch.empty_strided(
+                    spec.shape, spec.stride, dtype=bucket.spec.dtypes.master_dtype, device="cpu"
+                )
+        names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
+        with _standing_in(module, values):
+            expected = dict.fromkeys(module.state_dict())
+            plain = dict(zip(all_without_wrappers(expected), expected, strict=True))
+            known = {name: name if name in expected else plain.get(known_as(name, plain), name) for name in state_dict}
+            given = {known[name]: value for name, value in state_dict.items()}
+            try:
+                module.load_state_dict(given)
+            except RuntimeError as error:
+                raise ValueError(f"{error}{remark_on_prefix(state_dict, plain)}") from error
+        wide = set[int]()
+        for key, (bucket, slot) in places.items():
+            value = given.get(names.get(key, ""))
+            if isinstance(value, Tensor) and value.dtype.itemsize > bucket.spec.dtypes.param_dtype.itemsize:
+                wide.add(bucket.spec.slots[slot].parameter)
+        return _Fitted(values, frozenset(wide))
+
+    def _load(self, fitted: _Fitted | None, source: int, wide: frozenset[int]) -> None:
+        """Overwrite the model with a state dict, which rank ``source`` has."""
+        for bucket in self._buckets():
+            dtypes = bucket.spec.dtypes
+            whole = torch.zeros(bucket.spec.numel, dtype=dtypes.master_dtype, device=bucket.spec.device)
+            if fitted is not None:
+                for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
+                    strided(whole, slot.offset, spec.shape, spec.stride).copy_(fitted.values[id(parameter)])
+            broadcast(self._transport, [whole], source)
+            self._write(bucket, whole, wide)
+        beside = self._beside_buckets()
+        if fitted is not None:
+            for _, tensor in beside:
+                tensor.detach().copy_(fitted.values[id(tensor)])
+        broadcast(self._transport, [tensor.detach() for _, tensor in beside], source)
+
+    def _write(self, bucket: StoredBucket, whole: Tensor, wide: frozenset[int]) -> None:
+        """Give a bucket its values. ``wide``: parameters, by index, whose master weights are these values. Local."""
+        narrow = FlatBuffer(whole.to(bucket.spec.dtypes.param_dtype), Placement.WHOLE)
+        if bucket.weights.placement is Placement.WHOLE:
+            for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
+                parameter.detach().copy_(narrow.slot(slot, spec))  # a graph that was kept finds it
+        else:
+            bucket.weights.data.copy_(narrow.interval(bucket.weights.begin, bucket.weights.end))
+        if not isinstance(bucket, Bucket) or bucket.states.master is None:
+            return
+        states, master = bucket.states, bucket.states.master
+        chosen = [piece for piece in states.pieces if bucket.spec.slots[piece.slot].parameter in wide]
+        if chosen:
+            states.wait_for_copies()
+            states.snapshot()
+            for piece in chosen:
+                own = master.master[piece.begin - states.begin : piece.end - states.begin]
+                own.copy_(whole[piece.begin : piece.end])
+            if isinstance(master, MastersAlone):
+                master.sync_from_param()  # what was written is kept once
+            states.evict()
+
+    def _beside_buckets(self) -> list[tuple[str, Tensor]]:
+        """Return what every rank has whole and beside the buckets: parameters and buffers. Local."""
+        assert self._module is not None
+        known = [*named_parameters(self._module), *named_buffers(self._module)]
+        in_buckets = {id(parameter) for bucket in self._buckets() for parameter in bucket.parameters}
+        return [(name, tensor) for name, tensor in known if id(tensor) not in in_buckets]
+
+
+@contextmanager
+def _standing_in(module: nn.Module, values: Hosts) -> Iterator[dict[int, Tensor]]:
+    """Let tensors stand in for the parameters and the buffers of a module inside the block. Ties are kept.
+
+    Yields the tensors that stand in, by their ids.
+    """
+    made: dict[int, Tensor] = {}
+    kept: list[tuple[dict[str, Any], str, Tensor]] = []
+    try:
+        for _, part in named_parts(module):
+            registries: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+            for registry in registries:
+                for key, tensor in registry.items():
+                    if tensor is not None and id(tensor) in values:
+                        value = values[id(tensor)]
+                        if isinstance(tensor, nn.Parameter) and id(tensor) not in made:
+                            value = nn.Parameter(value, requires_grad=False)
+                        kept.append((registry, key, tensor))
+                        registry[key] = made.setdefault(id(tensor), value)
+        yield {id(value): values[key] for key, value in made.items()}
+    finally:
+        for registry, key, tensor in kept:
+            registry[key] = tensor
+
+
+def _state_dict(module: nn.Module, values: Hosts) -> dict[str, Any]:
+    """Return ``module.state_dict()``, with these values, on the host. Local.
+
+    All that is not among them is copied. Names are those of the module without the wrappers of torch.
+    """
+    copies: dict[int, Tensor] = {}
+    with _standing_in(module, values) as made:
+        found: dict[str, Any] = module.state_dict(keep_vars=True)
+    for name, plain in zip(list(found), all_without_wrappers(found), strict=True):
+        value = found.pop(name)
+        if isinstance(value, Tensor):
+            if id(value) not in copies:
+                copies[id(value)] = made[id(value)] if id(value) in made else _copied(value)
+            value = copies[id(value)]
+        found[plain] = value
+    return found
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy on the host. The tensor may be of a class of its own, whose ``cpu()`` is one of its numbers."""
+    copy = tensor.detach().clone()
+    return copy if copy.device.type == "cpu" else copy.cpu()
