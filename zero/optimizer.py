@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, CollectiveError, Traffic, Transport
 
-from .config import Config, MixedPrecision, Offload, check_divisor, module_of
+from .config import Config, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
@@ -105,7 +106,7 @@ class ZeroOptimizer(WithLiveStates):
         offload: Offload | None = None,
         param_init_fn: InitFunction | None = None,
         init_state_dict: StateDict | None = None,
-        mixed_precision: MixedPrecision | None = None,
+        mixed_precision: PrecisionOption = None,
         units: Predicate | None = None,
         partition: Literal["element", "parameter"] | None = None,
         **defaults: Any,

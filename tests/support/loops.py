@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero import MixedPrecision
-
 from .models import seeded as seeded
 from .plain import PlainRanks
 
@@ -208,7 +206,7 @@ class PlainLoop:
     loss_of: LossOf = mean_loss
     together: int = 2
     divisor: Callable[[Sequence[Batch]], float] = len
-    precision: MixedPrecision | None = None
+    precision: Any = None
     scale: float | None = None
     scheduler: SchedulerOf = constant
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw

@@ -22,9 +22,9 @@ from typing import Literal
 
 import torch
 
-from ..config import PRECISIONS, PrecisionName, dtypes_of
 from ..core.formulas import spread_of_owners
 from ..core.layout import MIB, BucketSizes, Dtypes, bucket_sizes, unit_cap_mb
+from ..precision import PRECISIONS, PrecisionName, dtypes_of
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, ParameterShape, UnitWork

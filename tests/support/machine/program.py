@@ -11,9 +11,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zero import MixedPrecision
-
-from ..narrowed import PRECISIONS
+from ..narrowed import BY_MODULE, POLICIES, PRECISIONS
 from ..plain import Clear
 from ..programs import BY_PARAMETER, CLASSES, MATRICES
 from .trees import Batch, Part, Source, Tree, batch_of, build
@@ -52,13 +50,13 @@ class Config(Source):
     options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
     seed: int = 0
     delays: bool = False
-    precision: str = ""  # a key of `PRECISIONS`
+    precision: str = ""  # a key of `PRECISIONS`, `BY_MODULE` or `POLICIES`
     classes: tuple[str, ...] = ("",)
     wholes: tuple[bool, ...] = (False,)
 
     @property
-    def mixed(self) -> MixedPrecision | None:
-        return PRECISIONS[self.precision] if self.precision else None
+    def mixed(self) -> Any:
+        return {**PRECISIONS, **BY_MODULE, **POLICIES}[self.precision] if self.precision else None
 
     def model(self, seed: int) -> Tree:
         return build(self.parts, self.width, self.integer, seed)

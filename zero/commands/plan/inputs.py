@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...config import PRECISIONS, dtypes_of
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
 from ...planning.models.parameter_lists import of_parameter_list
@@ -25,6 +24,7 @@ from ...planning.models.shapes import model_of, of_config
 from ...planning.models.works import count_module, count_transformer
 from ...planning.plan import Training
 from ...planning.setting import OPTIMIZERS
+from ...precision import PRECISIONS, dtypes_of
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ...config import PrecisionName
+from ...precision import PrecisionName
 
 __all__ = ["PlanConfig"]
 

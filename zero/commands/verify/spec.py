@@ -23,7 +23,7 @@ import torch
 
 from collectives import Algorithm
 
-from ...config import MixedPrecision
+from ...precision import MixedPrecision
 from ...step.clip import check_norm_arguments
 
 FILE = "spec.pt"

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from collectives import Algorithm
 
-from ...config import MixedPrecision
 from ...core.stage import STAGES
 from ...optimizer import ZeroOptimizer
+from ...precision import MixedPrecision
 from ...step.arguments import check_class
 from .bit_diff import Run
 from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
