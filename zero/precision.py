@@ -6,7 +6,7 @@ Knows: what a user may pass as ``mixed_precision``, and modules. Does not know: 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -108,9 +108,37 @@ class Policy(Protocol):
     def cast_forward_inputs(self) -> bool: ...
 
 
-PrecisionOption: TypeAlias = Policy | Mapping[str, Policy] | Callable[[str, nn.Module], Policy] | None
-"""What a user may give as ``mixed_precision``."""
-Rule: TypeAlias = MixedPrecision | Mapping[str, MixedPrecision] | Callable[[str, nn.Module], Any] | None
+@dataclass(frozen=True)
+class Patterns:
+    """Patterns of modules' names, as of `fnmatch`, and the precision of what each matches. Internal."""
+
+    pairs: tuple[tuple[str, MixedPrecision], ...]
+
+    def decides(self, name: str) -> tuple[str, MixedPrecision]:
+        """Return the last pattern that matches a module's name, or that of a module around it, and its precision.
+
+        Raises `ValueError` if there is none.
+        """
+        parts = name.split(".") if name else []
+        around = ["", *(".".join(parts[: count + 1]) for count in range(len(parts)))]
+        for pattern, precision in reversed(self.pairs):
+            if any(fnmatchcase(each, pattern) for each in around):
+                return pattern, precision
+        raise ValueError(f"mixed_precision: no pattern matches {_shown(name)}: put '*' first, for all modules")
+
+    def check_used(self, used: Container[str], what: str) -> None:
+        """Raise `ValueError` if a pattern is not among ``used``: it decides about no ``what``."""
+        for pattern, _ in self.pairs:
+            if pattern not in used:
+                raise ValueError(
+                    f"mixed_precision: the pattern {pattern!r} decides about no {what}: correct it, or move it behind "
+                    f"those that match the same ones, since the last one that matches decides"
+                )
+
+
+PrecisionOption: TypeAlias = Policy | Mapping[str, Policy] | Patterns | Callable[[str, nn.Module], Policy] | None
+"""What a user may give as ``mixed_precision``; patterns as a mapping."""
+Rule: TypeAlias = MixedPrecision | Patterns | Callable[[str, nn.Module], Any] | None
 """The same when it is checked. Results of a function are checked as it is called."""
 
 PrecisionName = Literal["fp32", "bf16", "fp16"]
@@ -118,6 +146,24 @@ PRECISIONS: Mapping[str, MixedPrecision | None] = MappingProxyType(
     {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
 )
 """The precisions that have a name on a command line, of a model that was made in fp32."""
+
+
+def param_dtype_of(name: PrecisionName) -> torch.dtype:
+    """Return the dtype in which a model that was made in fp32 computes in the precision of this name."""
+    precision = PRECISIONS[name]
+    return torch.float32 if precision is None else precision.of(torch.float32).param_dtype
+
+
+def named_precision(name: PrecisionName, fp32_modules: Sequence[str] = ()) -> MixedPrecision | Patterns | None:
+    """Return the precision of this name, of which some modules are left out.
+
+    ``fp32_modules``: patterns of the names of modules that compute in fp32. What they return is cast back.
+    """
+    precision = PRECISIONS[name]
+    if precision is None or not fp32_modules:
+        return precision
+    kept = MixedPrecision(torch.float32, output_dtype=precision.param_dtype)
+    return Patterns((("*", precision), *((pattern, kept) for pattern in fp32_modules)))
 
 
 def checked(option: Any) -> Rule:
@@ -131,7 +177,10 @@ def checked(option: Any) -> Rule:
         for pattern in option:
             if not isinstance(pattern, str):
                 raise TypeError(f"mixed_precision: a pattern must be a name of modules, not {pattern!r}")
-        return {pattern: _one(given, f"mixed_precision[{pattern!r}]") for pattern, given in option.items()}
+        pairs = ((pattern, _one(given, f"mixed_precision[{pattern!r}]")) for pattern, given in option.items())
+        return Patterns(tuple(pairs))
+    if isinstance(option, Patterns):
+        return option
     if callable(option) and not isinstance(option, type):
         return option  # type: ignore[no-any-return]
     return _one(option, "mixed_precision")
@@ -152,19 +201,6 @@ def _one(given: Any, where: str) -> MixedPrecision:
         if field.name not in known and getattr(given, field.name) != field.default:
             raise ValueError(f"{where}: {field.name} of a MixedPrecisionPolicy is not supported: leave it out")
     return MixedPrecision(**{name: getattr(given, name) for name in known})
-
-
-def precision_of_name(patterns: Mapping[str, MixedPrecision], name: str) -> tuple[str, MixedPrecision]:
-    """Return the last pattern that matches a module's name, or that of a module around it, and its precision.
-
-    Raises `ValueError` if there is none.
-    """
-    parts = name.split(".") if name else []
-    around = ["", *(".".join(parts[: count + 1]) for count in range(len(parts)))]
-    for pattern in reversed(list(patterns)):
-        if any(fnmatchcase(each, pattern) for each in around):
-            return pattern, patterns[pattern]
-    raise ValueError(f"mixed_precision: no pattern matches {_shown(name)}: add '*' as the first one, for all modules")
 
 
 def _shown(name: str) -> str:
@@ -219,12 +255,8 @@ class Precisions:
             )
         self._used, self._seen, self.lines = set[str](), dict[int, MixedPrecision](), []
         self._outermost = self._visit(module, "", None, None)
-        unused = [pattern for pattern in rule if pattern not in self._used] if isinstance(rule, Mapping) else []
-        if unused:
-            raise ValueError(
-                f"mixed_precision: the pattern {unused[0]!r} decides about no module: correct it, or move it behind "
-                "those that match the same modules, since the last one that matches decides"
-            )
+        if isinstance(rule, Patterns):
+            rule.check_used(self._used, "module")
 
     def _visit(
         self, module: nn.Module, name: str, above: MixedPrecision | None, around: MixedPrecision | None
@@ -248,8 +280,8 @@ class Precisions:
         return found
 
     def _ask(self, name: str, module: nn.Module) -> MixedPrecision:
-        if isinstance(self._rule, Mapping):
-            pattern, found = precision_of_name(self._rule, name)
+        if isinstance(self._rule, Patterns):
+            pattern, found = self._rule.decides(name)
             self._used.add(pattern)
             return found
         assert callable(self._rule)
@@ -264,13 +296,7 @@ class Precisions:
     def _claim(self, parameter: Tensor, name: str, precision: MixedPrecision) -> None:
         """Note the precision of a parameter. Raises `ValueError` if it has another one under another name."""
         first, known = self._of_parameters.setdefault(id(parameter), (name, precision))
-        mine, theirs = precision.of(parameter.dtype), known.of(parameter.dtype)
-        if mine != theirs:
-            raise ValueError(
-                f"{first!r} and {name!r} are one parameter, but mixed_precision wants {theirs.param_dtype} (sent in "
-                f"{theirs.reduce_dtype}) for the first and {mine.param_dtype} (sent in {mine.reduce_dtype}) for the "
-                "second: give both modules the same dtypes"
-            )
+        _check_tied(first, known.of(parameter.dtype), name, precision.of(parameter.dtype))
 
     def _for(self, parameter: Tensor) -> MixedPrecision | None:
         """Return the precision of a parameter. One that no module holds has that of the outermost one."""
@@ -304,6 +330,37 @@ class Precisions:
         return all(precision is None or precision.param_dtype is None for precision in asked)
 
 
-def dtypes_of(dtype: torch.dtype, precision: MixedPrecision | None) -> Dtypes:
-    """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates."""
-    return Dtypes.all(dtype) if precision is None else precision.of(dtype)
+def dtypes_by_name(rule: Rule, names: Sequence[Sequence[str]], made_in: torch.dtype) -> list[Dtypes]:
+    """Return the dtypes of parameters that the optimizer updates, of which only names are known.
+
+    Args:
+        rule: no function, which needs modules.
+        names: the names of each parameter, ties included.
+        made_in: the dtype in which the user made them.
+
+    Raises:
+        ValueError: no pattern matches a parameter's module, or tied modules want different dtypes, or a pattern decides
+            about no parameter.
+    """
+    if not isinstance(rule, Patterns):
+        assert rule is None or isinstance(rule, MixedPrecision)
+        return [Dtypes.all(made_in) if rule is None else rule.of(made_in)] * len(names)
+    used, found = set[str](), []
+    for of_one in names:
+        decided = [(name, *rule.decides(name.rpartition(".")[0])) for name in of_one]
+        for name, pattern, precision in decided:
+            used.add(pattern)
+            _check_tied(decided[0][0], decided[0][2].of(made_in), name, precision.of(made_in))
+        found.append(decided[0][2].of(made_in))
+    rule.check_used(used, "parameter")
+    return found
+
+
+def _check_tied(first: str, theirs: Dtypes, name: str, mine: Dtypes) -> None:
+    """Raise `ValueError` if a parameter has other dtypes under another name."""
+    if mine != theirs:
+        raise ValueError(
+            f"{first!r} and {name!r} are one parameter, but mixed_precision wants {theirs.param_dtype} (sent in "
+            f"{theirs.reduce_dtype}) for the first and {mine.param_dtype} (sent in {mine.reduce_dtype}) for the "
+            "second: give both modules the same dtypes"
+        )

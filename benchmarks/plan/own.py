@@ -193,7 +193,7 @@ def _of_eight() -> Iterator[OwnRun]:
     tokens = 2048
     planner = _planner(build(SEVEN_BILLION, torch.device("meta")).to(torch.bfloat16), SEVEN_BILLION.width, 1, tokens)
     (peer,) = (row for row in rows_of("gpu-short-c", "busy", "on_device").values() if row["on_device"] == FSDP2)
-    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.dtypes)
+    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.model.dtypes(planner.training.rule)[0])
     yield OwnRun("FSDP2, rank 7 of 8", tokens, peer["in_a_row"], planned)
     rows = rows_of("gpu-host", "busy", "variant")
     for name, cap, variant in (("a bucket a unit", None, "zero3, unit"), ("25 MiB", DEFAULT_CAP_MB, "zero3, 25")):

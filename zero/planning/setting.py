@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Literal, cast
 
 from collectives import algorithm_for
 
 from ..config import ShardingOptions
 from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.stage import Placement, units_share_buckets
-from ..precision import MixedPrecision
+from ..precision import MixedPrecision, Patterns
 
-PlannedPrecision: TypeAlias = MixedPrecision | tuple[tuple[str, MixedPrecision], ...] | None
-"""The dtypes of every module, or patterns of names and the dtypes of what they match, of which the last one counts."""
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
 
 
@@ -133,10 +131,9 @@ class PlanSetting(ShardingOptions):
         return self.hosts if found == "fold" else 1
 
     @property
-    def rule(self) -> PlannedPrecision:
+    def rule(self) -> MixedPrecision | Patterns | None:
         """The precision of every module."""
-        found: Any = self.mixed_precision
-        return tuple(found.items()) if isinstance(found, Mapping) else found
+        return cast(MixedPrecision | Patterns | None, self.mixed_precision)
 
     @property
     def states_on(self) -> Literal["", "disk", "host"]:
@@ -186,5 +183,5 @@ class PlanSetting(ShardingOptions):
     def shows_means(self) -> bool:
         """Whether p.grad is the mean after each backward at stage 0, since no module has another dtype."""
         rule = self.rule
-        every = [precision for _, precision in rule] if isinstance(rule, tuple) else [rule]
+        every = [precision for _, precision in rule.pairs] if isinstance(rule, Patterns) else [rule]
         return all(precision is None or precision.param_dtype is None for precision in every)
