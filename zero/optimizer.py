@@ -72,8 +72,7 @@ class ZeroOptimizer(WithLiveStates):
         init_state_dict: values for such a model, by name: a mapping, which is read tensor by tensor, or the path or
             paths of safetensors files. Names and shapes must be the model's, but ``param_init_fn`` may initialise what
             is missing. Tensors that already have values get those of the mapping, too.
-        mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
-            parameters become 16-bit tensors, and ``p.grad`` is a placeholder even at stage 0: see `full_grad`.
+        mixed_precision: compute in 16 bits, with fp32 master weights, as a whole or by module: see `MixedPrecision`.
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole just
             before its forward and its backward. Default: the children of outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has

@@ -25,7 +25,15 @@ from .core.units import has_forward
 class MixedPrecision:
     """The dtypes of the model's compute, of the gradients that are sent, and of their sums, named as in FSDP.
 
-    The owner of an element keeps a master weight of it, in fp32 (fp64 for an fp64 parameter).
+    The parameters become 16-bit tensors. The owner of an element keeps a master weight of it, in fp32 (fp64 for an fp64
+    parameter). ``p.grad`` is a placeholder even at stage 0: see `zero.ZeroOptimizer.full_grad`.
+
+    ``ZeroOptimizer(mixed_precision=...)`` takes one for the whole model, or one for each module, so that norms, routers
+    and heads stay in fp32: a mapping from patterns of modules' names (as in `fnmatch`) to these, or a function that is
+    called with the name of each module and the module, and returns one. Of the patterns that match a module, or a
+    module around it, the last one decides. A parameter has the precision of the module that holds it. A module casts
+    its inputs and outputs if its precision is not that of the module around it; the outermost one always does. In the
+    place of any of them a ``MixedPrecisionPolicy`` of FSDP2 may stand, which means the same.
 
     Args:
         param_dtype: dtype of the parameters in the forward and the backward, and of their gradients. None: each keeps

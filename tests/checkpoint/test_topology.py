@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..support.narrowed import BY_MODULE
+from ..support.by_module import BY_MODULE
 from ..support.rows import rows, without
 from .goes_on import goes_on
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run

@@ -13,7 +13,8 @@ import torch
 
 from zero import Offload
 
-from ..support.narrowed import BY_MODULE, PRECISIONS
+from ..support.by_module import BY_MODULE
+from ..support.narrowed import PRECISIONS
 from ..support.pairs import Row, pair_rows
 from ..support.programs import BY_PARAMETER, CLASSES, FOR_LOOP, Program, Round, Step
 

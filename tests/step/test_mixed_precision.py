@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ..support.narrowed import BF16, BY_MODULE, PRECISIONS
+from ..support.by_module import BY_MODULE
+from ..support.narrowed import BF16, PRECISIONS
 from ..support.programs import Program, Round, Step, check
 from ..support.rows import without
 

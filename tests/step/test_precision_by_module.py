@@ -15,9 +15,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
 
+from ..support.by_module import KEEP
 from ..support.errors import error_of
 from ..support.loops import seeded
-from ..support.narrowed import BF16, FP16, FP32, KEEP
+from ..support.narrowed import BF16, FP16, FP32
 from ..support.plain import assert_same_bits
 
 pytestmark = pytest.mark.contract
@@ -25,11 +26,11 @@ ALL = MixedPrecision(BF16)
 
 
 class Seen(nn.Linear):
-    """A layer that records the dtypes of its inputs."""
+    """A layer that takes any input, and records the dtypes of what it gets."""
 
     def forward(self, x: Tensor, extra: Tensor | None = None) -> Tensor:
         self.seen = [x.dtype, None if extra is None else extra.dtype]
-        return super().forward(x)
+        return super().forward(x.to(self.weight.dtype))
 
 
 class Stack(nn.Module):
@@ -95,6 +96,23 @@ def test_a_function_is_asked_for_each_module_once_and_its_borders_cast() -> None
     optimizer.close()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_parameter_that_is_not_updated_has_the_dtype_of_its_module(stage: int) -> None:
+    model = seeded(0, Stack)
+    listed = list(model.layers.parameters())
+    optimizer = ZeroOptimizer(
+        listed,
+        torch.optim.SGD,
+        module=model,
+        stage=stage,
+        process_group=solo(),
+        mixed_precision={"*": ALL, "first": KEEP, "layers.0": KEEP},
+    )
+    assert [p.dtype for p in (model.first.weight, model.layers[0].weight, model.last.weight)] == [FP32, FP32, BF16]
+    assert model(torch.ones(2, 4)).dtype is BF16
+    optimizer.close()
+
+
 def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs() -> None:
     shared = Seen(4, 4)
 
@@ -108,7 +126,7 @@ def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs() -> None:
 
     model, optimizer = built({"*": ALL, "b": MixedPrecision(FP16)}, Twice())
     assert shared.weight.dtype is BF16  # the name that was registered first counts
-    assert model(torch.ones(2, 4)).dtype is BF16
+    assert (model(torch.ones(2, 4)).dtype, shared.seen) == (BF16, [BF16, None])
     optimizer.close()
 
 

@@ -237,7 +237,7 @@ class PlainLoop:
         return loop.optimizer
 
     def _cast(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.precision is None:
+        dtype = getattr(self.precision, "param_dtype", None)
+        if dtype is None:  # or modules cast by themselves
             return inputs
-        dtype = self.precision.param_dtype
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)
