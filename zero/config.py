@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,85 +22,17 @@ from collectives import Algorithm, Transport, check_name
 from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
-from .core.layout import BucketSizes, Dtypes, bucket_sizes
+from .core.layout import BucketSizes, bucket_sizes
 from .core.parameter_specs import FLOATS
 from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
 from .core.units import ROOT, Predicate, find_units
+from .precision import PrecisionOption, Precisions, Rule, checked
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
 
     from collectives.backends.device_mesh import MeshPlace
-
-
-@dataclass(frozen=True)
-class MixedPrecision:
-    """The dtypes of the model's compute, of the gradients that are sent, and of their sums, named as in FSDP.
-
-    The owner of an element keeps a master weight of it, in fp32 (fp64 for an fp64 parameter).
-
-    Args:
-        param_dtype: dtype of the parameters in the forward and the backward, and of their gradients.
-        reduce_dtype: dtype of the gradients that a rank sends to an element's owner. None: ``param_dtype``.
-        accumulate_dtype: dtype in which the owner adds them up: ``reduce_dtype`` itself, or a wider one. 16 bits halve
-            a gradient's memory, but lose addends that are small relative to the sum.
-        buffer_dtype: dtype of the module's floating-point buffers. None: they keep their own.
-        cast_forward_inputs: cast the floating-point inputs of the module's forward to ``param_dtype``.
-
-    Raises:
-        TypeError: a dtype is not fp32, bf16 or fp16 (for buffers, fp64 is allowed, too).
-        ValueError: ``accumulate_dtype`` is neither ``reduce_dtype`` nor wider.
-    """
-
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype | None = None
-    accumulate_dtype: torch.dtype = torch.float32
-    buffer_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
-
-    def __post_init__(self) -> None:
-        for name, allowed in (
-            ("param_dtype", FLOATS[1:]),
-            ("reduce_dtype", (None, *FLOATS[1:])),
-            ("accumulate_dtype", FLOATS[1:]),
-            ("buffer_dtype", (None, *FLOATS)),
-        ):
-            value = getattr(self, name)
-            if value not in allowed:
-                raise TypeError(f"{name} must be one of {', '.join(map(str, allowed))}, not {value!r}")
-        wider = self.accumulate_dtype.itemsize > self.travel.itemsize
-        if self.accumulate_dtype is not self.travel and not wider:
-            raise ValueError(
-                f"accumulate_dtype {self.accumulate_dtype} must be {self.travel}, in which contributions travel "
-                "(reduce_dtype), or wider: else a sum has fewer bits than its contributions"
-            )
-
-    @property
-    def travel(self) -> torch.dtype:
-        """The dtype in which contributions travel."""
-        return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
-
-    def of(self, dtype: torch.dtype) -> Dtypes:
-        """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates. Internal."""
-        master = dtype if dtype.itemsize >= 4 else torch.float32
-        return Dtypes(self.param_dtype, self.travel, self.accumulate_dtype, master)
-
-    def unlisted(self, _: torch.dtype) -> Dtypes:
-        """Return the dtypes of a parameter that the optimizer does not update. Internal."""
-        return Dtypes.all(self.param_dtype)
-
-
-PrecisionName = Literal["fp32", "bf16", "fp16"]
-PRECISIONS: Mapping[str, MixedPrecision | None] = MappingProxyType(
-    {"fp32": None, "bf16": MixedPrecision(torch.bfloat16), "fp16": MixedPrecision(torch.float16)}
-)
-"""The precisions that have a name on a command line, of a model that was made in fp32."""
-
-
-def dtypes_of(dtype: torch.dtype, precision: MixedPrecision | None) -> Dtypes:
-    """Return the dtypes of a parameter that the user made in ``dtype`` and that the optimizer updates."""
-    return Dtypes.all(dtype) if precision is None else precision.of(dtype)
 
 
 @dataclass(frozen=True)
@@ -150,7 +81,7 @@ class ShardingOptions:
     ] = True
     offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
     mixed_precision: Annotated[
-        MixedPrecision | None, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
+        PrecisionOption, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
     ] = None
     bucket_cap_mb: Annotated[
         float | Literal["auto"] | None, "size of a bucket in MiB, or auto; default on the CPU: 25"
@@ -164,8 +95,7 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
-        if not isinstance(self.mixed_precision, MixedPrecision | None):
-            raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {self.mixed_precision!r}")
+        object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
         cap = self.bucket_cap_mb
@@ -237,7 +167,9 @@ class Config(ShardingOptions):
             return self.sharding_factor
         return place.shard_ranks if len(place.shape) == 2 and self.row.states is Placement.SHARD else None
 
-    def bucket_sizes(self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int) -> BucketSizes:
+    def bucket_sizes(
+        self, listed: Sequence[Tensor], device: torch.device, ranks: int, hosts: int, precisions: Precisions
+    ) -> BucketSizes:
         """Return the sizes of buckets.
 
         ``listed``: the parameters that are trained; ``ranks``: how many share a copy; ``hosts``: of all ranks.
@@ -251,15 +183,13 @@ class Config(ShardingOptions):
             units_are_gathered=self.row.parameters is Placement.SHARD and ranks > 1,
             ranks=ranks,
             hosts=hosts,
-            largest_unit=max((self._bytes(unit, device) for unit in units), default=0),
-            total=self._bytes(listed, device),
+            largest_unit=max((_bytes(unit, device, precisions) for unit in units), default=0),
+            total=_bytes(listed, device, precisions),
         )
 
-    def _bytes(self, parameters: Iterable[Tensor], device: torch.device) -> int:
-        """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
-        plain = [parameter for parameter in parameters if parameter.dtype in FLOATS and not is_lazy(parameter)]
-        described = [(parameter.numel(), dtypes_of(parameter.dtype, self.mixed_precision)) for parameter in plain]
-        return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
+    def precisions(self) -> Precisions:
+        """Return the precision of each module. Raises as `Precisions.resolve` does."""
+        return Precisions(cast(Rule, self.mixed_precision), self.module)
 
     def transport(self, device: torch.device) -> Transport:
         """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""
@@ -314,6 +244,13 @@ def transport_of(group: ProcessGroup | Transport | DeviceMesh | None) -> Transpo
 
     process_group: Any = group
     return connect(process_group)
+
+
+def _bytes(parameters: Iterable[Tensor], device: torch.device, precisions: Precisions) -> int:
+    """Return the bytes of parameters in buckets, in the dtype with which the model computes."""
+    plain = [parameter for parameter in parameters if parameter.dtype in FLOATS and not is_lazy(parameter)]
+    described = [(parameter.numel(), precisions.of(parameter)) for parameter in plain]
+    return sum(dtypes.padded(numel, device.type) * dtypes.param_dtype.itemsize for numel, dtypes in described)
 
 
 def check_divisor(value: float, rank: int) -> float:

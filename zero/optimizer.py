@@ -17,11 +17,12 @@ from torch import Tensor, nn
 
 from collectives import Algorithm, CollectiveError, Traffic, Transport
 
-from .config import Config, MixedPrecision, Offload, check_divisor, module_of
+from .config import Config, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
@@ -75,8 +76,7 @@ class ZeroOptimizer(WithClip, WithWholeTensors):
         init_state_dict: values for such a model, by name: a mapping, which is read tensor by tensor, or the path or
             paths of safetensors files. Names and shapes must be the model's, but ``param_init_fn`` may initialise what
             is missing. Tensors that already have values get those of the mapping, too.
-        mixed_precision: compute in 16 bits, with fp32 master weights at their owners; see `MixedPrecision`. The
-            parameters become 16-bit tensors, and ``p.grad`` is a placeholder even at stage 0: see `full_grad`.
+        mixed_precision: compute in 16 bits, with fp32 master weights, as a whole or by module: see `MixedPrecision`.
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole just
             before its forward and its backward. Default: the children of outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
@@ -112,7 +112,7 @@ class ZeroOptimizer(WithClip, WithWholeTensors):
         offload: Offload | None = None,
         param_init_fn: InitFunction | None = None,
         init_state_dict: StateDict | None = None,
-        mixed_precision: MixedPrecision | None = None,
+        mixed_precision: PrecisionOption = None,
         units: Predicate | None = None,
         partition: Literal["element", "parameter"] | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,

@@ -13,14 +13,15 @@ from torch import nn
 
 from collectives import Choice, Collective, Transport
 
-from .config import MixedPrecision, Offload
+from .config import Offload
 from .core.layout import MIB, BucketSizes
 from .core.parameter_specs import changed
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
 from .gradients.whole_gradients import WholeGradients
-from .parameters.casting import InputCast
+from .parameters.casting import put_casts, remove_casts
 from .parameters.storage import ParameterStorage
+from .precision import Precisions
 from .runtime.joining import Joining
 from .runtime.offload import OffloadBackend
 from .runtime.profiler_ranges import LOG
@@ -41,7 +42,7 @@ class Parts:
     Attributes:
         stage: the row of the stage table.
         module: the module that the parameters belong to, if the user gave one.
-        precision: the dtypes, if they are mixed.
+        precisions: the dtypes of each module.
         offload: which tensors are kept elsewhere.
         partition: who owns what of the parameters, for groups that do not say so.
         mesh: the place of this rank in the mesh that the user gave, if so.
@@ -60,7 +61,7 @@ class Parts:
 
     stage: Stage
     module: nn.Module | None
-    precision: MixedPrecision | None
+    precisions: Precisions
     offload: Offload | None
     partition: str | None
     mesh: MeshPlace | None
@@ -125,17 +126,17 @@ class Parts:
             return None
         return changed(self.storage.parameters[0], self.storage.layout.parameters[0])
 
-    def cast_inputs(self) -> None:
-        """If the precision asks for it, cast the module's inputs to the dtype of its parameters from now on."""
+    def cast_at_borders(self) -> None:
+        """Cast inputs and outputs of modules from now on, as their precisions ask for it."""
         if self.module is not None:
-            InputCast.remove(self.module, self)  # also the hook of an optimizer that this one replaces
-            if self.precision is not None and self.precision.cast_forward_inputs:
-                InputCast.put(self.module, self.precision.param_dtype, self)
+            remove_casts(self.module, self)  # also the hooks of an optimizer that this one replaces
+            for border in self.precisions.borders:
+                put_casts(border, self)
 
     def make_plain(self) -> None:
         """Make the model plain again. Collective."""
         if self.module is not None:
-            InputCast.remove(self.module, self)
+            remove_casts(self.module, self)
         self.reducer.close()
         self.storage.make_plain()
         if self.offload_backend is not None:

@@ -8,10 +8,11 @@ from .checkpoint.read.reader import open_checkpoint
 from .checkpoint.single import load, save
 from .checkpoint.stop_request import StopOnSignal
 from .commands.verify.verification import Verification, verify
-from .config import MixedPrecision, Offload
+from .config import Offload
 from .data import MicroBatchSampler
 from .optimizer import ZeroOptimizer
 from .parameters.module_hooks import register_forward_method
+from .precision import MixedPrecision
 from .runtime.process_group import process_group
 from .state.average import ShardedAverage
 from .step.clip import clip_grad_norm_

@@ -28,7 +28,7 @@ from collectives.kernels import kernels_of
 from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import extended
-from .core.layout import BucketSpec, Dtypes, Layout, ParameterSpec
+from .core.layout import BucketSpec, Layout, ParameterSpec
 from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
@@ -96,11 +96,12 @@ def build(
     try:
         check_modules(config.module)
         check_not_in_units(config.module)
-        bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts)
+        precisions = config.precisions()
+        bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts, precisions)
         materializer = find_meta()
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
         if config.row.parameters is Placement.WHOLE:
-            storage = ParameterStorage(transport, shard_group, config.module, config.mixed_precision, materializer)
+            storage = ParameterStorage(transport, shard_group, config.module, precisions, materializer)
         else:
             storage = ShardedStorage(
                 transport,
@@ -109,7 +110,7 @@ def build(
                 choice.collective,
                 config.units,
                 bucket_sizes,
-                config.mixed_precision,
+                precisions,
                 post_forward_group,
                 reshard_group_size == 1 < shard_group.world_size,
                 materializer,
@@ -131,12 +132,12 @@ def build(
         backwards,
         joining,
         unit_order,
-        means_may_be_shown=config.mixed_precision is None,
+        means_may_be_shown=precisions.keeps_dtypes,
     )
     return Parts(
         stage=config.row,
         module=config.module,
-        precision=config.mixed_precision,
+        precisions=precisions,
         offload=config.offload,
         partition=config.partition,
         mesh=config.mesh_place(),
@@ -209,7 +210,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         for rest in storage.unlisted_buckets():
             for parameter in rest.parameters:
                 parts.reducer.hooks.take_over(parameter)
-    parts.cast_inputs()
+    parts.cast_at_borders()
     parts.user_optimizers.lists.keep(all_groups, storage.listed())
 
 
@@ -256,8 +257,9 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     check_partitions(requested)
     check_buffers(parts.module)
     known = sum(len(group["params"]) for group in all_groups[:first])
-    dtypes = Dtypes.all if parts.precision is None else parts.precision.of
-    listed, of_listed = specs(groups, parts.module, known, first, storage.units(), dtypes, storage.meta_device)
+    parts.precisions.resolve()
+    dtypes, meta = parts.precisions.of, storage.meta_device
+    listed, of_listed = specs(groups, parts.module, known, first, storage.units(), dtypes, meta)
     found: list[Tensor] = []
     described: list[ParameterSpec] = []
     replicated: dict[Tensor, ParameterSpec] = {}
@@ -285,7 +287,7 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
     buffers = [] if parts.module is None else named_buffers(parts.module)
     return [
         settings,
-        f"precision {parts.precision}",
+        *parts.precisions.lines,
         f"optimizer {parts.user_optimizers.names()}",
         *(spec.line() for spec in new.specs),
         *parts.storage.lines(),

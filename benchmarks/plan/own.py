@@ -166,6 +166,6 @@ def _of_eight() -> Iterator[OwnRun]:
     tokens = FEWEST_TOKENS
     planner = _planner(build(SEVEN_BILLION, torch.device("meta")).to(torch.bfloat16), SEVEN_BILLION.width, 1, tokens)
     measured = {row["on_device"]: row["in_a_row"] for row in rows_of("gpu-short-c", "busy", "on_device").values()}
-    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.dtypes)
+    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.model.dtypes(planner.training.rule)[0])
     yield OwnRun(f"{FSDP2}, rank 7 of 8", tokens, measured[FSDP2], planned)
     yield OwnRun("zero 3, rank 7 of 8", tokens, measured["zero 3"], _of_stage(planner, eight, 3, None))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from zero import MixedPrecision, ZeroOptimizer, open_checkpoint
+from zero import ZeroOptimizer, open_checkpoint
 
 from ..support.models import build
 from .runs import SMALL, Class, Topology, content, digests_of, run, step_folder, take_steps
 
 
-def goes_on(of: Class, precision: MixedPrecision | None, folder: Path) -> None:
+def goes_on(of: Class, precision: Any, folder: Path) -> None:
     """A training of this class has the bits, and the files, of one rank alone."""
     alone = run(folder / "alone", Topology(precision=precision), 3, of)
     run(folder / "run", Topology(2, 3, SMALL, precision=precision), 1, of)
@@ -29,7 +30,7 @@ def undisturbed(before: Topology, after: Topology, steps: int, folder: Path) -> 
     assert digests_of(folder / "parts", steps + 1) == digests_of(folder / "whole", steps + 1)
 
 
-def widest_first(first: MixedPrecision | None, second: MixedPrecision | None, folder: Path) -> None:
+def widest_first(first: Any, second: Any, folder: Path) -> None:
     """Another precision begins with the widest weights: as if constructed from them."""
     run(folder / "run", Topology(2, 2, SMALL, precision=first), 2)
     found = []

@@ -35,7 +35,7 @@ class Topology:
     factor: int | None = None
     asynchronous: bool = True
     offload: Path | None = None
-    precision: MixedPrecision | None = None
+    precision: Any = None
     collective: str = "auto"
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ..support.by_module import BY_MODULE
 from ..support.rows import rows, without
 from .goes_on import goes_on
 from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
@@ -58,6 +59,7 @@ class Counting(torch.optim.SGD):
 CLASSES = {
     "fp16-sgd": (Class(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), FP16),
     "bf16-adagrad": (Class(torch.optim.Adagrad, {"lr": 0.01}), BF16),
+    "by-module": (Class(), BY_MODULE["by kind"]),
     "fp32-nadam": (Class(torch.optim.NAdam, {"lr": 0.01}), None),
     "fp32-number": (Class(Counting), None),
 }

@@ -101,6 +101,11 @@ class Example:
         return [given[index] for (index,) in MicroBatchSampler(given, 1, rank, world)]
 
 
+BY_NAME = {
+    "*": MixedPrecision(torch.bfloat16),
+    "*norm": MixedPrecision(torch.float32, output_dtype=torch.bfloat16),
+    "head": MixedPrecision(torch.float32),
+}
 EXAMPLES = {
     "fp32": Example(PlainLoop()),
     "A loader of your own": Example(PlainLoop(), everywhere=True),
@@ -108,6 +113,7 @@ EXAMPLES = {
     "Several losses": Example(PlainLoop(sum_of_losses)),
     "Several backwards": Example(PlainLoop(second_loss)),
     "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
+    "Norms and heads in fp32": Example(PlainLoop(precision=BY_NAME)),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),
     "Gradients of your own": Example(PlainLoop(before_clip=mask_eight_rows)),

@@ -13,6 +13,7 @@ import torch
 
 from zero import Offload
 
+from ..support.by_module import BY_MODULE
 from ..support.narrowed import PRECISIONS
 from ..support.pairs import Row, pair_rows
 from ..support.programs import BY_PARAMETER, CLASSES, FOR_LOOP, Program, Round, Step
@@ -65,7 +66,7 @@ MANY: dict[str, Sequence[Any]] = {
     "ranks": (1, 2, 6),
     "optimizer": (*CLASSES, *FOR_LOOP, *BY_PARAMETER),
     "habit": ("clips", "no sync", "freezes", "divisors", "module zeros"),
-    "numbers": (*DTYPES, *PRECISIONS),
+    "numbers": (*DTYPES, *PRECISIONS, "by kind", "ends in fp16"),
     "factor": (None, 1, 3),
     "collective": (*FEW["collective"], "one host"),
 }
@@ -115,7 +116,7 @@ def program_of(row: Row) -> Program:
         row["reshard"],
         Offload(tempfile.gettempdir()) if row["offload"] else None,
         DTYPES.get(numbers, torch.float32),
-        precision=PRECISIONS.get(numbers),
+        precision={**PRECISIONS, **BY_MODULE}.get(numbers),
         scaled=row["habit"] == "scales",
         steps=HABITS[row["habit"]],
     )

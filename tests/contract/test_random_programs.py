@@ -49,7 +49,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
         most_ranks = 4
         collectives = Collectives(("auto", "pairwise"), ("ring",))
         begins = (3,)
-        precisions = ("", "", "bf16")
+        precisions = ("", "", "bf16", "by kind")
 
     OnSockets.check(50 if THOROUGH else 8, 40 if THOROUGH else 20)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from zero.config import Config
 from zero.core.buckets import build, extended
-from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, Dtypes
+from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes
 from zero.planning.models.shapes import model_of
 
 WIDTH = 3000  # a square of it is 34.3 MiB in fp32, 17.2 in bf16
@@ -35,7 +35,7 @@ def config(module: nn.Module | None, stage: int = 3, **changes: Any) -> Config:
 
 def sizes(found: Config, device: str = "cpu", ranks: int = 2, hosts: int = 1) -> BucketSizes:
     listed = [torch.empty(3, device="meta")] if found.module is None else list(found.module.parameters())
-    return found.bucket_sizes(listed, torch.device(device), ranks, hosts)
+    return found.bucket_sizes(listed, torch.device(device), ranks, hosts, found.precisions())
 
 
 def mib(most: int, first: int | None = None) -> BucketSizes:
@@ -64,7 +64,7 @@ def test_auto_is_a_unit_or_a_twelfth_on_an_accelerator_and_where_ranks_are_many(
 
 
 def test_the_first_bucket_is_smaller_and_a_later_group_has_none() -> None:
-    specs = model_of(blocks(), "").specs(Dtypes.all(torch.float32), with_units=False, device="cuda")
+    specs = model_of(blocks(), "").specs(with_units=False, device="cuda")
     square = specs[0].numel * 4
     assert [len(bucket.slots) for bucket in build(specs, 2, 100 * square).buckets] == [3]
     layout = build(specs, 2, 100 * square, first_bytes=square)

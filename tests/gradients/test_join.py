@@ -74,14 +74,14 @@ def joined(*counts: int) -> Loop:
         ],
         [
             (2, on_threads, (3, 1), None),
-            (3, on_threads, (1, 0, 3), None),
+            (3, on_threads, (1, 0, 3), {"": MixedPrecision(BF16), "2": MixedPrecision(torch.float32)}),
             (3, on_sockets, (3, 1), MixedPrecision(BF16)),
             (0, on_threads, (2, 2), None),
         ],
     ),
 )
 def test_training_is_that_of_the_plain_loop_over_the_union(
-    stage: int, run: Any, counts: tuple[int, ...], precision: MixedPrecision | None
+    stage: int, run: Any, counts: tuple[int, ...], precision: Any
 ) -> None:
     """With tokens counted over all ranks, a clip, and a schedule that the ranks with batches follow."""
     settings = {"stage": stage, "bucket_cap_mb": 1e-4}

@@ -71,6 +71,12 @@ def made(name: str) -> nn.Module:
     return nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))) if name == "aligned" else Odd(frozen=name == "frozen")
 
 
+BF16, KEPT = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32, output_dtype=torch.bfloat16)
+BY_MODULE: tuple[dict[str, MixedPrecision], ...] = (
+    {"*": BF16, "blocks.1": KEPT, "blocks.2": MixedPrecision(torch.float16, output_dtype=torch.bfloat16)},
+    {"*": BF16, "1": KEPT},
+)
+"""Patterns for `Odd`, and for a sequence."""
 CAPS = {"frozen": 0.003, "tied": 0.006, "aligned": 25.0}
 """Models by name, with the MiB of their buckets."""
 
@@ -81,7 +87,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "sharding_factor": (None, 1, 2, 4),
     "reshard_after_forward": (True, False, 2, 4),
     "offload": (None, Offload(".")),
-    "mixed_precision": (None, MixedPrecision(torch.bfloat16)),
+    "mixed_precision": (None, MixedPrecision(torch.bfloat16), "by module"),
     "optimizer": tuple(CLASSES),
 }
 
@@ -106,6 +112,8 @@ def param_groups(module: nn.Module, model: Model, *, of_muon: bool) -> list[dict
 def setting_of(row: dict[str, Any]) -> PlanSetting:
     """Return the setting of a row, which has a model and arguments of `PlanSetting`."""
     given = {name: value for name, value in row.items() if name != "model"}
+    if given["mixed_precision"] == "by module":
+        given["mixed_precision"] = BY_MODULE[row["model"] == "aligned"]
     return PlanSetting(**given, bucket_cap_mb=CAPS[row["model"]], threads=True)
 
 

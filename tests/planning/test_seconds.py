@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.config import PRECISIONS
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.memory import MemoryPlan
 from zero.planning.models.parameter_lists import in_units
@@ -22,6 +21,7 @@ from zero.planning.seconds.schedule import UnitLoad, bucket_loads, program_of
 from zero.planning.seconds.simulate import simulate
 from zero.planning.seconds.wires import NOTHING, WireCost, Wires
 from zero.planning.setting import PlanSetting
+from zero.precision import PRECISIONS
 
 from ..support.pairs import pair_rows
 

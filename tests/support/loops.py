@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero import MixedPrecision
-
 from .models import seeded as seeded
 from .plain import PlainRanks
 
@@ -238,7 +236,7 @@ class PlainLoop:
     loss_of: LossOf = mean_loss
     together: int = 2
     divisor: Callable[[Sequence[Batch]], float] = len
-    precision: MixedPrecision | None = None
+    precision: Any = None
     scale: float | None = None
     scheduler: SchedulerOf = constant
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
@@ -271,7 +269,7 @@ class PlainLoop:
         return loop.optimizer
 
     def _cast(self, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        if self.precision is None:
+        dtype = getattr(self.precision, "param_dtype", None)
+        if dtype is None:  # or modules cast by themselves
             return inputs
-        dtype = self.precision.param_dtype
         return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs)

@@ -1,8 +1,11 @@
-"""Mixed precision in a plain loop, by hand: a model that computes in 16 bits, master weights, and casts."""
+"""Mixed precision in a plain loop, by hand: modules that compute in 16 bits or 32, master weights, and casts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +25,50 @@ PRECISIONS = {
 }
 
 
+def precision_of(given: Any, name: str, module: nn.Module) -> Any:
+    """Return the precision of a module. Of patterns, the last one decides that matches it or a module around it."""
+    if not isinstance(given, Mapping):
+        return given(name, module) if callable(given) else given
+    places = [""] + [name[:end] for end in range(1, len(name) + 1) if name[end:][:1] in ("", ".")]
+    return [own for pattern, own in given.items() if any(fnmatchcase(place, pattern) for place in places)][-1]
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return a value with its floating-point tensors cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if is_dataclass(value) and not isinstance(value, type):
+        return replace(value, **{field.name: cast(getattr(value, field.name), dtype) for field in fields(value)})
+    return value
+
+
+def cast_at_borders(model: nn.Module, given: Any) -> None:
+    """Cast what enters and leaves the modules that have another precision than the module around them."""
+    around: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        own = around[name] = precision_of(given, name, module)
+        above = name.rpartition(".")[0]
+        while name and isinstance(model.get_submodule(above), nn.ModuleList):  # which has no forward
+            above = above.rpartition(".")[0]
+        if (name and own == around[above]) or isinstance(module, nn.ModuleList):
+            continue
+        if own.cast_forward_inputs and own.param_dtype is not None:
+            module.register_forward_pre_hook(_entering(own.param_dtype), with_kwargs=True)
+        if getattr(own, "output_dtype", None) is not None:  # older commits, on which `tests.net` runs, have none
+            module.register_forward_hook(_leaving(own.output_dtype))
+
+
+def _entering(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda _, args, kwargs: (
+        tuple(cast(arg, dtype) for arg in args),
+        {key: cast(value, dtype) for key, value in kwargs.items()},
+    )
+
+
+def _leaving(dtype: torch.dtype) -> Callable[..., Any]:
+    return lambda _, __, output: cast(output, dtype)
+
+
 def _is_plain(parameter: Tensor) -> bool:
     """Return False for a frozen tensor subclass, whose values no cast reaches."""
     return type(parameter) is nn.Parameter
@@ -34,39 +81,50 @@ class Narrowed:
     themselves. Mean gradients are the ``grad`` of ``held``, in the dtype in which they are added up.
     """
 
-    def __init__(self, model: nn.Module, precision: MixedPrecision | None) -> None:
+    def __init__(self, model: nn.Module, precision: Any) -> None:
         self.parameters = [p for p in model.parameters() if p.dtype in FLOATS and (p.requires_grad or _is_plain(p))]
-        self.precision = precision
         self.held = self.updated = list[Tensor](self.parameters)
-        if precision is None:
+        self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # of each: those that travels, and of the sum
+        self.is_mixed = precision is not None
+        if not self.is_mixed:
+            self.dtypes = [(p.dtype, p.dtype) for p in self.parameters]
             return
-        self.updated = []
+        modules = list(model.named_modules())
+        wanted = {
+            id(p): precision_of(precision, name, module)
+            for name, module in reversed(modules)
+            for p in module.parameters(recurse=False)
+        }
+        self.updated, self.held = [], []
         for p in self.parameters:
-            wide, narrow = p.detach().clone(), p.detach().to(precision.param_dtype)
-            master = torch.float64 if wide.dtype is torch.float64 else torch.float32
-            p.data = narrow  # a frozen parameter has no master weights until it is trained
-            self.updated.append((wide if p.requires_grad else narrow).to(master).requires_grad_())
-        if precision.buffer_dtype is not None:
-            for buffer in model.buffers():
-                buffer.data = buffer.to(precision.buffer_dtype)
-        dtype = precision.accumulate_dtype
-        self.held = [wide if wide.dtype is dtype else torch.zeros_like(wide, dtype=dtype) for wide in self.updated]
+            own, wide = wanted[id(p)], p.detach().clone()
+            dtype = own.param_dtype or p.dtype
+            p.data = wide.to(dtype)  # a frozen parameter has no master weights until it is trained
+            master = wide.dtype if wide.dtype.itemsize > 2 or own.param_dtype is None else FP32
+            updated = wide if p.requires_grad else p.detach()
+            self.updated.append(updated.to(master, copy=True).requires_grad_())
+            total = p.dtype if own.param_dtype is None else getattr(own, "accumulate_dtype", FP32)
+            self.dtypes.append((own.reduce_dtype or dtype, total))
+            self.held.append(self.updated[-1] if master is total else torch.zeros_like(self.updated[-1], dtype=total))
+        for name, module in modules:
+            dtype = getattr(precision_of(precision, name, module), "buffer_dtype", None)
+            for buffer in module.buffers(recurse=False) if dtype is not None else ():
+                buffer.data = buffer.to(dtype)
+        cast_at_borders(model, precision)
 
-    def travelling(self, gradient: Tensor) -> Tensor:
+    def travelling(self, index: int, gradient: Tensor) -> Tensor:
         """Return a contribution as the owner adds it up: cast to the reduce dtype, and then to the accumulate dtype."""
-        if self.precision is None:
-            return gradient
-        return self.wide(gradient.to(self.precision.reduce_dtype or self.precision.param_dtype))
+        return self.wide(index, gradient.to(self.dtypes[index][0]))
 
-    def wide(self, gradient: Tensor) -> Tensor:
+    def wide(self, index: int, gradient: Tensor) -> Tensor:
         """Return a gradient in the dtype in which gradients are added up."""
-        return gradient if self.precision is None else gradient.to(self.precision.accumulate_dtype)
+        return gradient.to(self.dtypes[index][1])
 
-    def contributed(self, before: Tensor | None, gradient: Tensor, *, travels: bool) -> Tensor:
+    def contributed(self, index: int, before: Tensor | None, gradient: Tensor, *, travels: bool) -> Tensor:
         """Return a rank's contribution after a further gradient. One that is reduced at once is rounded once."""
         if before is None:
-            return gradient if travels else self.wide(gradient)
-        return before + self.wide(gradient)
+            return gradient if travels else self.wide(index, gradient)
+        return before + self.wide(index, gradient)
 
     @torch.no_grad()
     def followed(self) -> list[Tensor]:
@@ -81,7 +139,7 @@ class Narrowed:
         return found
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        if self.precision is not None:
+        if self.is_mixed:
             for wide, followed, held in zip(self.updated, self.followed(), self.held, strict=True):
                 wide.detach().copy_(followed)
                 wide.grad = None if held.grad is None else held.grad.to(wide.dtype)
@@ -89,7 +147,7 @@ class Narrowed:
             optimizer.step()
         else:
             scaler.step(optimizer)
-        if self.precision is not None:
+        if self.is_mixed:
             for p, wide in zip(self.parameters, self.updated, strict=True):
                 if wide.grad is not None:
                     p.data.copy_(wide.detach())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from zero import MixedPrecision, clip_grad_norm_
+from zero import clip_grad_norm_
 
 from .narrowed import Narrowed
 
@@ -61,10 +61,13 @@ class PlainRanks:
         model: nn.Module,
         optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
         world_size: int = 1,
-        precision: MixedPrecision | None = None,
+        precision: Any = None,
         divisor: float | None = None,
     ) -> None:
-        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights."""
+        """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights.
+
+        ``precision``: what `zero.ZeroOptimizer` takes as ``mixed_precision``.
+        """
         self.model, self.world_size = model, world_size
         self.numbers = Narrowed(model, precision)
         self.held = self.numbers.held  # what a loop clips
@@ -93,7 +96,7 @@ class PlainRanks:
         local = self.local[rank]
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
-                local[index] = self.numbers.contributed(local.get(index), parameter.grad, travels=sync)
+                local[index] = self.numbers.contributed(index, local.get(index), parameter.grad, travels=sync)
         for parameter, gradient in zip(self.parameters, shown, strict=True):
             parameter.grad = gradient
         if sync:
@@ -114,7 +117,7 @@ class PlainRanks:
         for round_ in [*zip(*self.rounds, strict=True), self.local]:
             for contribution in round_:
                 for index, contributed in contribution.items():
-                    gradient = self.numbers.travelling(contributed)
+                    gradient = self.numbers.travelling(index, contributed)
                     total[index] = total[index] + gradient if index in total else gradient
         return total
 

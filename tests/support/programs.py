@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, Offload, ZeroOptimizer
+from zero import Offload, ZeroOptimizer
 
 from .models import build, odd_batches, odd_loss
 from .plain import Clear, assert_same_bits, assert_same_model, assert_same_states
@@ -86,7 +86,7 @@ class Program:
     offload: Offload | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
-    precision: MixedPrecision | None = None
+    precision: Any = None  # what `ZeroOptimizer` takes as `mixed_precision`
     scaled: bool = False
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0

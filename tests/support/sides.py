@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import ZeroOptimizer
 
 from .plain import Clear, PlainRanks, assert_same_model, assert_same_value, clear
 
@@ -105,7 +105,7 @@ def same_as_plain(
     run: Callable[..., list[Any]] = on_threads,
     groups: Callable[[Any], Any] | None = None,
     settings: dict[str, Any] | None = None,
-    precision: MixedPrecision | None = None,
+    precision: Any = None,
     divisor: float | None = None,
     **arguments: Any,
 ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
 
@@ -175,7 +176,19 @@ def states_are_keyed_by_id(real: Any, *arguments: Any) -> Any:
     return found and ({id(state): state for state in found[0].values()}, found[1])
 
 
+def buffers_have_the_dtype_of_the_outermost(real: Any, self: Any) -> Any:
+    return [(buffer, self._outermost.buffer_dtype or buffer.dtype) for buffer, _ in real(self)]
+
+
+def a_pattern_stops_at_its_module(real: Any, self: Any, name: str) -> Any:
+    own = [(pattern, each) for pattern, each in self.pairs if fnmatchcase(name, pattern)]
+    return own[-1]
+
+
 WRONG: dict[str, Callable[..., Any]] = {
+    "unlisted-parameters-have-the-dtype-of-the-outermost": lambda real, self, parameter: self._outermost.unlisted(
+        parameter.dtype
+    ),
     "what-no-sync-left-is-not-reduced": lambda real, self: (
         () if any(bucket.grad.has_sum for bucket in self.buckets) else real(self)
     ),

@@ -14,7 +14,8 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from collectives import Algorithm
 
-from ..config import PRECISIONS, MixedPrecision, Offload, PrecisionName
+from ..config import Offload
+from ..precision import PRECISIONS, PrecisionName, PrecisionOption
 
 Settings = TypeVar("Settings")
 
@@ -75,7 +76,7 @@ FORMS: Mapping[Any, TextForm] = {
         lambda value: None if value is None else str(value.states),
         *PATH,
     ),
-    MixedPrecision | None: TextForm(
+    PrecisionOption: TextForm(
         PrecisionName, PRECISIONS.__getitem__, {value: name for name, value in PRECISIONS.items()}.__getitem__
     ),
 }

@@ -251,7 +251,7 @@ def specs(
     first_index: int = 0,
     first_group: int = 0,
     units: Mapping[int, int] | None = None,
-    dtypes: Callable[[torch.dtype], Dtypes] = Dtypes.all,
+    dtypes: Callable[[Tensor], Dtypes] | None = None,
     meta: torch.device | None = None,
 ) -> tuple[list[Tensor], list[ParameterSpec]]:
     """Return the listed parameters and their specs in the module's order of registration; without a module, as listed.
@@ -262,7 +262,7 @@ def specs(
         first_index: the index of the first parameter of ``groups`` in torch.optim's dicts.
         first_group: the number of the first of ``groups``.
         units: id of a parameter -> its unit; None at stages without units.
-        dtypes: maps the dtype in which the user made a parameter to the dtypes of its bucket.
+        dtypes: returns the dtypes of a parameter's bucket. None: all are its own.
         meta: the device on which parameters of the meta device will get memory; None if there must be none.
 
     Raises:
@@ -294,7 +294,7 @@ def specs(
                 tuple(aliases),
                 tuple(parameter.shape),
                 dense_stride(parameter) if laid_out else parameter.stride(),
-                dtypes(parameter.dtype) if laid_out else Dtypes.all(parameter.dtype),
+                Dtypes.all(parameter.dtype) if dtypes is None or not laid_out else dtypes(parameter),
                 str(meta if parameter.device.type == "meta" else parameter.device),
                 parameter.requires_grad,
                 first_group + number,

@@ -82,7 +82,7 @@ def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
     for name, part in outside.values():
         if part is not root and _own(part):
             entries.append(UnitModule(name, part, (ROOT,)))
-        elif part is not root and _has_forward(part) and any(id(below) in units for below in part.modules()):
+        elif part is not root and has_forward(part) and any(id(below) in units for below in part.modules()):
             entries.append(UnitModule(name, part, ()))  # its forward runs the forwards of several units
     for number, (name, module) in enumerate(chosen, start=1):
         shares = any(id(parameter) in of_root for parameter in _sharded(module))
@@ -113,7 +113,7 @@ def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Modul
     if not found:
         raise ValueError("units: the predicate matches no module below the root; leave it out for the default")
     for name, module in found:
-        if not _has_forward(module):
+        if not has_forward(module):
             raise ValueError(f"units: {name!r} is a {type(module).__name__}, which is never called: match its children")
         for other_name, other in found:
             if other is not module and any(part is other for part in module.modules()):
@@ -126,7 +126,7 @@ def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Modul
 def _children_of_lists(module: nn.Module, prefix: str, listed: bool) -> Iterator[tuple[str, nn.Module]]:
     """Yield the callable children of the outermost lists below ``module``, in order of registration."""
     for name, child in named_children(module, prefix):
-        if not (listed and _has_forward(child)):
+        if not (listed and has_forward(child)):
             yield from _children_of_lists(child, name, listed or _is_list(child))
         elif any(True for _ in child.parameters()):
             yield name, child
@@ -136,7 +136,7 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
-def _has_forward(module: nn.Module) -> bool:
+def has_forward(module: nn.Module) -> bool:
     """Return whether a module has a forward. Containers that only hold modules or parameters have none.
 
     A module that `torch.compile` returned has its own forward.

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..config import MixedPrecision
 from ..optimizer import ZeroOptimizer
+from ..precision import MixedPrecision
 
 Options = Mapping[str, Any]
 _NO_OPTIONS = (

@@ -1,29 +1,29 @@
-"""Casts of mixed precision other than those of parameters: a module's buffers, and the inputs of its forward."""
+"""Casts of mixed precision other than those of parameters: a module's buffers, inputs and outputs."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..core.parameter_specs import FLOATS, is_laid_out
+from ..precision import Border
 from ..runtime.compiled_calls import untraced
 
 
-def cast(tensors: Iterable[Tensor], dtype: torch.dtype) -> None:
-    """Cast tensors in place: each keeps its identity. Tensors that no layout can hold stay as they are."""
-    for tensor in tensors:
-        if is_laid_out(tensor) and tensor.dtype is not dtype:
-            tensor.data = tensor.detach().to(dtype)
+def cast(tensor: Tensor, dtype: torch.dtype) -> None:
+    """Cast a tensor in place: it keeps its identity. One that no layout can hold stays as it is."""
+    if is_laid_out(tensor) and tensor.dtype is not dtype:
+        tensor.data = tensor.detach().to(dtype)
 
 
 class Owner(Protocol):
-    """The object for which an `InputCast` works."""
+    """The object for which tensors are cast at borders."""
 
     @property
     def superseded(self) -> bool: ...
@@ -32,48 +32,82 @@ class Owner(Protocol):
         """Return an error's text if the model itself was cast since the owner was built, else None."""
 
 
-class InputCast:
-    """A forward-pre hook that casts the floating-point inputs of a module, before any other hook.
+class BorderCast:
+    """A hook that casts the floating-point tensors that enter or leave a module.
 
     It does nothing once its owner is gone or superseded. A copy of the module has one without an owner, so that it
-    computes in the same dtype.
+    computes in the same dtypes. A compiler traces it, but not whether there is an owner.
     """
 
     def __init__(self, dtype: torch.dtype, owner: Owner | None = None) -> None:
         self._dtype, self._owner = dtype, None if owner is None else weakref.ref(owner)
 
-    @untraced
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if self._is_over():
-            return args, kwargs
-        owner = None if self._owner is None else self._owner()
-        problem = None if owner is None else owner.cast_problem()
-        if problem is not None:
-            raise RuntimeError(problem)
-        dtype = self._dtype
-        return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return InputCast, (self._dtype,)
+        return type(self), (self._dtype,)
+
+    def works_for(self, owner: Owner) -> bool:
+        """Return whether it is a hook of this owner, or of none any more."""
+        return self._owner is not None and (self._is_over() or self._owner() is owner)
 
     def _is_over(self) -> bool:
         owner = None if self._owner is None else self._owner()
         return self._owner is not None and (owner is None or owner.superseded)
 
-    @staticmethod
-    def remove(module: nn.Module, owner: Owner) -> None:
-        """Remove the module's hooks of this owner, and those whose owner is gone or superseded."""
-        for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, InputCast) and (hook._is_over() or (hook._owner and hook._owner() is owner)):
-                del module._forward_pre_hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    @classmethod
-    def put(cls, module: nn.Module, dtype: torch.dtype, owner: Owner) -> None:
-        cls.remove(module, owner)
-        module.register_forward_pre_hook(cls(dtype, owner), prepend=True, with_kwargs=True)
+class InputCast(BorderCast):
+    """A forward-pre hook that casts the inputs of a module, before any other hook."""
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if not torch.compiler.is_compiling() and self._is_over():
+            return args, kwargs
+        dtype = self._dtype
+        return tuple(_cast(arg, dtype) for arg in args), {key: _cast(value, dtype) for key, value in kwargs.items()}
+
+
+class OutermostInputCast(InputCast):
+    """The same for the outermost module. It raises if the model itself was cast since its owner was built."""
+
+    @untraced
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        owner = None if self._owner is None or self._is_over() else self._owner()
+        problem = None if owner is None else owner.cast_problem()
+        if problem is not None:
+            raise RuntimeError(problem)
+        return super().__call__(module, args, kwargs)
+
+
+class OutputCast(BorderCast):
+    """A forward hook that casts the outputs of a module, before any other hook."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not torch.compiler.is_compiling() and self._is_over():
+            return output
+        return _cast(output, self._dtype)
+
+
+def put_casts(border: Border, owner: Owner | None) -> None:
+    """Let a module cast what enters and leaves it. ``owner``: None if it does so for good."""
+    module, precision = border.module, border.precision
+    if precision.cast_forward_inputs and precision.param_dtype is not None:
+        kind = InputCast if border.name else OutermostInputCast
+        module.register_forward_pre_hook(kind(precision.param_dtype, owner), prepend=True, with_kwargs=True)
+    if precision.output_dtype is not None:
+        module.register_forward_hook(OutputCast(precision.output_dtype, owner), prepend=True)
+
+
+def remove_casts(module: nn.Module, owner: Owner) -> None:
+    """Remove the hooks of this owner from all modules, and those whose owner is gone or superseded."""
+    for part in module.modules():
+        hooks: list[tuple[int, Any]] = [*part._forward_pre_hooks.items(), *part._forward_hooks.items()]
+        for key, hook in hooks:
+            if isinstance(hook, BorderCast) and hook.works_for(owner):
+                part._forward_pre_hooks.pop(key, None)
+                part._forward_pre_hooks_with_kwargs.pop(key, None)
+                part._forward_hooks.pop(key, None)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

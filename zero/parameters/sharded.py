@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
-from ..config import MixedPrecision
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec, is_accelerator
+from ..core.layout import BucketSizes, BucketSpec, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
 from ..core.units import Predicate, find_units
+from ..precision import Precisions
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
@@ -64,7 +64,7 @@ class ShardedStorage(ParameterStorage):
         collective: Collective,
         predicate: Predicate | None,
         bucket_sizes: BucketSizes,
-        precision: MixedPrecision | None,
+        precisions: Precisions,
         post_forward_group: Choice | None,
         keeps_unsharded: bool,
         materializer: Materializer | None,
@@ -76,7 +76,7 @@ class ShardedStorage(ParameterStorage):
         """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
         None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
         ``unit_order``: of the units that this rank uses beside its training."""
-        super().__init__(transport, shard_group, module, precision, materializer)
+        super().__init__(transport, shard_group, module, precisions, materializer)
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
         there = (parameter.device for parameter in module.parameters())
         self._on_host = not any(is_accelerator(str(self.meta_device or device)) for device in there)
@@ -150,8 +150,8 @@ class ShardedStorage(ParameterStorage):
     def _describe_unlisted(self, listed: Sequence[Tensor]) -> tuple[list[Tensor], list[ParameterSpec]]:
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
-        dtypes = Dtypes.all if self._precision is None else self._precision.unlisted
-        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=self.meta_device)
+        dtypes, meta = self._precisions.unlisted, self.meta_device
+        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=meta)
 
     def _lay_out_unlisted(self) -> list[_Request]:
         """Lay out the parameters that are not listed."""

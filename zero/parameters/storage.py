@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from collectives import Transport, as_a_whole
 
-from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Layout, ParameterSpec
@@ -31,6 +30,7 @@ from ..core.parameter_specs import (
     replaced,
 )
 from ..core.stage import Placement
+from ..precision import Precisions
 from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
@@ -68,13 +68,13 @@ class ParameterStorage:
         transport: Transport,
         shard_group: Transport,
         module: nn.Module | None,
-        precision: MixedPrecision | None,
+        precisions: Precisions,
         materializer: Materializer | None,
     ) -> None:
         """``shard_group``: the ranks that own the shards of buckets; ``materializer``: of tensors on the meta
         device."""
         self._transport, self._shard_group = transport, shard_group
-        self._module, self._precision = module, precision
+        self._module, self._precisions = module, precisions
         self._materializer = materializer  # until every tensor has memory
         self.layout = Layout((), (), shard_group.world_size)
         self.unlisted_layout = Layout(
@@ -203,10 +203,10 @@ class ParameterStorage:
 
     def _cast_others(self) -> None:
         """Cast the parameters that are in no bucket, and the module's buffers."""
-        if self._precision is not None:
-            cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
-            if self._precision.buffer_dtype is not None:
-                cast([] if self._module is None else list(self._module.buffers()), self._precision.buffer_dtype)
+        for _, parameter in () if self._precisions.keeps_dtypes else self._others():
+            cast(parameter, self._precisions.unlisted(parameter).param_dtype)
+        for buffer, dtype in self._precisions.buffers():
+            cast(buffer, dtype)
 
     def _others(self) -> list[tuple[str, Tensor]]:
         """Name and parameter of all that are not in the layout: the module's that are not listed, and those that are

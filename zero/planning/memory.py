@@ -19,12 +19,13 @@ from dataclasses import dataclass, fields
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
-from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, is_accelerator
+from ..core.layout import BucketSizes, BucketSpec, Layout, is_accelerator
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
+from ..precision import MixedPrecision, Patterns
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
-_Key = tuple[Dtypes, int, BucketSizes, bool, bool, bool]
+_Key = tuple[MixedPrecision | Patterns | None, int, BucketSizes, bool, bool, bool]
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
 """Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
 
@@ -111,7 +112,7 @@ class MemoryPlan:
         key = _key(setting)
         if key not in self._laid_out:
             specs = self.model.specs(
-                setting.dtypes,
+                setting.rule,
                 with_units=setting.has_units,
                 device=setting.device,
                 whole_matrices=key[-1],
@@ -123,7 +124,7 @@ class MemoryPlan:
             for bucket in layout.buckets:
                 members = self.members(bucket)
                 facts = tuple((p.numel, p.shape == (), p.group, p.used, p.trainable) for p in members)
-                shape = (facts, bucket.index if isinstance(bucket.cuts, OwnerCuts) else None)
+                shape = (facts, bucket.dtypes, bucket.index if isinstance(bucket.cuts, OwnerCuts) else None)
                 seen.setdefault(shape, bucket)
                 counts[shape] += 1
             kinds = tuple((seen[shape], count) for shape, count in counts.items())
@@ -226,4 +227,4 @@ def _key(setting: PlanSetting) -> _Key:
     """Return what a layout depends on."""
     across = setting.has_units and setting.shares_buckets
     whole = len(setting.classes) > 1
-    return setting.dtypes, setting.factor, setting.bucket_sizes, setting.has_units, across, whole
+    return setting.rule, setting.factor, setting.bucket_sizes, setting.has_units, across, whole

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ..core.layout import Dtypes, ParameterSpec
+from ..precision import MixedPrecision, Patterns, dtypes_by_name
 
 ROOT_NAME = "the root's rest"
-FP32 = Dtypes.all(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ class UnitWork:
 
     Attributes:
         matmul_flops: floating-point operations of the forward's matrix products, attention left out.
+        fp32_flops: those of ``matmul_flops`` that are in fp32 in a model that computes in 16 bits.
         attention_flops: those of the forward's attention, of a causal one the half that is needed.
         moved_bytes: bytes that element-wise operations of the forward read and write.
         saved_bytes: bytes that the forward keeps for the backward, parameters and the unit's input left out.
@@ -129,6 +130,7 @@ class UnitWork:
     input_bytes: int = 0
     kernels: int = 0
     peak_bytes: int = 0
+    fp32_flops: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -167,9 +169,13 @@ class Model:
             found[parameter.unit] += count(parameter)
         return found
 
+    def dtypes(self, rule: MixedPrecision | Patterns | None) -> list[Dtypes]:
+        """Return the dtypes of each parameter. Raises `ValueError` as `dtypes_by_name` does."""
+        return dtypes_by_name(rule, [parameter.names for parameter in self.parameters], torch.float32)
+
     def specs(
         self,
-        dtypes: Dtypes = FP32,
+        rule: MixedPrecision | Patterns | None = None,
         *,
         with_units: bool,
         device: str = "cpu",
@@ -178,17 +184,18 @@ class Model:
         """Return the specs of all parameters, as `zero.ZeroOptimizer` over the module would make them.
 
         Args:
-            dtypes: of every parameter.
+            rule: the precision of all modules, which were made in fp32, or patterns of their names.
             with_units: whether parameters are gathered in units (stage 3).
             device: their device, as text.
             whole_matrices: whether a class of its own, number 1, steps the matrices of units by their shapes.
         """
+        dtypes = self.dtypes(rule)
         return [
             ParameterSpec(
                 parameter.names,
                 parameter.shape,
                 torch.empty(parameter.shape, device="meta").stride(),
-                dtypes,
+                dtypes[index],
                 device,
                 parameter.trainable,
                 parameter.group,

@@ -22,12 +22,12 @@ from typing import Literal
 
 import torch
 
-from ..config import PRECISIONS, PrecisionName, dtypes_of
 from ..core.formulas import spread_of_owners
-from ..core.layout import MIB, BucketSizes, Dtypes, bucket_sizes, unit_cap_mb
+from ..core.layout import MIB, BucketSizes, bucket_sizes, unit_cap_mb
+from ..precision import MixedPrecision, Patterns, PrecisionName, named_precision, param_dtype_of
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
-from .model import Model, ParameterShape, UnitWork
+from .model import Model, UnitWork
 from .models.works import kept_bytes, recomputed
 from .seconds.compute import Compute
 from .seconds.program import TraceEvent
@@ -52,6 +52,7 @@ class Training:
         global_batch: sequences of a step over all ranks; None: one micro-batch of each rank.
         recompute: which blocks are recomputed, as `works.recomputed` has it.
         precision: one of `PRECISIONS`.
+        fp32_modules: patterns of names of modules that compute in fp32, whatever the precision is.
         optimizer: as `PlanSetting` has it.
         counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
     """
@@ -65,6 +66,7 @@ class Training:
     precision: PrecisionName = "bf16"
     optimizer: str = "adamw"
     counts_activations: bool = True
+    fp32_modules: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("micro", "sequence", "global_batch"):
@@ -84,13 +86,14 @@ class Training:
         return 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)
 
     @property
-    def dtypes(self) -> Dtypes:
-        """The dtypes of every parameter."""
-        return dtypes_of(torch.float32, PRECISIONS[self.precision])
+    def rule(self) -> MixedPrecision | Patterns | None:
+        """The precision of the modules."""
+        return named_precision(self.precision, self.fp32_modules)
 
     @property
     def param_dtype(self) -> torch.dtype:
-        return self.dtypes.param_dtype
+        """The dtype of most parameters."""
+        return param_dtype_of(self.precision)
 
     def micro_batches(self, ranks: int) -> int:
         """Return the micro-batches of a rank in a step. Raises `ValueError` if ranks do not divide the global batch."""
@@ -124,7 +127,7 @@ class Training:
             ranks=setting.factor,
             hosts=setting.hosts,
             largest_unit=max(self._unit_bytes(setting.device), default=0),
-            total=sum(self._padded(parameter, setting.device) for parameter in self.model.parameters),
+            total=sum(self._padded_bytes(setting.device).values()),
         )
 
     def unit_cap_mb(self, device: str) -> int:
@@ -133,10 +136,15 @@ class Training:
 
     def _unit_bytes(self, device: str) -> list[int]:
         """Return the bytes of each unit in buckets, without the root's rest."""
-        return self.model.by_unit(lambda parameter: self._padded(parameter, device))[1:]
+        sizes = self._padded_bytes(device)
+        return self.model.by_unit(lambda parameter: sizes[id(parameter)])[1:]
 
-    def _padded(self, parameter: ParameterShape, device: str) -> int:
-        return self.dtypes.padded(parameter.numel, device) * self.param_dtype.itemsize
+    def _padded_bytes(self, device: str) -> dict[int, int]:
+        """Return the bytes of each parameter in buckets, by its id."""
+        return {
+            id(parameter): dtypes.padded(parameter.numel, device) * dtypes.param_dtype.itemsize
+            for parameter, dtypes in zip(self.model.parameters, self.model.dtypes(self.rule), strict=True)
+        }
 
     def activation_bytes(self) -> int:
         """Return the most that activations take at one moment, without the parameters."""
@@ -240,7 +248,7 @@ class Planner:
         found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
-            mixed_precision=PRECISIONS[self.training.precision],
+            mixed_precision=self.training.rule,
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
-
-import torch
+from typing import Literal, cast
 
 from collectives import algorithm_for
 
-from ..config import ShardingOptions, dtypes_of
-from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, Dtypes
+from ..config import ShardingOptions
+from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.stage import Placement, units_share_buckets
+from ..precision import MixedPrecision, Patterns
 
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
 
@@ -87,6 +86,10 @@ class PlanSetting(ShardingOptions):
             raise ValueError('bucket_cap_mb="auto" depends on the model: Training.bucket_sizes finds the number')
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
+        if callable(self.mixed_precision):
+            raise ValueError(
+                "mixed_precision: a function needs modules, and a plan has names alone: give patterns of names"
+            )
         self.reshard_group_size(self.world_size)
         if self.states_on == "host" and self.device == "cpu":
             raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
@@ -128,9 +131,9 @@ class PlanSetting(ShardingOptions):
         return self.hosts if found == "fold" else 1
 
     @property
-    def dtypes(self) -> Dtypes:
-        """The dtypes of every parameter."""
-        return dtypes_of(torch.float32, self.mixed_precision)
+    def rule(self) -> MixedPrecision | Patterns | None:
+        """The precision of every module."""
+        return cast(MixedPrecision | Patterns | None, self.mixed_precision)
 
     @property
     def states_on(self) -> Literal["", "disk", "host"]:
@@ -178,5 +181,7 @@ class PlanSetting(ShardingOptions):
 
     @property
     def shows_means(self) -> bool:
-        """Whether p.grad is the mean after each backward at stage 0: its dtype must be that of the parameters."""
-        return self.dtypes.accumulate_dtype is self.dtypes.param_dtype
+        """Whether p.grad is the mean after each backward at stage 0, since no module has another dtype."""
+        rule = self.rule
+        every = [precision for _, precision in rule.pairs] if isinstance(rule, Patterns) else [rule]
+        return all(precision is None or precision.param_dtype is None for precision in every)

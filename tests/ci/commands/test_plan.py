@@ -17,10 +17,10 @@ from zero.commands import cli
 from zero.commands.plan.inputs import training_of
 from zero.commands.plan.settings import PlanConfig
 from zero.commands.plan.written import start_of
-from zero.config import PRECISIONS
 from zero.planning.choose import SAME
 from zero.planning.hardware import presets
 from zero.planning.setting import OPTIMIZERS, PlanSetting
+from zero.precision import PRECISIONS
 
 from ...planning.configs import LLAMA_3_8B, SMALL
 from ...support.pictures import misfits

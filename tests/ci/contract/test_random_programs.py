@@ -16,7 +16,7 @@ from ...support.pool import SIZE, GlooPool
 THOROUGH = settings.default.max_examples > 100
 KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
     **{f"stage {stage}": ((stage,), ("",)) for stage in (0, 1, 3)},
-    **{precision: ((0, 1, 2, 3), (precision,)) for precision in PRECISIONS},
+    **{precision: ((0, 1, 2, 3), (precision,)) for precision in (*PRECISIONS, "by kind", "ends in fp16", "policy")},
 }
 
 
@@ -39,6 +39,6 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
         collectives = Collectives(("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"))
-        precisions = ("", "", "bf16", "fp16")
+        precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 
     OnProcesses.check(40 if THOROUGH else 8, 30 if THOROUGH else 20)

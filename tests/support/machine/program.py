@@ -11,8 +11,6 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from zero import MixedPrecision
-
 from ..narrowed import PRECISIONS
 from ..plain import Clear
 from ..programs import BY_PARAMETER, CLASSES, MATRICES
@@ -52,13 +50,17 @@ class Config(Source):
     options: tuple[tuple[tuple[str, Any], ...], ...] = ((),)
     seed: int = 0
     delays: bool = False
-    precision: str = ""  # a key of `PRECISIONS`
+    precision: str = ""  # a key of `PRECISIONS`, `BY_MODULE` or `POLICIES`
     classes: tuple[str, ...] = ("",)
     wholes: tuple[bool, ...] = (False,)
 
     @property
-    def mixed(self) -> MixedPrecision | None:
-        return PRECISIONS[self.precision] if self.precision else None
+    def mixed(self) -> Any:
+        if not self.precision or self.precision in PRECISIONS:
+            return PRECISIONS.get(self.precision)
+        from ..by_module import BY_MODULE, POLICIES  # here: `tests.net` also runs on commits that lack them
+
+        return {**BY_MODULE, **POLICIES}[self.precision]
 
     def model(self, seed: int) -> Tree:
         return build(self.parts, self.width, self.integer, seed)

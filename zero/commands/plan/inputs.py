@@ -17,14 +17,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...config import PRECISIONS, dtypes_of
+from ...parameters.casting import put_casts
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
 from ...planning.models.parameter_lists import of_parameter_list
 from ...planning.models.shapes import model_of, of_config
-from ...planning.models.works import count_module, count_transformer
+from ...planning.models.works import count_module, count_transformer, products_in_fp32
 from ...planning.plan import Training
 from ...planning.setting import OPTIMIZERS
+from ...precision import Precisions, named_precision, param_dtype_of
 from ..train.model import GPT, PRESETS, loss_fn
 from .settings import PlanConfig
 
@@ -69,10 +70,13 @@ def training_of(config: PlanConfig) -> Training:
     except (ArithmeticError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
-    tokens = config.micro * config.sequence
+    tokens, patterns = config.micro * config.sequence, _fp32_modules(config)
+    counted = works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]
+    if patterns and config.module is None and config.preset is None:
+        counted = products_in_fp32(model, counted, model.dtypes(named_precision(config.precision, patterns)), tokens)
     return Training(
         model,
-        works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()],
+        counted,
         config.micro,
         config.sequence,
         config.global_batch,
@@ -80,11 +84,34 @@ def training_of(config: PlanConfig) -> Training:
         config.precision,
         config.optimizer,
         counts_activations=bool(works),
+        fp32_modules=patterns,
     )
 
 
+def _fp32_modules(config: PlanConfig) -> tuple[str, ...]:
+    """Return the patterns of the modules that compute in fp32."""
+    if config.fp32_modules is None:
+        return ()
+    if config.precision == "fp32":
+        raise ValueError("--fp32-modules: with --precision fp32 every module computes in fp32, so leave it out")
+    return tuple(config.fp32_modules.split(","))
+
+
+def _narrowed(config: PlanConfig, module: nn.Module) -> nn.Module:
+    """Return a module whose parts compute in the dtypes of the training."""
+    module, patterns = module.to(_param_dtype(config)), _fp32_modules(config)
+    if patterns:
+        precisions = Precisions(named_precision(config.precision, patterns), module)
+        for parameter in module.parameters():
+            if precisions.of(parameter).param_dtype is torch.float32:
+                parameter.data = parameter.detach().float()
+        for border in precisions.borders:
+            put_casts(border, None)
+    return module
+
+
 def _param_dtype(config: PlanConfig) -> torch.dtype:
-    return dtypes_of(torch.float32, PRECISIONS[config.precision]).param_dtype
+    return param_dtype_of(config.precision)
 
 
 def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
@@ -98,16 +125,18 @@ def _counted(config: PlanConfig) -> tuple[Model, Sequence[UnitWork] | None]:
     if config.preset is not None:
         if config.recompute != "none":
             raise ValueError("--recompute: the models of zero train recompute nothing, so leave it out with --preset")
-        return _preset(config, dtype)
+        return _preset(config)
     module, loss = _made(str(config.module))
     model = model_of(module, str(config.module))
-    return model, None if loss is None else count_module(module.to(dtype), lambda module: _on_meta(loss, module))
+    return model, None if loss is None else count_module(
+        _narrowed(config, module), lambda module: _on_meta(loss, module)
+    )
 
 
-def _preset(config: PlanConfig, dtype: torch.dtype) -> tuple[Model, Sequence[UnitWork]]:
+def _preset(config: PlanConfig) -> tuple[Model, Sequence[UnitWork]]:
     shape = PRESETS[cast(str, config.preset)]
     with torch.device("meta"):
-        module = GPT(shape, config.sequence).to(dtype)
+        module = _narrowed(config, GPT(shape, config.sequence))
         tokens = torch.empty(config.micro, config.sequence, dtype=torch.int64)
     model = replace(model_of(module, f"zero train's {config.preset}"), hidden=shape.width, vocabulary=shape.vocabulary)
     return model, count_module(module, lambda gpt: loss_fn(gpt(tokens), tokens))

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ...config import PrecisionName
+from ...precision import PrecisionName
 
 __all__ = ["PlanConfig"]
 
@@ -22,7 +22,7 @@ class PlanConfig:
     GROUPS: ClassVar = {
         "Model": ("config", "parameters", "module", "preset"),
         "Cluster": ("cluster", "nic", "fabric", "hardware"),
-        "Training": ("micro", "sequence", "global_batch", "recompute", "precision", "optimizer"),
+        "Training": ("micro", "sequence", "global_batch", "recompute", "precision", "fp32_modules", "optimizer"),
         "Cost": ("tokens", "price"),
         "Output": ("all", "trace", "out"),
     }
@@ -53,6 +53,9 @@ class PlanConfig:
         Literal["none", "selective", "full"], "blocks that the backward recomputes: none, every second one, all"
     ] = "none"
     precision: Annotated[PrecisionName, "dtype of the model's compute; bf16 and fp16 add fp32 masters"] = "bf16"
+    fp32_modules: Annotated[
+        str | None, "modules that compute in fp32 in a 16-bit model: patterns of their names, as in '*norm*,lm_head'"
+    ] = None
     optimizer: Annotated[
         str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest"
     ] = "adamw"

@@ -19,6 +19,7 @@ from ...planning.hardware import Cluster
 from ...planning.plan import RESERVED, USABLE_SHARE, PlannedSetting, Planner, Training, usable_bytes
 from ...planning.seconds.program import chrome_trace
 from ...planning.setting import PlanSetting
+from ...precision import MixedPrecision, Patterns
 from .settings import PlanConfig
 
 _CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
@@ -95,6 +96,7 @@ def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
             "offload": setting.states_on,
             "bucket_bytes": setting.bucket_bytes,
             "precision": found.training.precision,
+            **({"fp32_modules": list(found.training.fp32_modules)} if found.training.fp32_modules else {}),
             "optimizer": setting.optimizer,
             "fused": setting.fused,
             "device": setting.device,
@@ -124,7 +126,7 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
     """Return the command of a preset, or the arguments. ``micro_batches``: of each rank in a step."""
     cap = cap_argument(setting, training)
     on_cpu = cluster.gpu.family == "cpu"  # as zero train is
-    if config.preset is None or not on_cpu or config.optimizer not in _TRAINED:
+    if config.preset is None or not on_cpu or config.optimizer not in _TRAINED or config.fp32_modules:
         return _arguments(config, setting, cluster, f'"{cap}"' if cap == "auto" else cap)
     if cluster.hosts == 1:
         flags = [f"zero train --ranks {cluster.ranks}"]
@@ -154,6 +156,13 @@ def _sharding(setting: PlanSetting) -> dict[str, int]:
     return found
 
 
+def _precision(rule: MixedPrecision | Patterns) -> str:
+    if isinstance(rule, Patterns):
+        return "{" + ", ".join(f'"{pattern}": {_precision(each)}' for pattern, each in rule.pairs) + "}"
+    output = "" if rule.output_dtype is None else f", output_dtype={rule.output_dtype}"
+    return f"MixedPrecision({rule.param_dtype}{output})"
+
+
 def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: str) -> str:
     arguments = [f"torch.optim.{_CLASSES[config.optimizer]}"]
     params = "model"
@@ -166,8 +175,8 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
         arguments.append(f'offload=Offload("{setting.offload.states}")')
     if cap:
         arguments.append(f"bucket_cap_mb={cap}")
-    if setting.mixed_precision is not None:
-        arguments.append(f"mixed_precision=MixedPrecision({setting.mixed_precision.param_dtype})")
+    if setting.rule is not None:
+        arguments.append(f"mixed_precision={_precision(setting.rule)}")
     if config.optimizer in _FUSED or (config.optimizer == "adagrad" and cluster.gpu.family == "cpu"):
         arguments.append("fused=True")
     if config.optimizer == "momentum":

@@ -25,12 +25,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp import GradScaler
 
-from ...config import PRECISIONS
 from ...core.stage import Placement
 from ...examples.train import Batch, evaluate, mean_over_ranks, train_steps
 from ...optimizer import ZeroOptimizer
 from ...planning.models.shapes import model_of
 from ...planning.stages import bytes_by_stage
+from ...precision import PRECISIONS
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ..console import Console
 from ..flags import from_flags, to_flags

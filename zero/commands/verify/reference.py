@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...config import MixedPrecision
+from ...core.layout import Dtypes
 from ...core.parameter_specs import is_laid_out
-from ...parameters.casting import InputCast, cast
+from ...parameters.casting import cast, put_casts
+from ...precision import Precisions, Rule
 from ...step.arguments import arguments_of
 from ...step.clip import clip_grad_norm_
 
@@ -59,15 +60,16 @@ class MixedReferenceLoop(ReferenceLoop):
         groups: Groups,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
-        precision: MixedPrecision,
+        precision: Rule,
     ) -> None:
-        self._model, self._precision = list(model.parameters()), precision
-        self._masters = [self._master(parameter) for parameter in self._model]
+        self._model, precisions = list(model.parameters()), Precisions(precision, model)
+        self._dtypes = [precisions.of(parameter) for parameter in self._model]
+        self._masters = [self._master(*known) for known in zip(self._model, self._dtypes, strict=True)]
         self._sums = dict[int, nn.Parameter]()  # by number of a parameter; each is the ``grad`` of an empty tensor
-        if precision.buffer_dtype is not None:
-            cast(model.buffers(), precision.buffer_dtype)
-        if precision.cast_forward_inputs:
-            model.register_forward_pre_hook(InputCast(precision.param_dtype), prepend=True, with_kwargs=True)
+        for buffer, dtype in precisions.buffers():
+            cast(buffer, dtype)
+        for border in precisions.borders:
+            put_casts(border, None)
         masters = {id(parameter): master for parameter, master in zip(self._model, self._masters, strict=True)}
         of_masters = [
             {**group, "params": [masters[id(e[1] if isinstance(e, tuple) else e)] for e in group["params"]]}
@@ -75,19 +77,20 @@ class MixedReferenceLoop(ReferenceLoop):
         ]
         super().__init__(of_masters, optimizer_class, defaults)
 
-    def _master(self, parameter: Tensor) -> Tensor:
+    def _master(self, parameter: Tensor, dtypes: Dtypes) -> Tensor:
         """Cast a parameter of the model, and return its master weights."""
         if not is_laid_out(parameter):
             return parameter.detach()
         wide = parameter.detach().clone()
-        cast([parameter], self._precision.param_dtype)
+        cast(parameter, dtypes.param_dtype)
         known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
-        return known.to(self._precision.of(wide.dtype).master_dtype).requires_grad_()
+        return known.to(dtypes.master_dtype).requires_grad_()
 
     def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
             if parameter.grad is not None:
-                arrived = parameter.grad.to(self._precision.travel).to(self._precision.accumulate_dtype)
+                dtypes = self._dtypes[number]
+                arrived = parameter.grad.to(dtypes.reduce_dtype).to(dtypes.accumulate_dtype)
                 total = self._sums.setdefault(number, nn.Parameter(torch.empty_like(arrived)))
                 total.grad = arrived if total.grad is None else total.grad.add_(arrived)
                 parameter.grad = None

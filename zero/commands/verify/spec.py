@@ -13,7 +13,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import reduce
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +23,7 @@ import torch
 
 from collectives import Algorithm
 
-from ...config import MixedPrecision
+from ...precision import MixedPrecision, Patterns, Rule, checked
 from ...step.clip import check_norm_arguments
 
 FILE = "spec.pt"
@@ -32,8 +32,8 @@ RESULTS = "runs.jsonl"
 
 @dataclass(frozen=True)
 class VerifySpec:
-    """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list, and
-    ``collective`` the name of an algorithm or of its class."""
+    """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list,
+    ``collective`` the name of an algorithm or of its class, and ``mixed_precision`` as `written_precision` has it."""
 
     build_model: str
     batches: str | list[Any]
@@ -49,7 +49,7 @@ class VerifySpec:
     max_norm: float | None
     bucket_cap_mb: float | Literal["auto"] | None
     collective: str
-    mixed_precision: dict[str, Any] | None
+    mixed_precision: str | dict[str, Any] | list[tuple[str, dict[str, Any]]] | None
     threads: int
     timeout: float
     device: str
@@ -65,8 +65,14 @@ class VerifySpec:
             self.steps(len(self.batches))
 
     @property
-    def precision(self) -> MixedPrecision | None:
-        return None if self.mixed_precision is None else MixedPrecision(**self.mixed_precision)
+    def precision(self) -> Rule:
+        """What `zero.precision.checked` returned for the user's ``mixed_precision``."""
+        written = self.mixed_precision
+        if isinstance(written, str):
+            return checked(resolve(written))
+        if isinstance(written, list):
+            return Patterns(tuple((pattern, MixedPrecision(**dtypes)) for pattern, dtypes in written))
+        return None if written is None else MixedPrecision(**written)
 
     @property
     def algorithm(self) -> str | Algorithm:
@@ -93,6 +99,15 @@ class VerifySpec:
     @staticmethod
     def load(folder: Path) -> VerifySpec:
         return VerifySpec(**torch.load(folder / FILE, weights_only=True))
+
+
+def written_precision(rule: Rule) -> Any:
+    """Return a checked ``mixed_precision`` as plain data. Raises `TypeError` for a function that cannot be imported."""
+    if isinstance(rule, Patterns):
+        return [(pattern, asdict(precision)) for pattern, precision in rule.pairs]
+    if isinstance(rule, MixedPrecision):
+        return asdict(rule)
+    return None if rule is None else reference(rule, "mixed_precision")
 
 
 def as_batches(batches: Any) -> list[Any]:

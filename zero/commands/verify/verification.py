@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from collectives import Algorithm
 
-from ...config import MixedPrecision
 from ...core.stage import STAGES
 from ...optimizer import ZeroOptimizer
+from ...precision import MixedPrecision, PrecisionOption, checked
 from ...step.arguments import check_class, merged
 from .bit_diff import Run
-from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference
+from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference, written_precision
 
 NOT_DETERMINISTIC = (
     "The model itself is not deterministic, so there is nothing to compare the stages with. If it draws random numbers "
@@ -98,7 +98,7 @@ def verify(
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
-    mixed_precision: MixedPrecision | None = None,
+    mixed_precision: PrecisionOption = None,
     threads: int = 1,
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
@@ -135,7 +135,8 @@ def verify(
         units, bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
-        mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model and its own fp32 weights.
+        mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
+            fp32 weights.
         threads: intra-op threads per process; their number changes bits.
         timeout: the most seconds for building the model, for a micro-batch, or for an update.
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
@@ -156,7 +157,9 @@ def verify(
     sizes = _integers(world_sizes, "world_sizes") if shape is None else (math.prod(shape),)
     stage_numbers = _integers(stages, "stages", least=0)
     place, note = choose_device(device, max(sizes), torch.cuda.device_count())
-    ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": mixed_precision}
+    rule = checked(mixed_precision)
+    whole = rule if isinstance(rule, MixedPrecision) else None  # the throw-away module has none of the user's modules
+    ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
     arguments = merged(defaults, optimizer_kwargs)
     _dry_run(optimizer_class, stage_numbers, ours, arguments)
     spec = VerifySpec(
@@ -176,7 +179,7 @@ def verify(
         max_norm=max_norm,
         bucket_cap_mb=bucket_cap_mb,
         collective=collective if isinstance(collective, str) else reference(collective, "collective"),
-        mixed_precision=None if mixed_precision is None else asdict(mixed_precision),
+        mixed_precision=written_precision(rule),
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         device=place,

@@ -60,7 +60,7 @@ class OperationCounter:
     """Counts operations while `counting` is on: all of a forward, and of a backward the memory alone.
 
     Attributes:
-        matmul_flops, attention_flops, moved_bytes, kernels: sums over the forward, as in `UnitWork`.
+        matmul_flops, fp32_flops, attention_flops, moved_bytes, kernels: sums over the forward, as in `UnitWork`.
         backward: whether a backward runs.
         paused: whether nothing is counted.
         live, peak: bytes of the storages that counted operations made, now and at most.
@@ -71,6 +71,7 @@ class OperationCounter:
     """
 
     matmul_flops: float = 0.0
+    fp32_flops: float = 0.0
     attention_flops: float = 0.0
     moved_bytes: float = 0.0
     kernels: int = 0
@@ -110,6 +111,7 @@ class OperationCounter:
             sum(distinct.values()),
             self.kernels,
             self.peak,
+            self.fp32_flops,
         )
 
     def fused(self, read: Iterable[Tensor], written: Iterable[Tensor], flops: float) -> None:
@@ -151,7 +153,9 @@ class OperationCounter:
         elif "attention" in name or (name in BATCHED and before.isdisjoint(self.given)):
             self.attention_flops += flop_registry[packet](*args, **kwargs, out_val=result)
         else:
-            self.matmul_flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.matmul_flops += flops
+            self.fp32_flops += flops * (outputs[0].dtype is torch.float32)
         return result
 
     def _make(self, tensor: Tensor) -> None:

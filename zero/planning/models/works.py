@@ -15,7 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...core.units import Units, find_units
+from ...core.layout import Dtypes
+from ...core.units import ROOT, Units, find_units
 from ..model import Model, UnitWork
 from .counting import OperationCounter, bytes_of, count, tensors_in
 from .reference import ReferenceModel
@@ -95,6 +96,27 @@ def count_module(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple
     known = {signature: call.count() for signature, call in watch.distinct.items()}
     works = [together([known[signature] for signature in calls]) for calls in watch.calls]
     return (replace(root, peak_bytes=counter.peak), *works)
+
+
+def products_in_fp32(model: Model, works: Sequence[UnitWork], dtypes: Sequence[Dtypes], tokens: int) -> list[UnitWork]:
+    """Return the work of units that were counted in one dtype, with the products of the weights that are in fp32.
+
+    A weight's product takes two operations for each of its elements and each token. In the root's rest that is the last
+    matrix, which is the head; the others are tables. What is saved in fp32 is not counted.
+
+    Args:
+        model: what was counted.
+        works: of its units.
+        dtypes: of its parameters.
+        tokens: of a micro-batch.
+    """
+    head = next((p for p in reversed(model.parameters) if p.unit == ROOT and len(p.shape) == 2), None)
+    kept = {id(p) for p, each in zip(model.parameters, dtypes, strict=True) if each.param_dtype is torch.float32}
+    numels = model.by_unit(lambda p: p.numel if id(p) in kept and len(p.shape) == 2 and (p.unit or p is head) else 0)
+    return [
+        replace(work, fp32_flops=min(work.matmul_flops, 2.0 * numel * tokens))
+        for work, numel in zip(works, numels, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

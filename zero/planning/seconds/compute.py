@@ -101,7 +101,8 @@ class Compute:
     def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] | None = None) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
         self.constants = values() if constants is None else constants
-        gpu, self.calls = cluster.gpu, cluster.calls
+        self._gpu = gpu = cluster.gpu
+        self.calls = cluster.calls
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
@@ -151,7 +152,10 @@ class Compute:
 
     def _products(self, work: UnitWork, hidden: int) -> float:
         large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
-        return work.matmul_flops / (self._peak * self._matmul * large)
+        narrow = (work.matmul_flops - work.fp32_flops) / (self._peak * self._matmul * large)
+        if not work.fp32_flops:
+            return narrow
+        return narrow + work.fp32_flops / (self._gpu.peak("float32") * self._gpu.sustained * self._matmul * large)
 
     def _moved(self, work: UnitWork) -> float:
         return work.moved_bytes / self._elementwise

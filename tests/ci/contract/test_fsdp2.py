@@ -1,0 +1,17 @@
+"""Policies of FSDP2 give here what they give there: losses and weights, where no order of a sum can matter."""
+
+from __future__ import annotations
+
+import pytest
+
+from ...support.plain import assert_same_value
+from ...support.pool import GlooPool
+from . import fsdp2
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["1", "2"])
+def test_policies_by_module_train_the_bits_of_fsdp2(gloo: GlooPool, ranks: tuple[int, ...]) -> None:
+    """Two contributions have one sum, and half of it is exact."""
+    expected = gloo.run(fsdp2.under_fsdp2, ranks=ranks)
+    for stage in range(4):
+        assert_same_value(gloo.run(fsdp2.under_zero, stage, ranks=ranks), expected, f"stage {stage}")
