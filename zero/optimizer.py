@@ -25,7 +25,7 @@ from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
-from .state.live_states import WithLiveStates
+from .state.device_memory import WithOffload
 from .step.classes import UserOptimizers
 from .step.clip import check_norm_arguments
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithLiveStates):
+class ZeroOptimizer(WithOffload):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
