@@ -64,10 +64,9 @@ class Engine:
         self._closed = ""  # why the optimizer cannot be used any more
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
         self._blocks: list[AbstractContextManager[None]] = []  # of other ranks' calls of `gathered`, inside `join`
-        self.averages = Averages(
-            parts.stage, self._storage, self._reducer, parts.transport, parts.shard_group, parts.collective
-        )
-        self._memory = DeviceMemory(self._storage, self.averages, self._transport, parts.shard_group, parts.streams)
+        group, collective = parts.shard_group, parts.collective
+        self.averages = Averages(parts.stage, self._storage, self._reducer, self._transport, group, collective)
+        self._memory = DeviceMemory(self._storage, self.averages, self._transport, group, parts.streams)
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:

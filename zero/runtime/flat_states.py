@@ -32,7 +32,7 @@ from torch import Tensor
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
 from ..core.parameter_specs import parts_of
-from ..core.runs import CUT, adjoins, parts, runs
+from ..core.runs import CUT, PieceState, adjoins, parts, runs
 from ..core.statetree import rebuilt
 from .flat_buffer import FlatBuffer, Move
 from .master_weights import MasterWeights
@@ -56,22 +56,6 @@ class _FlatParam:
     def of(self, flat: Tensor) -> Tensor:
         """Return this run of a flat tensor over the interval, a view, in the shape and the strides of `parameter`."""
         return strided(flat, self.begin, self.parameter.shape, self.parameter.stride())
-
-
-@dataclass(frozen=True)
-class PieceState:
-    """The state of a piece: the names of its flat tensors, and its scalars."""
-
-    elementwise: tuple[str, ...]
-    scalars: Mapping[str, Any]
-
-    def same(self, other: PieceState | None) -> bool:
-        return other is not None and self.elementwise == other.elementwise and _plain(self) == _plain(other)
-
-
-def _plain(state: PieceState) -> dict[str, Any]:
-    # host synchronisation: of step counts on a device, only if other parameters were used than before
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
 class BucketStates:
@@ -382,9 +366,9 @@ def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(value: Any, change: Move) -> Any:
-    """Return a state with ``change`` of each of its plain tensors of more than one element."""
+    """Return a state with ``change`` of each of its plain tensors."""
     if isinstance(value, Tensor):
-        return rebuilt(value, change) if value.numel() > 1 else value
+        return rebuilt(value, change)
     if isinstance(value, dict):
         return type(value)((key, _changed(inside, change)) for key, inside in value.items())
     return type(value)(_changed(inside, change) for inside in value) if type(value) in (list, tuple) else value

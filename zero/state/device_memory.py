@@ -242,12 +242,6 @@ class DeviceMemory:
         raise RuntimeError(f"{'a parameter' if spec is None else repr(spec.name)} is on the host: {OFFLOADED}")
 
 
-class _Engine(Protocol):
-    def offload(self) -> None: ...
-
-    def reload(self) -> None: ...
-
-
 @untraced_methods
 class WithOffload(WithLiveStates):
     """An optimizer whose memory on a device can be lent to others between two steps."""
