@@ -27,6 +27,7 @@ from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
+from .state.device_memory import DeviceMemory
 from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
 from .state.plain_dicts import PlainDicts
@@ -67,6 +68,9 @@ class Engine:
         self.model_part = ModelPart(
             parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
+        self._memory = DeviceMemory(
+            self._storage, self.averages, self._transport, parts.shard_group, parts.streams
+        )
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
@@ -76,11 +80,14 @@ class Engine:
 
     def check_usable(self) -> None:
         """Do as `check`, but allow calls in a process that was forked from a rank's. Local."""
+        self._check_not_closed()
+        self.parts.streams.wait_for_previous()
+
+    def _check_not_closed(self) -> None:
         if self._closed:
             raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
         if self.parts.superseded:
             raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
-        self.parts.streams.wait_for_previous()
 
     def check_may_add(self) -> None:
         """Raise `RuntimeError` if no param group can be added now. Local."""
@@ -381,6 +388,21 @@ class Engine:
         if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._joining.active:
             raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
 
+    def offload(self) -> None:
+        """Move all but gradients from the device to the host."""
+        self._check_between_steps("offload()")
+        has_gradients = self._reducer.has_new_gradients or not self._reducer.schedule.is_open
+        problem = "offload() with gradients, which do not move: call zero_grad() first" if has_gradients else None
+        self._agree("offload()", "which do not move", problem or self._memory.copy_to_host(), b"")
+        self.before_load()
+        self._memory.offload()
+
+    def reload(self) -> None:
+        """Undo `offload`."""
+        self._check_not_closed()
+        self._transport.check_process()
+        self._memory.reload()
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     @property
@@ -393,6 +415,7 @@ class Engine:
         if self._storage.unit_hooks.busy() or self._joining.active:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
         try:
+            self._memory.reload_alone()
             if (lost := self._lost()) is not None:
                 warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:

@@ -26,6 +26,7 @@ from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
+from .state.device_memory import WithOffload
 from .state.whole_tensors import WithWholeTensors
 from .step.arguments import merged
 from .step.classes import UserOptimizers
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithClip, WithWholeTensors):
+class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After

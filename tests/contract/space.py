@@ -59,6 +59,7 @@ FEW: dict[str, Sequence[Any]] = {
     "reshard": (True, False),
     "offload": (False, True),
     "whole": (False, True),
+    "lends": (False, True),
 }
 """The values of the default run. ``numbers``: a precision or a dtype; ``whole``: each parameter has one owner."""
 MANY: dict[str, Sequence[Any]] = {
@@ -98,7 +99,8 @@ def rows(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
 
 def named(row: Row) -> str:
     """Return a row as the name of a case, without what is usual."""
-    usual = {"numbers": "", "factor": None, "collective": "auto", "reshard": True, "offload": False, "whole": False}
+    usual: Row = {"numbers": "", "factor": None, "collective": "auto", "reshard": True}
+    usual |= dict.fromkeys(("offload", "whole", "lends"), False)
     more = [f"{key} {value}" for key, value in row.items() if key in usual and value != usual[key]]
     return "-".join([*(str(row[key]) for key in ("stage", "ranks", "cap", "optimizer", "habit")), *more])
 
@@ -118,5 +120,6 @@ def program_of(row: Row) -> Program:
         DTYPES.get(numbers, torch.float32),
         precision={**PRECISIONS, **BY_MODULE}.get(numbers),
         scaled=row["habit"] == "scales",
+        lends=row["lends"],
         steps=HABITS[row["habit"]],
     )

@@ -72,6 +72,7 @@ ROWS = pair_rows(
         "reshard": (True,),
         "offload": (False, True),
         "whole": (False,),
+        "lends": (False, True),
     },
     allowed,
 )

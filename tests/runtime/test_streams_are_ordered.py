@@ -16,13 +16,15 @@ from collectives.algorithms.base import Launched
 from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.runtime.offload import HostOffload, OffloadedStates
+from zero.state import device_memory
+from zero.state.device_memory import DeviceMemory
 
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
 from .stream_backend import on_streams
-from .stream_checker import StreamChecker
+from .stream_checker import StreamChecker, here
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -160,6 +162,28 @@ def test_copies_of_offloaded_states_are_ordered(
         training.steps(IN_TURN)
 
     check(world_size, stage, program, offload=Offload("cpu"))
+
+
+@pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3), (2, 1)], [(2, 3), (1, 0)]))
+def test_copies_of_memory_that_is_lent_are_ordered(
+    world_size: int, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "is_on_device", lambda tensor: True)
+    monkeypatch.setattr(device_memory, "HostOffload", Apart)
+    monkeypatch.setattr(DeviceMemory, "_wait", lambda self: here().synchronize())
+
+    def program(training: Training) -> None:
+        training.on("takes back")  # the host's wait orders the streams that there are
+        for pattern in (EACH, IN_TURN):
+            training.steps(pattern)
+            with training.on("lends"):
+                training.optimizer.offload()
+            with training.on("takes back"):
+                training.optimizer.reload()
+            training.written_on = "takes back"
+        training.steps(EACH)
+
+    check(world_size, stage, program)
 
 
 # -- calls beside the parts of a step ----------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ class Program:
     device: str = "cpu"
     precision: Any = None  # what `ZeroOptimizer` takes as `mixed_precision`
     scaled: bool = False
+    lends: bool = False  # the device between two steps
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0
 
@@ -146,6 +147,9 @@ def follow(
             scaler.update()
         norms.append(torch.tensor(scaler.get_scale()))
         side.clear(step.clear)
+        if program.lends and isinstance(side, OnRank):
+            side.optimizer.offload()
+            side.optimizer.reload()
         with side.gathered():
             trace.append([p.detach().clone().cpu() for p in side.model.parameters()])
     return norms, trace

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
+from ..core.runs import PieceState
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import PieceState
 from ..step.user_optimizer import NO_OPTIONS
 from .format.extents import Writers
 from .format.manifest import SavedParameter

@@ -1,11 +1,15 @@
 """The runs of an interval: neighbouring pieces that an optimizer's class steps as one parameter.
 
-Knows: pieces, param groups, which parameters have no dimensions. Does not know: states, tensors, ranks.
+Knows: pieces, param groups, which parameters have no dimensions, what equal states are. Does not know: ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
 
 from .layout import Piece
 
@@ -55,3 +59,19 @@ def parts(begin: int, end: int, size: int | None) -> Iterator[tuple[int, int]]:
 def part_begins(begin: int, end: int, size: int | None) -> range:
     """Return the begins of the parts of a run. A run without elements has one part."""
     return range(begin, max(end, begin + 1), max(1, end - begin) if size is None else size)
+
+
+@dataclass(frozen=True)
+class PieceState:
+    """The state of a piece: the names of its flat tensors, and its scalars."""
+
+    elementwise: tuple[str, ...]
+    scalars: Mapping[str, Any]
+
+    def same(self, other: PieceState | None) -> bool:
+        return other is not None and self.elementwise == other.elementwise and _plain(self) == _plain(other)
+
+
+def _plain(state: PieceState) -> dict[str, Any]:
+    # host synchronisation: of step counts on a device, only if other parameters were used than before
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}

@@ -35,6 +35,10 @@ class EditDetector:
         problem, self._found = self._found, None
         return problem
 
+    def forget_memory(self) -> None:
+        """Free the memory of comparisons, all of which `take` has read."""
+        self._comparisons = None
+
     def _read(self) -> None:
         for buffer, element in self._comparisons.read() if self._comparisons else ():
             low, _ = buffer.bucket.owned(self._rank)

@@ -25,6 +25,7 @@ from collectives import Kind, Region, Tag, Transport, Work
 from ..core.bits import same_bits
 from ..core.layout import Piece
 from ..core.parameter_specs import as_plain
+from ..runtime.flat_buffer import Move
 from .edit_detector import EditDetector
 from .unit_buffer import UnitBuffer, usable_later
 
@@ -46,6 +47,10 @@ class ResidentBuffer(UnitBuffer):
         self.unsharded = self.shard if self.common is None else self.common.whole(*self.span(0, self.bucket.numel))
         self.address = self.unsharded.data_ptr()
         self.set_data(self.views(self.unsharded))
+
+    def apply(self, move: Move) -> None:
+        super().apply(move)
+        self.unsharded = move(self.unsharded)
 
     @property
     def moved(self) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import BucketSpec, Layout, ParameterSpec
+from ..runtime.flat_buffer import Move
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
@@ -67,6 +68,10 @@ class UnitBuffer:
         for piece in self.bucket.pieces(low, high):
             if piece.slot in slots:
                 shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
+
+    def apply(self, move: Move) -> None:
+        """Replace this rank's shard by what ``move`` returns for it."""
+        self.shard = move(self.shard)
 
     # -- a parameter's data: for parameters that have their own classes, or under `as_plain` ---------------------------
 

@@ -13,7 +13,7 @@ from ..core.flags import either
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Stage
 from .accumulator import GradAccumulator
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, Move
 from .flat_states import BucketStates
 
 MakePlaceholder = Callable[["Bucket", int], Tensor]
@@ -33,6 +33,10 @@ class StoredBucket:
         self, spec: BucketSpec, specs: Sequence[ParameterSpec], parameters: Sequence[Tensor], weights: FlatBuffer
     ) -> None:
         self.spec, self.specs, self.parameters, self.weights = spec, specs, parameters, weights
+
+    def apply(self, move: Move) -> None:
+        """Replace each tensor that is kept here, but for gradients, by what ``move`` returns for it."""
+        self.weights.apply(move)
 
     def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
         """Return the weights of the interval that this rank updates. ``rank``: its number among the owners."""
@@ -74,6 +78,10 @@ class Bucket(StoredBucket):
         self.left: list[int] = []
         self.means: list[Tensor] = []
         self.addresses: list[int] = []
+
+    def apply(self, move: Move) -> None:
+        super().apply(move)
+        self.states.apply(move)
 
     # -- gradients ------------------------------------------------------------------------------------------------
 

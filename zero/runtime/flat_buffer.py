@@ -9,6 +9,8 @@ Knows: intervals and placements. Does not know: what the elements mean, stages, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,8 @@ from ..core.bits import strided
 from ..core.cuts import Cuts, PartOfCuts
 from ..core.layout import ParameterSpec, Piece, Slot
 from ..core.stage import Placement
+
+Move = Callable[[Tensor], Tensor]  # from a tensor to the one with the same values elsewhere, or itself
 
 
 class FlatBuffer:
@@ -47,6 +51,10 @@ class FlatBuffer:
     def kept(self) -> list[Tensor]:
         """Return the memory that is kept for the elements."""
         return [self.data]
+
+    def apply(self, move: Move) -> None:
+        """Replace the memory by what ``move`` returns for it."""
+        self.data = move(self.data)
 
     def values(self) -> FlatBuffer:
         """Return the elements to be read, not written: they may be a copy."""

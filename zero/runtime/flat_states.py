@@ -32,9 +32,9 @@ from torch import Tensor
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
 from ..core.parameter_specs import parts_of
-from ..core.runs import CUT, adjoins, parts, runs
+from ..core.runs import CUT, PieceState, adjoins, parts, runs
 from ..core.statetree import rebuilt
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, Move
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
 
@@ -56,22 +56,6 @@ class _FlatParam:
     def of(self, flat: Tensor) -> Tensor:
         """Return this run of a flat tensor over the interval, a view, in the shape and the strides of `parameter`."""
         return strided(flat, self.begin, self.parameter.shape, self.parameter.stride())
-
-
-@dataclass(frozen=True)
-class PieceState:
-    """The state of a piece: the names of its flat tensors, and its scalars."""
-
-    elementwise: tuple[str, ...]
-    scalars: Mapping[str, Any]
-
-    def same(self, other: PieceState | None) -> bool:
-        return other is not None and self.elementwise == other.elementwise and _plain(self) == _plain(other)
-
-
-def _plain(state: PieceState) -> dict[str, Any]:
-    # host synchronisation: of step counts on a device, only if other parameters were used than before
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
 class BucketStates:
@@ -216,6 +200,23 @@ class BucketStates:
                 noted = PieceState(tuple(run.views), scalars)
                 self._states[run.first : run.last] = [noted] * (run.last - run.first)
         self.runs, self._key = [], None
+
+    def apply(self, move: Move) -> None:
+        """Replace each tensor that is not offloaded by what ``move`` returns for it. Drops the runs."""
+        self.snapshot()
+        stored = {tensor.untyped_storage().data_ptr() for tensor in self.kept()}
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor if tensor.untyped_storage().data_ptr() in stored else move(tensor)
+
+        self._parameters = moved(self._parameters)
+        if self.master is not None:
+            self.master.apply(moved)
+        for flat in self.flat.values():
+            flat.apply(moved)
+        for number, state in enumerate(self._states if self.one_owner else ()):
+            if state is not None:
+                self._states[number] = PieceState(state.elementwise, _changed(dict(state.scalars), moved))
 
     def piece_of(self, slot: int) -> int | None:
         """Return the number of the piece of a slot; None if it has none in this interval."""
@@ -362,6 +363,15 @@ def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
         name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
         for name, value in states.items()
     }
+
+
+def _changed(value: Any, change: Move) -> Any:
+    """Return a state with ``change`` of each of its plain tensors."""
+    if isinstance(value, Tensor):
+        return rebuilt(value, change)
+    if isinstance(value, dict):
+        return type(value)((key, _changed(inside, change)) for key, inside in value.items())
+    return type(value)(_changed(inside, change) for inside in value) if type(value) in (list, tuple) else value
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from collectives.kernels import kernels_of
 
 from ..core.bits import INTEGERS, host_readable, same_bits
 from ..core.stage import Placement
-from .flat_buffer import FlatBuffer
+from .flat_buffer import FlatBuffer, Move
 
 _BLOCK = 1 << 16  # elements that stay in the cache while they are compared
 
@@ -56,6 +56,11 @@ class MasterWeights:
         if self._master is None:
             self._master = self._param.to(self._dtype) if self._empty is None else self._empty().copy_(self._param)
         return self._master
+
+    def apply(self, move: Move) -> None:
+        """Replace the tensors by what ``move`` returns for them."""
+        self._param = move(self._param)
+        self._master = None if self._master is None else move(self._master)
 
     def synced(self) -> Tensor:
         """Return a copy of the master weights as `sync_from_param` would leave them. Changes nothing."""
@@ -123,6 +128,10 @@ class RoundedShard(FlatBuffer):
 
     def kept(self) -> list[Tensor]:
         return [] if self._written is None else [self._written]
+
+    def apply(self, move: Move) -> None:
+        self.master = move(self.master)
+        self._written = None if self._written is None else move(self._written)
 
     def values(self) -> FlatBuffer:
         return FlatBuffer(self.source.to(self._dtype), self.placement, self.begin)

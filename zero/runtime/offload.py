@@ -102,6 +102,11 @@ class HostOffload(OffloadBackend):
                 self._pin(block)
             self._block, self._taken = block, 0
 
+    def start_over(self, wanted: Iterable[tuple[int, torch.dtype]]) -> bool:
+        """Return True if the block has room for these tensors. Earlier ones may then be overwritten."""
+        self._taken = 0
+        return sum(_aligned(numel, dtype) for numel, dtype in wanted) <= self._block.nbytes
+
     def _pin(self, block: Tensor) -> None:
         runtime = cast(Any, torch.cuda).cudart()  # torch's function has no annotation
         error = int(runtime.cudaHostRegister(block.data_ptr(), block.nbytes, 0))

@@ -27,6 +27,7 @@ class Streams:
         self.exist = False  # some device has streams
         self._last: dict[torch.device, torch.Stream | None] = {}  # of each device with streams
         self._numbers: dict[torch.device, int | None] = {}  # of these streams; None: not known
+        self._refusal = ""  # why nothing may be enqueued now
         self._several = False  # work was enqueued on more than one stream of a device
 
     def use(self, devices: Iterable[torch.device]) -> None:
@@ -37,14 +38,24 @@ class Streams:
     def wait_for_previous(self) -> None:
         """Let the current stream of each device wait for all work so far on the stream that this optimizer used before.
 
-        Raises `RuntimeError` while a CUDA graph is being captured.
+        Raises `RuntimeError` while a CUDA graph is being captured, and between `refuse` and `allow`.
         """
+        if self._refusal:
+            raise RuntimeError(self._refusal)
         if self._captures():
             raise RuntimeError(
                 "a CUDA graph is being captured: its replay would not communicate with the other ranks. Run "
                 "forwards, backwards and steps of this optimizer outside torch.cuda.graph()"
             )
         self._follow()
+
+    def refuse(self, why: str) -> None:
+        """Let `wait_for_previous`, with which all work begins, raise `RuntimeError` with this text until `allow`."""
+        self._refusal = why
+
+    def allow(self) -> None:
+        """Undo `refuse`."""
+        self._refusal = ""
 
     def changed(self) -> bool:
         """Return whether a current stream may be another one than after the last wait, without torch's objects."""

@@ -24,7 +24,7 @@ from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_methods
-from ..runtime.flat_buffer import FlatBuffer, gather_slot, redistribute
+from ..runtime.flat_buffer import FlatBuffer, Move, gather_slot, redistribute
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], object]
@@ -168,6 +168,11 @@ class ShardedAverage:
             data = torch.empty(of.end - of.begin, dtype=bucket.spec.dtypes.master_dtype, device=of.device)
             self._flat[number] = FlatBuffer(data, of.placement, of.begin)
         return self._flat[number]
+
+    def apply(self, move: Move) -> None:
+        """Replace each tensor by what ``move`` returns for it. Internal."""
+        for flat in self._flat.values():
+            flat.apply(move)
 
     def whole(self, to: int | None) -> dict[str, Tensor] | None:
         """Return the whole averages, as `gather` does. Internal."""

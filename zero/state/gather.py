@@ -20,11 +20,11 @@ from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.cuts import Cuts, OwnerCuts
+from ..core.runs import PieceState
 from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer, gather_slot
-from ..runtime.flat_states import PieceState
 
 _MASTER = "(master weights)"  # a key among the flat tensors of a bucket's states
 

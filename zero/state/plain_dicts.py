@@ -20,11 +20,12 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
+from ..core.runs import PieceState
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
-from ..runtime.flat_states import Options, PieceState, may_lie_flat
+from ..runtime.flat_states import Options, may_lie_flat
 from ..step.classes import UserOptimizers
 from ..step.partition import check_classes
 from ..step.user_optimizer import NO_OPTIONS

@@ -28,11 +28,12 @@ from torch import Tensor
 from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
+from ...core.runs import PieceState
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
-from ...runtime.flat_states import BucketStates, PieceState
+from ...runtime.flat_states import BucketStates
 from ...runtime.master_weights import MastersAlone
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
