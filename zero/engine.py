@@ -23,6 +23,7 @@ from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .parameters.own_storages import own_storages
 from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
@@ -236,7 +237,8 @@ class Engine:
                 block.enter_context(self._storage.gathered(chosen))
             self._gathered += 1
             try:
-                yield
+                with own_storages(self._storage.views(chosen)):
+                    yield
             finally:
                 self._gathered -= 1
                 with self._joining.broadcast("end of gathered", positions=positions, write=write):
