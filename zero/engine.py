@@ -23,6 +23,7 @@ from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .parameters.own_storages import own_storages
 from .parts import Parts
 from .runtime.compiled_calls import untraced_context
 from .runtime.flat_states import Options
@@ -68,9 +69,7 @@ class Engine:
         self.model_part = ModelPart(
             parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
-        self._memory = DeviceMemory(
-            self._storage, self.averages, self._transport, parts.shard_group, parts.streams
-        )
+        self._memory = DeviceMemory(self._storage, self.averages, self._transport, parts.shard_group, parts.streams)
         self._gathered = 0  # blocks of `gathered` around this moment
 
     def check(self) -> None:
@@ -282,7 +281,8 @@ class Engine:
                 block.enter_context(self._storage.gathered(chosen))
             self._gathered += 1
             try:
-                yield
+                with own_storages(self._storage.views(chosen)):
+                    yield
             finally:
                 self._gathered -= 1
                 with self._joining.broadcast("end of gathered", positions=positions, write=write):

@@ -223,13 +223,17 @@ def test_an_edit_on_a_device_is_told_by_the_step_behind_a_clip() -> None:
 # -- memory that moves ------------------------------------------------------------------------------------------------
 
 
+def move(block: Any, _: Any) -> None:
+    block.weight.detach().share_memory_()
+
+
 def test_memory_that_was_moved_away_from_all_ranks_is_told_for_good() -> None:
     def program(transport: Transport) -> list[str]:
         model = Net()
         optimizer = zero(model, transport)
-        with optimizer.gathered():
-            if transport.rank:
-                model.block(1).weight.detach().share_memory_()  # type: ignore[no-untyped-call]
+        if transport.rank:
+            model.block(1).register_forward_pre_hook(move)
+        loss_of(model, INPUTS)
         messages = [error_of(optimizer.step) for _ in range(2)]
         train_again = error_of(train, model, optimizer)
         with optimizer.gathered():

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, LambdaLR
 
 from zero import ZeroOptimizer
-from zero.integrations.conversion import Conversions, convert, copied
+from zero.integrations.conversion import Conversions, convert, on_cpu
 
 from ..support.plain import assert_same_model, assert_same_states
 
@@ -116,9 +116,9 @@ def test_what_cannot_be_converted_is_an_error(call: Callable[[], None], error: t
         call()
 
 
-def test_copied_tensors_have_own_storages_but_for_ties() -> None:
+def test_a_copied_state_dict_keeps_ties() -> None:
     whole = torch.arange(6.0)
-    states = copied({"a": whole[:2], "b": whole[2:], "tied": whole[:2], "none": None}, torch.clone)
+    states = on_cpu({"a": whole[:2], "b": whole[2:], "tied": whole[:2], "none": None})
     assert states["a"] is states["tied"]
     assert len({states[name].untyped_storage().data_ptr() for name in "ab"}) == 2
     assert [states["b"].tolist(), states["none"]] == [[2, 3, 4, 5], None]

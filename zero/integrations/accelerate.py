@@ -15,7 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor, nn
 
-from .conversion import Conversions, copied, split
+from .conversion import Conversions, split
 
 _SHARDINGS = (
     "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
@@ -121,25 +121,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
         """Load what `save_state` wrote. All ranks."""
-        last = self.register_load_state_pre_hook(_stand_in)
-        try:
-            with self._conversions.gathered(write=True):
-                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
-        finally:
-            last.remove()
-
-
-def _stand_in(models: list[Any], _: str) -> None:
-    """Let models be loaded through a `_Loaded`. This hook comes after those that the user has registered."""
-    models[:] = [_Loaded(model) for model in models]
-
-
-class _Loaded:
-    """A model as accelerate's loading sees it: safetensors refuses tensors that lie side by side in one storage."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.state_dict = lambda: copied(model.state_dict(), torch.empty_like)
-        self.load_state_dict = model.load_state_dict
+        with self._conversions.gathered(write=True):
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]

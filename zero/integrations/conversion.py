@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -77,18 +77,15 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
     return ours
 
 
-def copied(states: Mapping[str, Any], copy: Callable[[Tensor], Tensor]) -> OrderedDict[str, Any]:
-    """Return a state dict whose tensors have a storage of their own, but for ties: equal tensors have one copy.
-
-    Whole parameters lie side by side in few storages, which safetensors would take for ties of different tensors.
-    """
+def on_cpu(states: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Return a copy of a state dict on the CPU, in which tied tensors are tied."""
     copies: dict[tuple[Any, ...], Tensor] = {}
     found: OrderedDict[str, Any] = OrderedDict()
     for name, value in states.items():
         if isinstance(value, Tensor):
             place = (value.data_ptr() or name, value.shape, value.stride(), value.dtype)
             if place not in copies:
-                copies[place] = copy(value.detach())
+                copies[place] = value.detach().to("cpu", copy=True)
             value = copies[place]
         found[name] = value
     return found
@@ -168,7 +165,7 @@ class Conversions:
         with self.gathered(module):
             if any(optimizer.rank for of, optimizer in self._converted if of is module):
                 return OrderedDict()
-            return copied(module.state_dict(), lambda value: value.to("cpu", copy=True))
+            return on_cpu(module.state_dict())
 
     def close(self) -> None:
         """Make all models plain again, and forget them. All ranks."""

@@ -302,6 +302,12 @@ class ShardedStorage(ParameterStorage):
         with self.unit_hooks.saving(), self.manager.unsharded(numbers), self._streams.block():
             yield
 
+    def views(self, parameters: Sequence[Tensor] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in self._numbers(parameters):
+            for buffer in self.manager.units[number].buffers:
+                assert buffer.unsharded is not None
+                yield from zip(buffer.parameters, buffer.views(buffer.unsharded), strict=True)
+
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         slots = {

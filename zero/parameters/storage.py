@@ -77,9 +77,7 @@ class ParameterStorage:
         self._module, self._precisions = module, precisions
         self._materializer = materializer  # until every tensor has memory
         self.layout = Layout((), (), shard_group.world_size)
-        self.unlisted_layout = Layout(
-            (), (), shard_group.world_size
-        )  # of parameters that are stored here and not updated
+        self.unlisted_layout = self.layout  # of parameters that are stored here and not updated
         self.parameters: list[Tensor] = []
         self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.buckets: list[Bucket] = []  # of the layout
@@ -160,9 +158,9 @@ class ParameterStorage:
             specs, parameters = self.layout.members(spec), [self.parameters[slot.parameter] for slot in spec.slots]
             # Memory of this rank alone: no other rank sees its writes, and a forked process reads its own copy.
             weights = FlatBuffer(self._values(spec, specs, parameters, keep), Placement.WHOLE)
-            for parameter, slot, its_spec in zip(parameters, spec.slots, specs, strict=True):
-                parameter.data = weights.slot(slot, its_spec)
             new.append(StoredBucket(spec, specs, parameters, weights))
+            for parameter, view in new[-1].views():
+                parameter.data = view
         added = self.parameters[len(self._addresses) :]
         self._addresses += [(parameter.data_ptr(), parameter.dtype) for parameter in added]
         return new
@@ -303,11 +301,14 @@ class ParameterStorage:
 
     def gathered(self, parameters: Sequence[Tensor] | None) -> AbstractContextManager[None]:
         """``parameters``, or all, whole inside the block. Collective; here they always are."""
-        others = {id(parameter) for _, parameter in self._others()}
-        for parameter in parameters or ():
-            if id(parameter) not in others:
-                self.index(parameter)
+        self.positions(parameters)  # raises if one is a stranger
         return nullcontext()
+
+    def views(self, parameters: Sequence[Tensor] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``parameters``, or all, that lie in buckets, with the view that each is. Inside `gathered`."""
+        chosen = {id(parameter) for parameter in (self.parameters if parameters is None else parameters)}
+        for bucket in self.buckets:
+            yield from (entry for entry in bucket.views() if id(entry[0]) in chosen)
 
     def overwrite(self, parameters: Sequence[Tensor] | None) -> None:
         """Copy rank 0's values to all ranks, inside `gathered`. Collective."""
@@ -394,7 +395,6 @@ class ParameterStorage:
         self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
-        flat = self._flat_of(index)
-        if is_released(self.parameters[index]):  # of an optimizer that took it over
-            return False
-        return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        parameter, flat = self.parameters[index], self._flat_of(index)
+        taken = is_released(parameter)  # by another optimizer
+        return not taken and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)

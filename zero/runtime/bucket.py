@@ -5,7 +5,7 @@ Knows: what belongs to one bucket. Does not know: other buckets, other ranks, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
@@ -37,6 +37,11 @@ class StoredBucket:
     def apply(self, move: Move) -> None:
         """Replace each tensor that is kept here, but for gradients, by what ``move`` returns for it."""
         self.weights.apply(move)
+
+    def views(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each parameter with its view of the weights, all of which must be here."""
+        for parameter, slot, spec in zip(self.parameters, self.spec.slots, self.specs, strict=True):
+            yield parameter, self.weights.slot(slot, spec)
 
     def updated_weights(self, stage: Stage, rank: int) -> FlatBuffer:
         """Return the weights of the interval that this rank updates. ``rank``: its number among the owners."""

@@ -115,9 +115,12 @@ class SavedTensorIndex:
         return PackedParam(place, place.buffer.versions[place.slot])
 
     def _find(self, tensor: Tensor, span: _Span, key: tuple[object, ...]) -> ParamView | None:
-        if _address(tensor) != span.begin:
+        """Return the place of a tensor, which may have a storage of its own over the buffer's memory."""
+        address = tensor.data_ptr() or _address(tensor) + tensor.storage_offset() * tensor.itemsize
+        offset, rest = divmod(address - span.begin, tensor.itemsize)
+        if rest or not 0 <= offset * tensor.itemsize <= span.end - span.begin:
             return None
-        buffer, offset = span.buffer, int(tensor.storage_offset())
+        buffer = span.buffer
         slot = buffer.slot_at(offset * tensor.itemsize // buffer.shard.itemsize)
         shape, stride = tuple(tensor.shape), tuple(tensor.stride())
         place = ParamView(self.home, span.unit, buffer, slot, tensor.dtype, offset, shape, stride)
