@@ -143,6 +143,10 @@ class Backend(ABC):
         """Whether some of these ranks can have collectives of their own: `part`."""
         return False
 
+    def knows_parts(self, parts: Sequence[Sequence[int]]) -> bool:
+        """Return whether `part` can return these parts, though `has_parts` may be False."""
+        return False
+
     def part(self, parts: Sequence[Sequence[int]]) -> Backend:
         """Return the backend of a part of these ranks, with collectives of its own. All ranks call it with the same
         ``parts``, which are disjoint and ascending; this rank is in one of them."""
