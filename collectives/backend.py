@@ -141,6 +141,10 @@ class Backend(ABC):
         """Whether some of these ranks can have their own collectives: `part`."""
         return False
 
+    def knows_parts(self, parts: Sequence[Sequence[int]]) -> bool:
+        """Return whether `part` can return these parts, though `has_parts` may be False."""
+        return False
+
     def part(self, parts: Sequence[Sequence[int]]) -> Backend:
         """Return the backend of a part of these ranks, with its own collectives. All ranks call it with the same
         ``parts``, which are disjoint and ascending; this rank is in one of them."""

@@ -244,7 +244,7 @@ def replicate(transport: Transport, factor: int, algorithm: str | Build, device:
         name = "pairwise" if algorithm == "auto" else algorithm
         return choice(transport, _builds(None, mine)[name], "the ranks are threads")
     if algorithm == "auto" and _all_have_nccl(transport, device):
-        if transport.backend.has_parts:
+        if transport.backend.has_parts or transport.backend.knows_parts(list(map(transport.backend_ranks, replicas))):
             return _replicas_by_nccl(transport, replicas, device)
         reason = "through the host's memory, since NCCL's collectives are among all ranks of a group of the whole job"
         if transport.rank == 0:

@@ -1,7 +1,8 @@
 """The ranks of a torch `DeviceMesh` as a group.
 
-Torch makes a process group for each dimension of a mesh. Two dimensions together have none unless they are the whole
-job, so one is made, of their ranks alone. The number of a rank in it is its place in the mesh, row by row:
+Torch makes a process group for each dimension of a mesh. Two dimensions together have none, and a new one would need a
+call of every process of the job, which may not all be in the mesh. So these ranks send their messages in the job's own
+group. The number of a rank is its place in the mesh, row by row:
 
     mesh (replicate 2, shard 2)    [[1, 5],    rank 0 is process 1, rank 1 is process 5,
                                     [3, 7]]    rank 2 is process 3, rank 3 is process 7
@@ -11,7 +12,8 @@ Knows: meshes, which hold global ranks. Does not know: what is sharded, buckets,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..messages import Kind, Tag
 from ..transport import Transport
-from .gloo import GlooBackend, connect, group_of_members
+from .gloo import GlooBackend, GroupsOfMesh, connect
 from .threads import solo
 
 _DIMENSIONS = (
@@ -104,31 +106,24 @@ def connect_mesh(mesh: DeviceMesh) -> Transport:
     ranks: list[int] = mesh.mesh.flatten().tolist()
     if len(ranks) == 1:
         return solo()
-    group = _group_of(mesh, ranks)
-    plain = connect(group)  # checks that the group has gloo
-    texts = plain.exchange(str(mesh.mesh.tolist()).encode(), Tag(Kind.EXCHANGE, "comparing meshes"))
+    if mesh.ndim == 1 or 1 in mesh.shape:
+        return connect(mesh.get_group(0 if mesh.ndim == 1 else 1 - mesh.shape.index(1)))
+    timeout = connect().timeout  # checks that the job's group has gloo
+    rows: list[list[int]] = mesh.mesh.tolist()
+    columns = zip(*rows, strict=True)
+    known = {_key(rows): mesh.get_group(1), _key(columns): mesh.get_group(0)}
+    group = dist.group.WORLD
+    assert group is not None, "there is a mesh"
+    backend = GlooBackend(group, timeout, of_mesh=GroupsOfMesh(len(ranks), known))
+    transport = Transport(backend, ranks, zlib.crc32(str(sorted(ranks)).encode()) & 0xFFFFFF)
+    texts = transport.exchange(str(rows).encode(), Tag(Kind.EXCHANGE, "comparing meshes"))
     for rank, text in enumerate(texts):
         if text != texts[0]:
             raise ValueError(
                 f"the ranks have different meshes: rank 0 {texts[0].decode()}, rank {rank} {text.decode()}"
             )
-    numbers = {rank: number for number, rank in enumerate(sorted(ranks))}  # torch's order
-    rows: list[list[int]] = [
-        [numbers[rank] for rank in row] for row in mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).tolist()
-    ]
-    known = {} if mesh.ndim == 1 else {_key(rows): mesh.get_group(1), _key(zip(*rows, strict=True)): mesh.get_group(0)}
-    backend = GlooBackend(group, plain.timeout, known_parts=known)
-    return Transport(backend, [number for row in rows for number in row])
+    return transport
 
 
 def _key(parts: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, parts))
-
-
-def _group_of(mesh: DeviceMesh, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """Return the process group of all ranks of a mesh."""
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if 1 in mesh.shape:
-        return mesh.get_group(1 - mesh.shape.index(1))
-    return group_of_members(ranks, like=mesh.get_group(1))

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +29,6 @@ from .store_board import BOARDS
 from .threads import solo
 
 _PASSED = zlib.crc32(b"pass_to") >> 1  # gloo's tag of tensors that are passed on; those of messages depend on a slot
-Ranks = tuple[tuple[int, ...], ...]  # of the group, in each part of it
 DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
 
 
@@ -114,6 +114,19 @@ class _UnderWay:
         return self._not_awaited > 0 or not all(event.query() for event in list(self._events))
 
 
+@dataclass(frozen=True)
+class GroupsOfMesh:
+    """The process groups of a mesh.
+
+    Attributes:
+        ranks: the number of its ranks.
+        known: that of this rank in some partitions of its ranks.
+    """
+
+    ranks: int
+    known: Mapping[tuple[tuple[int, ...], ...], dist.ProcessGroup]
+
+
 class GlooBackend(Backend):
     """The isend and irecv of torch.distributed over a gloo group, and its collectives, in which the tensor's device
     decides what moves it. Messages of device memory are staged through the host.
@@ -127,11 +140,11 @@ class GlooBackend(Backend):
         group: dist.ProcessGroup,
         timeout: float,
         part_of: tuple[GlooBackend, Sequence[Sequence[int]]] | None = None,
-        known_parts: Mapping[Ranks, dist.ProcessGroup] | None = None,
+        of_mesh: GroupsOfMesh | None = None,
     ) -> None:
-        """``part_of``: the backend of which this is a part, and all parts of that. ``known_parts``: of a mesh, the
-        groups of this rank in some partitions. Further parts are then made by their own ranks alone."""
-        self.group, self._part_of, self._known_parts = group, part_of, known_parts
+        """``part_of``: the backend of which this is a part, and all parts of that. ``of_mesh``: the groups of a mesh
+        whose ranks alone use this backend."""
+        self.group, self._part_of, self._of_mesh = group, part_of, of_mesh
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
@@ -163,18 +176,22 @@ class GlooBackend(Backend):
     @property
     def has_parts(self) -> bool:
         if self._part_of is not None:
-            return True
+            return self._part_of[0].has_parts
+        if self._of_mesh is not None and self._of_mesh.ranks < self.world_size:
+            return False
         everyone = range(self.world_size)
-        whole = [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
-        return whole or (self._known_parts is not None and not _is_bound())
+        return [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
+
+    def knows_parts(self, parts: Sequence[Sequence[int]]) -> bool:
+        return self._of_mesh is not None and tuple(map(tuple, parts)) in self._of_mesh.known
 
     def part(self, parts: Sequence[Sequence[int]]) -> GlooBackend:
         if self._part_of is not None:  # the ranks of the other parts make theirs at the same time
             backend, siblings = self._part_of
             return backend.part([[sibling[place] for place in part] for sibling in siblings for part in parts])
-        key, known = tuple(map(tuple, parts)), self._known_parts or {}
-        alone = self._known_parts is not None and not _is_bound()
-        group = known.get(key) or _PARTS.of(self.group, key, self.rank, self.timeout, alone=alone)
+        key = tuple(map(tuple, parts))
+        known = None if self._of_mesh is None else self._of_mesh.known.get(key)
+        group = known or _PARTS.of(self.group, key, self.rank, self.timeout)
         mine = GlooBackend(group, self.timeout, (self, parts))
         self._parts.append(mine)
         return mine
@@ -199,6 +216,8 @@ class GlooBackend(Backend):
         return self._held(_started(self.group.recv, [tensor], source, _PASSED), tensor)
 
     def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
+        if self._of_mesh is not None and self._of_mesh.ranks < self.world_size:
+            return None  # rank 0 of the group, which makes the board, may be none of the mesh's
         return BOARDS.of(self.group, self.rank, exchange)
 
     def interrupt(self) -> None:
@@ -289,6 +308,11 @@ def _of_device(group: dist.ProcessGroup, kind: str) -> Any:
     return group._get_backend(torch.device(kind))
 
 
+def job_size() -> int:
+    """Return the number of processes of the default group."""
+    return dist.get_world_size()
+
+
 class _Parts:
     """The process groups of parts of a group, which the optimizers of the group share: each costs connections."""
 
@@ -297,57 +321,18 @@ class _Parts:
         self._made = weakref.WeakKeyDictionary()
 
     def of(
-        self, group: dist.ProcessGroup, parts: Ranks, rank: int, timeout: float, *, alone: bool
+        self, group: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], rank: int, timeout: float
     ) -> dist.ProcessGroup:
-        """Return the process group of the part with ``rank``. Collective. ``alone``: parts are made by their ranks."""
+        """Return the process group of the part with ``rank``. Collective."""
         known = self._made.setdefault(group, {})
         if parts not in known:
-            for ranks in parts:
-                if alone and rank not in ranks:
-                    continue
+            for ranks in parts:  # torch wants every process of the job to make every group
                 members = [dist.get_global_rank(group, member) for member in ranks]
-                made = _new_group(members, group, timeout, alone=alone)
+                limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
+                made = dist.new_group(members, timeout=limit, backend=backend)
                 if rank in ranks:
                     known[parts] = made
         return known[parts]
-
-    def around(self, members: tuple[int, ...], like: dist.ProcessGroup) -> dist.ProcessGroup:
-        """Return a process group of global ranks, which make it alone. Collective among these."""
-        known = self._made.setdefault(like, {})
-        if members not in known:
-            known[members] = _new_group(members, like, _timeout(like), alone=True)
-        return known[members]
-
-
-def _new_group(members: Sequence[int], like: dist.ProcessGroup, timeout: float, *, alone: bool) -> dist.ProcessGroup:
-    """Make a process group of global ranks with the backends of another. Unless its ranks make it ``alone``, torch
-    wants every process of the job to call this."""
-    limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(like))
-    made: dist.ProcessGroup = dist.new_group(members, timeout=limit, backend=backend, use_local_synchronization=alone)
-    return made
-
-
-def _is_bound() -> bool:
-    """Return whether the default group was bound to a device: NCCL then makes a group of it, with every process."""
-    return dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None
-
-
-def job_size() -> int:
-    """Return the number of processes of the default group."""
-    return dist.get_world_size()
-
-
-def group_of_members(ranks: Sequence[int], like: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the process group of some global ranks, with the backends of ``like``. Collective among these."""
-    if len(ranks) == dist.get_world_size() and dist.group.WORLD is not None:
-        return dist.group.WORLD
-    if _is_bound():
-        raise ValueError(
-            "a mesh of two dimensions in a part of a job needs a group of its own, which torch makes in every process "
-            "if init_process_group() has a device_id=: leave that out, or make the group by new_group() in every "
-            "process, and pass it as process_group=, with sharding_factor="
-        )
-    return _PARTS.around(tuple(sorted(ranks)), like)
 
 
 _PARTS = _Parts()

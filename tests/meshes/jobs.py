@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,15 @@ def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -
     """Run a program on a mesh of some processes. None on the others, which take part in making the mesh alone."""
     mesh = DeviceMesh("cpu", ranks)
     return None if mesh.get_coordinate() is None else run_rank(program, mesh)
+
+
+def by_groups_of_the_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
+    """Run a program on a mesh as with NCCL, in whose place are gloo's own collectives. No group of a part is made."""
+    with (
+        mock.patch("collectives.topology._all_have_nccl", return_value=True),
+        mock.patch("collectives.backends.gloo._Parts.of", side_effect=AssertionError("the mesh has these groups")),
+    ):
+        return on_mesh(group, rank, program, ranks)
 
 
 def described(group: dist.ProcessGroup, rank: int) -> list[tuple[str, int, int]]:

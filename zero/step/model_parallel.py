@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
@@ -173,7 +173,8 @@ class ModelPart:
             yield
         except Exception as error:
             if not self._told and not self._group.broken:
-                self._exchange({"problem": f"{type(error).__name__}: {error}"})
+                with suppress(CollectiveError):  # the first error says more
+                    self._exchange({"problem": f"{type(error).__name__}: {error}"})
             raise
         finally:
             self._group = None

@@ -48,6 +48,17 @@ def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
     compare(program, [results[rank] for rank in members])
 
 
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(3, [[0, 4], [1, 5]]), (1, [[0, 3], [1, 4], [2, 5]]), (2, [[0, 2, 3], [1, 4, 5]])], ids=str
+)
+def test_replicas_by_process_groups_use_those_of_the_mesh(six: GlooPool, stage: int, ranks: Any) -> None:
+    """As with NCCL; there gloo's own collectives, which are exact here, too."""
+    members = torch.tensor(ranks).flatten().tolist()
+    program = Program(len(members), stage, steps=CLIPPED)
+    results = six.run(jobs.by_groups_of_the_mesh, program, ranks, ranks=range(6))
+    compare(program, [results[rank] for rank in members])
+
+
 @pytest.mark.parametrize(("parts", "stage"), [(2, 0), (2, 3), (3, 2)])
 def test_parts_on_six_processes_have_the_whole_models_norm(six: GlooPool, parts: int, stage: int) -> None:
     whole = Part(*range(parts))
