@@ -280,7 +280,8 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
         for bucket in which.buckets:
             spec = which.parameters[bucket.slots[0].parameter]
             if bucket.offloaded or keeps_masters_alone(bucket, trainable=which is layout and spec.trainable):
-                largest = bucket.cuts.largest() if spec.one_owner else -(-bucket.numel // bucket.world_size)
+                uneven = spec.one_owner or not bucket.on_accelerator
+                largest = bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
                 found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
     return found
 

@@ -88,6 +88,8 @@ class PlanSetting(ShardingOptions):
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
         self.reshard_group_size(self.world_size)
+        if self.offload and self.offload.parameters:
+            raise ValueError("Offload(parameters='cpu'): a plan has no formula for its copies yet")
         if self.states_on == "host" and self.device == "cpu":
             raise ValueError('Offload("cpu") with parameters on the CPU, where states are there already: leave it away')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):

@@ -126,7 +126,7 @@ def describe(
         storage.unlisted_layout,
         reshard_group_size,
         shards_are_exposed=bool(stage.gathers(1)) and units_need_gather and shard_group.memory is not None,
-        states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
+        states_on_disk=any(b.spec.device == "cpu" and not b.spec.offloaded for b in buckets if b.states.kept()),
         host_ranks=transport.world_size // hosts if hosts > 1 else 0,
     )
     formula["optimizer"] += sum(bucket.states.large_bytes() for bucket in buckets)  # the class alone knows their shapes
