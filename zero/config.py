@@ -43,18 +43,27 @@ class Offload:
         states: a folder, or "cpu". In a folder each rank keeps its optimizer states (and the master weights of
             parameters on the CPU) in an unnamed file, with one or two buckets of it in memory at a time. "cpu" keeps
             the states of parameters on a GPU in the host's pinned memory.
+        parameters: "cpu" keeps a GPU's shards of parameters there, too, with their gradients: at stage 3, with
+            ``states="cpu"``. A unit's shard is copied to the GPU before its gather; buckets are stepped on the GPU, one
+            after the other. One rank alone then gathers units, too.
     """
 
     states: str | os.PathLike[str]
+    parameters: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, (str, os.PathLike)) or not os.fspath(self.states):
             raise TypeError(f"offload: states must be 'cpu' or the path of a folder, not {self.states!r}")
+        if self.parameters not in (None, "cpu"):
+            raise TypeError(f"offload: parameters must be 'cpu' or None, not {self.parameters!r}")
+        if self.parameters and not self.on_host:
+            raise ValueError("offload: parameters='cpu' needs states='cpu': a step copies both of a bucket to the GPU")
 
     @property
     def kind(self) -> str:
         """The kind of offload, on which all ranks must agree. Their folders may have different names. Internal."""
-        return "states in the host's memory" if self.on_host else "states on disk"
+        what = "states and parameters" if self.parameters else "states"
+        return f"{what} in the host's memory" if self.on_host else "states on disk"
 
     @property
     def on_host(self) -> bool:
@@ -98,6 +107,11 @@ class ShardingOptions:
         object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
+        if self.offload and self.offload.parameters and self.row.parameters is Placement.WHOLE:
+            raise ValueError(
+                f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
+                "is for stage 3"
+            )
         cap = self.bucket_cap_mb
         is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
         if cap is not None and cap != "auto" and not is_number:

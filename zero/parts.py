@@ -93,6 +93,11 @@ class Parts:
         return self.choice.shard_group
 
     @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards of parameters are in the host's memory."""
+        return self.offload is not None and self.offload.parameters is not None and self.offload_backend is not None
+
+    @property
     def superseded(self) -> bool:
         """Whether another optimizer has taken over parameters of this one."""
         return self.reducer.hooks.superseded

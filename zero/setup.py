@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -114,6 +114,7 @@ def build(
                 post_forward_group,
                 reshard_group_size == 1 < shard_group.world_size,
                 materializer,
+                offload_backend if config.offload and config.offload.parameters else None,
                 streams,
                 backwards,
                 joining,
@@ -197,13 +198,14 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.replicated.update(new.replicated)
             stored = storage.store(new.parameters, layout, states.keep)
-            devices = {bucket.weights.device for bucket in (*storage.buckets, *stored)}
+            devices = {torch.device(bucket.spec.device) for bucket in (*storage.buckets, *stored)}
             parts.streams.use(devices)
             for device in devices:
                 kernels_of(device)  # compiles and checks them now, and not inside a first backward
             buckets: list[Bucket] = []
             for bucket in stored:
-                grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, parts.shard_group, parts.streams)
+                home, group = states.homes.get(bucket.spec.index), parts.shard_group
+                grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, group, parts.streams, home)
                 buckets.append(Bucket(bucket, grad, states.of(bucket, [*storage.buckets, *buckets])))
             storage.add(buckets)
         parts.reducer.watch(buckets)
@@ -266,7 +268,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            described.append(spec)
+            described.append(replace(spec, offloaded=parts.offloads_parameters))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:
@@ -297,7 +299,7 @@ def _lines(parts: Parts, new: _NewParameters) -> list[str]:
 
 
 class _NewStates:
-    """Makes the states of the buckets of a layout from ``first`` on.
+    """Makes the states of the buckets of a layout from ``first`` on. ``homes``: the host's memory of gradients' sums.
 
     With offload this is collective: it is an error on every rank if one rank has no room.
     """
@@ -305,6 +307,7 @@ class _NewStates:
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
         self._parts, self._groups, self._layout = parts, all_groups, layout
         self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
+        self.homes: dict[int, Tensor] = {}  # bucket -> memory for the sum of its gradients, if that is offloaded
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
         offloads = parts.offload_backend is not None
         self._step_groups = step_groups(layout, first, parts.stage, offloads=offloads)
@@ -355,11 +358,14 @@ class _NewStates:
         names = {bucket.index: self._names(bucket) for bucket in buckets}
         widths = {bucket.index: end - begin for bucket in buckets for begin, end in [self._interval(bucket)]}
         wanted = [(widths[bucket.index], bucket.dtypes.master_dtype) for bucket in buckets for _ in names[bucket.index]]
+        wanted += [(widths[b.index], b.dtypes.accumulate_dtype) for b in buckets if b.offloaded]
         try:
             backend.reserve(wanted)
         except (ValueError, OSError) as error:
             problem = error
         agree_on_construction(self._parts.transport, [], problem)
+        for bucket in (b for b in buckets if b.offloaded):
+            self.homes[bucket.index] = backend.empty(widths[bucket.index], bucket.dtypes.accumulate_dtype)
         for bucket in buckets:
             self._stores[bucket.index] = OffloadedStates(
                 backend,
@@ -378,7 +384,7 @@ class _NewStates:
     def _names(self, bucket: BucketSpec) -> list[str]:
         """Return the names of the tensors that are kept for a bucket."""
         inner = self._parts.user_optimizers[self._layout.members(bucket)[0].optimizer_class]
-        masters = bucket.dtypes.has_master and not bucket.on_accelerator
+        masters = bucket.dtypes.has_master and not (bucket.on_accelerator or bucket.offloaded)
         return [*sorted(inner.elementwise), *([_MASTER] if masters else [])]
 
     def _room_for_masters(self, bucket: BucketSpec) -> Callable[[], Tensor] | None:
@@ -386,7 +392,7 @@ class _NewStates:
 
         Returns None if they stay beside the parameters, as those on a GPU do.
         """
-        if bucket.index not in self._stores or bucket.on_accelerator:
+        if bucket.index not in self._stores or bucket.on_accelerator or bucket.offloaded:
             return None
         return partial(self._stores[bucket.index].tensor, _MASTER, bucket.dtypes.master_dtype)
 

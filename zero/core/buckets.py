@@ -113,12 +113,12 @@ def _bucket(
     numel = _bucket_numel(offsets[-1], spec, world_size)
     if not spec.one_owner:
         even = EvenCuts(numel, world_size, spec.dtypes.alignment)
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even)
+        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even, spec.offloaded)
     begins: dict[int, int] = {}  # by owner, ascending
     for (position, _), offset in zip(members, offsets, strict=False):
         begins.setdefault(owners[position], offset)
     cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
-    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts)
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded)
 
 
 def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:

@@ -173,10 +173,10 @@ def peak_bounds(
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
     The first is the root's rest, the two largest units, and the shards that are kept for the backward; where shards are
-    rounded master weights (`keeps_masters_alone`), also their copies of the units that are gathered. The second is
-    three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket
-    of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of
-    each rank.
+    rounded master weights (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered. The
+    second is three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units.
+    A bucket of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many,
+    one of each rank.
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
     dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
@@ -190,7 +190,7 @@ def peak_bounds(
         shards_are_exposed: whether peers read this rank's shards in place, in its memory.
         host_ranks: L if sums are folded over hosts; else 0.
     """
-    units, rounded = unit_bytes(layout, unlisted), _rounded_bytes(layout)
+    units, rounded = unit_bytes(layout, unlisted), _copied_bytes(layout, unlisted)
     all_units = sum(units.values())
     gathered, copies = (of.get(0, 0) + sum(sorted(of[n] for n in of if n)[-2:]) for of in (units, rounded))
     exposed = sharded_bytes(gathered, layout.world_size) if shards_are_exposed else 0
@@ -209,9 +209,10 @@ def peak_bounds(
         sums = 2 * -(-in_flight(bucket) // host_ranks)
         return moved + FOLDS_IN_FLIGHT * sums * bucket.dtypes.accumulate_dtype.itemsize
 
+    offloaded = any(bucket.offloaded for bucket in layout.buckets)
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
     return {
-        "gathered_peak": gathered + copies if stage.gathers(1) and layout.world_size > 1 else 0,
+        "gathered_peak": gathered + copies if stage.gathers(1) and (layout.world_size > 1 or offloaded) else 0,
         "scratch_peak": max([3 * largest, *map(folded, layout.buckets if host_ranks else ())]) + exposed,
     }
 
@@ -271,14 +272,17 @@ def unit_bytes(layout: Layout, unlisted: Layout | None = None) -> dict[int, int]
     return found
 
 
-def _rounded_bytes(layout: Layout) -> dict[int, int]:
-    """Return the most bytes of a rank's rounded shards, by unit, of which master weights alone are kept."""
+def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
+    """Return the most bytes of a rank's copies of its shards, by unit: of those in the host's memory, and of those of
+    which master weights alone are kept."""
     found: dict[int, int] = {}
-    for bucket in layout.buckets:
-        spec = layout.parameters[bucket.slots[0].parameter]
-        if keeps_masters_alone(bucket, trainable=spec.trainable):
-            largest = bucket.cuts.largest() if spec.one_owner else -(-bucket.numel // bucket.world_size)
-            found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
+    for which in (layout,) if unlisted is None else (layout, unlisted):
+        for bucket in which.buckets:
+            spec = which.parameters[bucket.slots[0].parameter]
+            if bucket.offloaded or keeps_masters_alone(bucket, trainable=which is layout and spec.trainable):
+                uneven = spec.one_owner or not bucket.on_accelerator
+                largest = bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
+                found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
     return found
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -113,8 +114,7 @@ class ParameterSpec:
 
     Attributes:
         names: its names in the module, ties included; else the name that the user gave, or none.
-        shape: its shape.
-        stride: its strides in the bucket, which are dense.
+        shape, stride: its shape, and its strides in the bucket, which are dense.
         dtypes: the dtypes of its bucket.
         device: its device, as text.
         trainable: whether it requires a gradient.
@@ -123,6 +123,7 @@ class ParameterSpec:
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
         one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
+        offloaded: whether ranks keep their shards of it in the host's memory.
     """
 
     names: tuple[str, ...]
@@ -136,6 +137,7 @@ class ParameterSpec:
     unit: int = 0
     one_owner: bool = False
     optimizer_class: int = 0
+    offloaded: bool = False
 
     @property
     def name(self) -> str:
@@ -143,10 +145,7 @@ class ParameterSpec:
 
     @property
     def numel(self) -> int:
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
+        return math.prod(self.shape)
 
     @property
     def master_bytes(self) -> int:
@@ -222,6 +221,7 @@ class BucketSpec:
     slots: tuple[Slot, ...]
     numel: int
     cuts: Cuts
+    offloaded: bool = False  # as of its parameters
 
     def __post_init__(self) -> None:
         align = self.dtypes.slot_alignment(self.device)
@@ -231,7 +231,7 @@ class BucketSpec:
                 raise ValueError(f"bucket {self.index}: slot of parameter {slot.parameter} is misplaced")
         if ends[-1] > self.numel or self.numel % align:
             raise ValueError(f"bucket {self.index}: {self.numel} elements do not hold its slots, or are not aligned")
-        if self.cuts.bound(0) != 0 or self.cuts.bound(self.world_size) != self.numel:
+        if (self.cuts.bound(0), self.cuts.bound(self.world_size)) != (0, self.numel):
             raise ValueError(f"bucket {self.index}: {self.cuts} do not cut {self.numel} elements")
 
     @property

@@ -124,7 +124,8 @@ def keeps_masters_alone(bucket: BucketSpec, *, trainable: bool) -> bool:
     That is so where units are gathered on an accelerator: a gather rounds the master weights. Parameters that were not
     ``trainable`` at construction may have none.
     """
-    return trainable and bucket.world_size > 1 and bucket.on_accelerator and bucket.dtypes.has_master
+    gathered_there = bucket.offloaded or (bucket.world_size > 1 and bucket.on_accelerator)
+    return trainable and gathered_there and bucket.dtypes.has_master
 
 
 def buckets_in_flight(stage: Stage, algorithm: str) -> int:

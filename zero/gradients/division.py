@@ -31,10 +31,15 @@ class Division:
     def __init__(self) -> None:
         self._ways: dict[tuple[torch.device, torch.dtype], _Way] = {}
 
-    def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Choose the way for sums of a floating dtype on a device. Local; waits for the device, once."""
+    def prepare(self, device: torch.device, dtype: torch.dtype, *, offloaded: bool = False) -> None:
+        """Choose the way for sums of a floating dtype on a device. Local; waits for the device, once.
+
+        ``offloaded``: they lie in the host's memory, and get the quotients of the device.
+        """
         if (device, dtype) not in self._ways:
             self._ways[device, dtype] = _one_by_one if host_readable(device) else _chosen(device, dtype)
+        if offloaded:
+            self._ways[torch.device("cpu"), dtype] = self._ways[device, dtype]
 
     @torch.no_grad()
     def divide(self, sums: Sequence[Tensor], divisor: float) -> None:

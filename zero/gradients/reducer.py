@@ -24,6 +24,7 @@ from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_context
 from ..runtime.joining import Joining
+from ..runtime.offload import wait_for_host
 from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
@@ -80,7 +81,9 @@ class Reducer:
         """Begin to reduce the gradients of these new buckets."""
         for bucket in new:
             if not self._stage.grads_replicated:
-                self._division.prepare(torch.device(bucket.spec.device), bucket.spec.dtypes.accumulate_dtype)
+                spec = bucket.spec
+                device, dtype = torch.device(spec.device), spec.dtypes.accumulate_dtype
+                self._division.prepare(device, dtype, offloaded=spec.offloaded)
             for slot in range(len(bucket.parameters)):
                 self.hooks.watch(bucket, slot)
         if len({bucket.spec.device for bucket in self._buckets}) > 1:
@@ -143,6 +146,7 @@ class Reducer:
         self.take_left()
         try:
             if self.schedule.complete():
+                wait_for_host(bucket.spec for bucket in self._buckets)
                 if self.means_are_shown:
                     self._agree_on_means()
                 self.schedule.end_round()

@@ -56,7 +56,7 @@ class WholeGradients:
             total = bucket.grad.running_sum()
             assert total is not None  # used by some rank, and nothing is pending
             tag = Tag(Kind.ALL_GATHER, purpose, schedule.number, bucket.spec.index)
-            whole = gather_slot(total, slot, bucket.spec.cuts, self._shard_group.rank, self._collective, tag)
+            whole = gather_slot(total, slot, bucket.spec, self._shard_group.rank, self._collective, tag)
             if schedule.is_open:
                 whole.div_(schedule.divisor)
         return whole.as_strided(spec.shape, spec.stride)

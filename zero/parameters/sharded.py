@@ -6,9 +6,9 @@ can lie in buckets is sharded: the listed ones in the layout's buckets, the othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,6 +29,7 @@ from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.joining import Joining
 from ..runtime.master_weights import RoundedShard
+from ..runtime.offload import OffloadBackend
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
 from .gathered.buffers import GatheredBuffer
@@ -68,6 +69,7 @@ class ShardedStorage(ParameterStorage):
         post_forward_group: Choice | None,
         keeps_unsharded: bool,
         materializer: Materializer | None,
+        offload_backend: OffloadBackend | None,
         streams: Streams,
         backwards: BackwardTracker,
         joining: Joining,
@@ -75,8 +77,10 @@ class ShardedStorage(ParameterStorage):
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
         None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
+        ``offload_backend``: the memory of the shards, if they are offloaded;
         ``unit_order``: of the units that this rank uses beside its training."""
         super().__init__(transport, shard_group, module, precisions, materializer)
+        self._offload_backend = offload_backend
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
         there = (parameter.device for parameter in module.parameters())
         self._on_host = not any(is_accelerator(str(self.meta_device or device)) for device in there)
@@ -103,9 +107,8 @@ class ShardedStorage(ParameterStorage):
 
     @property
     def buckets_cross_units(self) -> bool:
-        return units_share_buckets(
-            self._shard_group.world_size, in_common=self._on_host and self._shard_group.has_common
-        )
+        in_common = self._on_host and self._shard_group.has_common
+        return self._offload_backend is None and units_share_buckets(self._shard_group.world_size, in_common=in_common)
 
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
@@ -151,7 +154,8 @@ class ShardedStorage(ParameterStorage):
         known = {id(parameter) for parameter in listed}
         rest = [p for members in self._units.parameters for p in members if id(p) not in known]
         dtypes, meta = self._precisions.unlisted, self.meta_device
-        return specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=meta)
+        found, described = specs([{"params": rest}], self._module, units=self.units(), dtypes=dtypes, meta=meta)
+        return found, [replace(spec, offloaded=self._offload_backend is not None) for spec in described]
 
     def _lay_out_unlisted(self) -> list[_Request]:
         """Lay out the parameters that are not listed."""
@@ -165,12 +169,30 @@ class ShardedStorage(ParameterStorage):
         specs = [request.spec for request in requests]
         on_host = not any(spec.on_accelerator for spec in specs)
         sizes = [spec.numel * spec.dtypes.param_dtype.itemsize for spec in specs]
-        shared = on_host and self._shard_group.world_size > 1
+        shared = on_host and self._shard_group.world_size > 1 and self._offload_backend is None
+        self._reserve(requests)
         regions = self._agreed(self._shard_group.common(sizes) if shared else None)
         stored: dict[int, StoredBucket] = {}
         for number in self._in_registration_order(requests):
             stored[number] = self._fill_one(requests[number], None if regions is None else regions[number])
         return [stored[number] for number in range(len(requests))]
+
+    def _reserve(self, requests: Sequence[_Request]) -> None:
+        """Reserve the host's memory for this rank's shards, if they are offloaded."""
+        wanted = []
+        for request in requests if self._offload_backend is not None else ():
+            low, high = request.spec.owned(self._shard_group.rank)
+            trainable = request.keep is not None and request.layout.members(request.spec)[0].trainable
+            alone, dtypes = keeps_masters_alone(request.spec, trainable=trainable), request.spec.dtypes
+            wanted.append((high - low, dtypes.master_dtype if alone else dtypes.param_dtype))
+        if self._offload_backend is not None:
+            self._offload_backend.reserve(wanted)
+
+    def _kept(self, shard: Tensor) -> Tensor:
+        """Return a copy of a shard where this rank keeps it."""
+        if self._offload_backend is None:
+            return shard.clone()
+        return self._offload_backend.empty(shard.numel(), shard.dtype).copy_(shard)
 
     def _fill_one(self, request: _Request, region: Region | None) -> StoredBucket:
         """Fill a bucket with rank 0's values, in ``region`` if all ranks share its memory. Collective."""
@@ -179,15 +201,18 @@ class ShardedStorage(ParameterStorage):
         low, high = spec.owned(self._shard_group.rank)
         keep, masters = request.keep, list[Tensor]()  # master weights of this rank's shard, if it keeps them alone
         if updated and keeps_masters_alone(spec, trainable=specs[0].trainable):
-            keep = partial(_take, masters, low, high)
+            keep = partial(_take, masters, low, high, self._kept)
         whole = self._values(spec, specs, request.parameters, keep)
         common = None if region is None else SharedBucketMemory(region, whole.dtype)
         flat = whole
         if common is not None:
             flat = common.own(low, high).copy_(whole[low:high])
+        elif self._offload_backend is not None and not masters:
+            flat = self._kept(whole[low:high])
         elif self._shard_group.world_size > 1:
             flat = self._shard_group.empty(high - low, whole.dtype, torch.device(spec.device)).copy_(whole[low:high])
         rounded = RoundedShard(masters[0], whole.dtype, low) if masters else None
+        weights = rounded or FlatBuffer(flat, Placement.SHARD, low)
         for unit, first, last in layout.unit_spans(spec):
             part, begin = spec.part(first, last), spec.slots[first].offset
             here, there = (bound + begin - low for bound in part.owned(self._shard_group.rank))
@@ -195,14 +220,13 @@ class ShardedStorage(ParameterStorage):
             members = request.parameters[first:last]
             known = part, layout, members, shard, updated, self.manager.released_classes(members)
             buffer: Buffer
-            if common is not None or self._shard_group.world_size == 1:
+            if common is not None or (self._shard_group.world_size == 1 and not spec.offloaded):
                 buffer = ResidentBuffer(*known, common, begin)
             else:
-                buffer = GatheredBuffer(*known, rounded)
+                buffer = GatheredBuffer(*known, rounded or (weights if spec.offloaded else None))
             self.manager.add_buffer(unit, buffer)
             if updated:
                 self._updated.append((spec.index, first, buffer))
-        weights = rounded or FlatBuffer(flat, Placement.SHARD, low)
         return StoredBucket(spec, specs, request.parameters, weights)
 
     def _agreed(self, regions: Sequence[Region] | None) -> Sequence[Region] | None:
@@ -362,6 +386,8 @@ def _requests(layout: Layout, parameters: Sequence[Tensor], keep: Keep | None, f
     ]
 
 
-def _take(taken: list[Tensor], low: int, high: int, bucket: BucketSpec, whole: Tensor) -> None:
+def _take(
+    taken: list[Tensor], low: int, high: int, copied: Callable[[Tensor], Tensor], bucket: BucketSpec, whole: Tensor
+) -> None:
     """Take a copy of elements ``[low, high)``: a `Keep`, but for the first arguments."""
-    taken.append(whole[low:high].clone())
+    taken.append(copied(whole[low:high]))

@@ -286,7 +286,7 @@ class ParameterStorage:
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
-        return self.buckets[0].weights.device
+        return torch.device(self.buckets[0].spec.device)
 
     def common_memory(self) -> str:
         """Return whether units lie in shared memory, and the reason, as a text."""

@@ -91,6 +91,8 @@ class PlanSetting(ShardingOptions):
                 "mixed_precision: a function needs modules, and a plan has names alone: give patterns of names"
             )
         self.reshard_group_size(self.world_size)
+        if self.offload and self.offload.parameters:
+            raise ValueError("Offload(parameters='cpu'): a plan has no formula for its copies yet")
         if self.states_on == "host" and self.device == "cpu":
             raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):

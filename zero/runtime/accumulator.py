@@ -44,15 +44,17 @@ class GradAccumulator:
         stage: Stage,
         shard_group: Transport,
         streams: Streams,
+        home: Tensor | None = None,
     ) -> None:
         """Create an accumulator without gradients. ``specs``: of each slot's parameter; ``shard_group``: the ranks that
-        own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied."""
-        self.bucket, self._streams = bucket, streams
+        own the bucket's shards, and their pool of memory; ``streams``: on which gradients come and are copied;
+        ``home``: the host's memory for the sum, where it lies between reductions; None: it stays on the device."""
+        self.bucket, self._streams, self._home = bucket, streams, home
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
-        names = [spec.name for spec in specs]
-        self.label = f"bucket {bucket.index} ({names[0]}{' ... ' + names[-1] if len(names) > 1 else ''})"
+        last = f" ... {specs[-1].name}" if len(specs) > 1 else ""
+        self.label = f"bucket {bucket.index} ({specs[0].name}{last})"
         number, rank = bucket.index, shard_group.rank_label
         self._launching = ProfilerRange(f"reduce_scatter bucket {number}", rank)
         self._passing = ProfilerRange(f"pass_on_reduce_scatter bucket {number}", rank)
@@ -164,10 +166,8 @@ class GradAccumulator:
     def _open(self, *, final: bool) -> None:
         if self._local is not None:
             return
-        if final or not self.bucket.dtypes.widens:
-            self._local = self._reduce_buffer()
-        else:
-            self._local = self._scratch(Placement.PARTIAL, self.bucket.dtypes.accumulate_dtype)
+        sent_next, wide = final or not self.bucket.dtypes.widens, self.bucket.dtypes.accumulate_dtype
+        self._local = self._reduce_buffer() if sent_next else self._scratch(Placement.PARTIAL, wide)
         self._unwritten, self._prefilled = set(range(len(self.bucket.slots))), False
 
     def _reduce_buffer(self) -> FlatBuffer:
@@ -231,7 +231,9 @@ class GradAccumulator:
             narrow.data.copy_(self._local.data)
             self._local = narrow
         before = self.running_sum()
-        start = None if before is None else before.data
+        start = None if before is None else before.data.to(self.bucket.device, non_blocking=True)
+        if self._home is not None:
+            self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
 
         def reduced() -> None:
@@ -246,6 +248,10 @@ class GradAccumulator:
 
     def _reduced(self) -> None:
         """Note that the reduction of the contribution is complete."""
+        if self._home is not None:  # `wait_for_host` follows, when the backward is over
+            total = self._sum()
+            self._streams.keep_memory([total.data])
+            self._kept_sum = FlatBuffer(self._home.copy_(total.data, non_blocking=True), Placement.SHARD, self.low)
         self.has_sum = True
         self._close()
 
@@ -312,10 +318,10 @@ class GradAccumulator:
         """Reset to "no gradient", which is not the same as a zero gradient."""
         self.has_sum = False
         self._close()
-        if not self._keeps_memory:
+        if not self._keeps_memory or self._home is not None:
             self._streams.keep_memory(self.tensors())
-            self._whole = self._kept_sum = None
-            self._views, self._sum_apart = [], self._sum_begins_apart
+            self._whole, self._kept_sum, self._views = None, None, []
+            self._sum_apart = self._sum_begins_apart
 
     def clear_slot(self, slot: int) -> None:
         """Reset one parameter to "no gradient": -0.0 in the contribution and in the sum."""

@@ -18,7 +18,7 @@ from collectives import Collective, Tag, Work
 
 from ..core.bits import strided
 from ..core.cuts import Cuts, PartOfCuts
-from ..core.layout import ParameterSpec, Piece, Slot
+from ..core.layout import BucketSpec, ParameterSpec, Piece, Slot
 from ..core.stage import Placement
 
 Move = Callable[[Tensor], Tensor]  # from a tensor to the one with the same values elsewhere, or itself
@@ -47,6 +47,11 @@ class FlatBuffer:
     def device(self) -> torch.device:
         """Where the elements are."""
         return self.data.device
+
+    @property
+    def source(self) -> Tensor:
+        """The elements, 1-D, to be read."""
+        return self.data
 
     def kept(self) -> list[Tensor]:
         """Return the memory that is kept for the elements."""
@@ -109,14 +114,17 @@ def redistribute(
             raise ValueError(f"no collective leads from {here} to {wanted}")
 
 
-def gather_slot(buffer: FlatBuffer, slot: Slot, cuts: Cuts, rank: int, collective: Collective, tag: Tag) -> Tensor:
-    """Gather one slot of a buffer, of which each rank has at least its shard. Collective.
+def gather_slot(
+    buffer: FlatBuffer, slot: Slot, bucket: BucketSpec, rank: int, collective: Collective, tag: Tag
+) -> Tensor:
+    """Gather one slot of a buffer of ``bucket``, of which each rank has at least its shard. Collective.
 
-    ``rank``: whose shard this rank holds. Returns the slot's elements, 1-D, as a copy.
+    ``rank``: whose shard this rank holds. Returns the slot's elements, 1-D, as a copy on the bucket's device.
     """
+    cuts = bucket.cuts
     of_slot = PartOfCuts(cuts, slot.offset, slot.end)
     low, high = of_slot.owned(rank)
-    own = buffer.interval(slot.offset + low, slot.offset + high)
+    own = buffer.interval(slot.offset + low, slot.offset + high).to(bucket.device)
     whole = torch.empty(slot.numel, dtype=own.dtype, device=own.device)
     source = FlatBuffer(own, Placement.SHARD, low)
     redistribute(source, FlatBuffer(whole, Placement.WHOLE), of_slot, collective, tag).wait()

@@ -39,6 +39,7 @@ from .master_weights import MasterWeights
 from .offload import OffloadedStates
 
 Options = dict[str, Any]
+_WEIGHTS = "the weights"  # a key among the names of states; it has a space, which no state's name has
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
@@ -151,9 +152,7 @@ class BucketStates:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
         state = self._states[first]
-        for low, high in parts(
-            begin, end, CUT if cut and not self.one_owner and weights.device.type == "cpu" else None
-        ):
+        for low, high in parts(begin, end, CUT if cut and not self.one_owner and self.bucket.device == "cpu" else None):
             parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
@@ -321,8 +320,8 @@ class BucketStates:
 
     def prefetch(self) -> None:
         """Prefetch the states, which will be needed soon."""
-        if self._store is not None:
-            self._store.prefetch(self._flats())
+        if self._store is not None and not (self.bucket.offloaded and self.master and self.master.compared()):
+            self._store.prefetch(self._flats())  # else master weights follow edits first
 
     def ready(self) -> None:
         """Let the class step states that are on the host in copies on the device of the weights."""
@@ -347,11 +346,14 @@ class BucketStates:
             self._store.wait_for_copies()
 
     def _flats(self) -> dict[str, Tensor]:
-        return {name: flat.data for name, flat in self.flat.items()}
+        weights = {_WEIGHTS: self.weights} if self.bucket.offloaded else {}
+        return weights | {name: flat.data for name, flat in self.flat.items()}
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Make the class's states views of these tensors."""
         for run in self.runs if flats else ():
+            if _WEIGHTS in flats:
+                run.parameter.data = run.of(flats[_WEIGHTS])
             for name in run.views.keys() & flats.keys():
                 view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from ..config import Offload
-from ..core.layout import ALIGNMENT_BYTES
+from ..core.layout import ALIGNMENT_BYTES, BucketSpec
 from .profiler_ranges import ProfilerRange
 from .staging import Staging
 
@@ -123,6 +123,12 @@ class HostOffload(OffloadBackend):
             self.reserve([(numel, dtype)])  # for a state that was not known at construction
         self._taken += nbytes
         return self._block[self._taken - nbytes :][: numel * dtype.itemsize].view(dtype)
+
+
+def wait_for_host(buckets: Iterable[BucketSpec]) -> None:
+    """Wait until what was copied to the host of offloaded buckets can be read there."""
+    for device in {bucket.device for bucket in buckets if bucket.offloaded and bucket.on_accelerator}:
+        torch.accelerator.synchronize(torch.device(device))  # host synchronisation: the host reads next
 
 
 def _aligned(numel: int, dtype: torch.dtype) -> int:

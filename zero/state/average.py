@@ -77,6 +77,11 @@ class ShardedAverage:
                 f"a ShardedAverage averages the weights of a ZeroOptimizer, not of {type(optimizer).__name__}: for a "
                 "plain model use torch.optim.swa_utils.AveragedModel"
             )
+        if any(bucket.spec.offloaded for bucket in averages.storage.buckets):
+            raise ValueError(
+                "a ShardedAverage beside Offload(parameters=...): it would lie in the host's memory, where an average "
+                "has other bits than on the device"
+            )
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("give avg_fn or multi_avg_fn, not both")
         check_average_name(name)
@@ -221,7 +226,7 @@ class ShardedAverage:
         tag = Tag(Kind.ALL_GATHER, f"average {self.name}: {spec.name}"[:70], index=bucket.spec.index)
         rank = self._all.shard_group.rank
         own = flat.shard(bucket.spec.cuts, rank)
-        whole = gather_slot(own, slot, bucket.spec.cuts, rank, self._all.collective, tag)
+        whole = gather_slot(own, slot, bucket.spec, rank, self._all.collective, tag)
         return strided(whole, 0, spec.shape, spec.stride)
 
     def _require_open(self) -> None:

@@ -197,7 +197,7 @@ def gather_master(bucket: Bucket, number: int, rank: int, collective: Collective
     spec, states = bucket.specs[number], bucket.states
     tag = Tag(Kind.ALL_GATHER, f"full_master of {spec.name!r}", index=bucket.spec.index)
     held = FlatBuffer(states.synced_weights(), Placement.SHARD, states.begin)
-    whole = gather_slot(held, bucket.spec.slots[number], bucket.spec.cuts, rank, collective, tag)
+    whole = gather_slot(held, bucket.spec.slots[number], bucket.spec, rank, collective, tag)
     states.evict()
     return whole.as_strided(spec.shape, spec.stride)
 

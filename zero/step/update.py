@@ -24,6 +24,7 @@ from ..core.stage import GATHERS_IN_FLIGHT, Stage
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import redistribute
 from ..runtime.flat_states import Options
+from ..runtime.offload import wait_for_host
 from ..runtime.profiler_ranges import ProfilerRange, Waited
 from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
@@ -95,7 +96,7 @@ class Update:
     def _device(self) -> torch.device | None:
         """The device of all gradients, if it is one and kernels know all their dtypes."""
         specs = [bucket.spec for bucket in self._storage.buckets]
-        if not specs or any(spec.dtypes.accumulate_dtype not in NORM_TYPES for spec in specs):
+        if not specs or any(spec.offloaded or spec.dtypes.accumulate_dtype not in NORM_TYPES for spec in specs):
             return None
         return torch.device(specs[0].device) if len({spec.device for spec in specs}) == 1 else None
 
@@ -177,6 +178,7 @@ class Update:
             changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
             queue.finish()
         self._pool.drop_cheap()
+        wait_for_host(bucket.spec for bucket in buckets)
         self._storage.stepped()
         return changed
 

@@ -251,7 +251,7 @@ def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
     states, gradient = update.states, update.gradient
     states.plan(update.present, cut)
     states.ready()
-    wide = None if gradient is None else gradient.data.to(states.bucket.dtypes.master_dtype)
+    wide = None if gradient is None else gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype)
     for run in states.runs:
         assert wide is not None
         run.parameter.grad = run.of(wide)

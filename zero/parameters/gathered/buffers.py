@@ -14,7 +14,7 @@ from torch import Tensor
 
 from collectives import Work
 
-from ...runtime.master_weights import RoundedShard
+from ...runtime.flat_buffer import FlatBuffer
 from ...runtime.profiler_ranges import ProfilerRange
 from ..unit_buffer import UnitBuffer
 
@@ -23,11 +23,11 @@ from ..unit_buffer import UnitBuffer
 class GatheredBuffer(UnitBuffer):
     """A bucket, or the part of one that belongs to a unit, whose shards are gathered from the ranks.
 
-    ``rounded``: this rank's shard, if it keeps master weights alone. ``shard`` is then the rounded copy that was
-    gathered last, as long as the whole is here, and empty otherwise. None: `shard` is kept.
+    ``kept``: this rank's shard, if it keeps master weights alone or keeps it in the host's memory. ``shard`` is then
+    the copy that was gathered last, as long as the whole is here, and empty otherwise. None: `shard` is kept.
     """
 
-    rounded: RoundedShard | None = None
+    kept: FlatBuffer | None = None
     unsharded: Tensor | None = None
     post_forward_shard: Tensor | None = None  # shard of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
@@ -38,24 +38,26 @@ class GatheredBuffer(UnitBuffer):
         self.versions = [0] * len(self.parameters)  # of each slot: how often its values were changed
         dtype = self.bucket.dtypes.param_dtype
         self._nans = [nan_like(parameter, dtype) for parameter in self.parameters]
-        self._nothing = self.shard.new_empty(0)
+        self._nothing = self.shard.new_empty(0, device=self.bucket.device)
         self.end_gather()
 
     def begin_gather(self, room: Callable[[int], Tensor]) -> None:
         """Make `shard` this rank's part of a gather that begins. ``room`` returns memory for so many elements."""
-        if self.rounded is not None:
-            source = self.rounded.source
-            self.shard = room(source.numel()).copy_(source)
+        if self.kept is not None:
+            source = self.kept.source
+            if source.dtype is not self.bucket.dtypes.param_dtype:  # a copy from the host would round there, and wait
+                source = source.to(self.bucket.device, non_blocking=True)
+            self.shard = room(source.numel()).copy_(source, non_blocking=True)
 
     def end_gather(self) -> None:
-        """Free the rounded copy, if there is one, when the whole is not here any more."""
-        if self.rounded is not None:
+        """Free the copy, if there is one, when the whole is not here any more."""
+        if self.kept is not None:
             self.shard = self._nothing
 
     def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
         super().commit(slots, flat, rank)
-        if self.rounded is not None:
-            self._write(self.rounded.data, slots, flat, rank)
+        if self.kept is not None:
+            self._write(self.kept.data, slots, flat, rank)
 
     def put_unsharded(self) -> None:
         """Make the parameters, which must have their own classes, views of the whole. This counts as no edit."""

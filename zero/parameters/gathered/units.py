@@ -107,7 +107,7 @@ class GatheredUnits:
             cuts, (low, high) = self._kept(self._post_forward_group, bucket)
             target[low:high].copy_(kept)
             return self._post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
-        if buffer.rounded is not None:  # nothing else writes into its copy, so it can be read until the wait
+        if buffer.kept is not None:  # nothing else writes into its copy, so it can be read until the wait
             return all_gather_from(self._collective, buffer.shard, target, bucket.cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
         target[low:high].copy_(buffer.shard)
