@@ -116,7 +116,7 @@ class SavedTensorIndex:
 
     def _find(self, tensor: Tensor, span: _Span, key: tuple[object, ...]) -> ParamView | None:
         """Return the place of a tensor, which may have a storage of its own over the buffer's memory."""
-        address = tensor.data_ptr() or _address(tensor) + tensor.storage_offset() * tensor.itemsize
+        address = tensor.data_ptr() or _address(tensor) + int(tensor.storage_offset()) * tensor.itemsize
         offset, rest = divmod(address - span.begin, tensor.itemsize)
         if rest or not 0 <= offset * tensor.itemsize <= span.end - span.begin:
             return None
