@@ -164,6 +164,22 @@ def test_copies_of_offloaded_states_are_ordered(
     check(world_size, stage, program, offload=Offload("cpu"))
 
 
+@pytest.mark.parametrize(("world_size", "options"), [(2, BF16)])
+def test_copies_of_parameters_on_the_host_are_ordered(
+    world_size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
+
+    def program(training: Training) -> None:
+        training.steps(EACH, IN_TURN)
+        with training.on("reader"):
+            training.optimizer.consolidate_state_dict(None)
+        training.steps(EACH)
+
+    check(world_size, 3, program, offload=Offload("cpu", parameters="cpu"), **options)
+
+
 @pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3), (2, 1)], [(2, 3), (1, 0)]))
 def test_copies_of_memory_that_is_lent_are_ordered(
     world_size: int, stage: int, monkeypatch: pytest.MonkeyPatch
