@@ -25,6 +25,7 @@ from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
 from zero.commands.verify.spec import reference, resolve
 
+from ..support.by_module import BY_MODULE
 from ..support.models import odd_loss
 from ..support.narrowed import PRECISIONS
 from ..support.rows import placed
@@ -44,6 +45,7 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"collective": verified.Pairs},
     {"build_model": verified.Masked},
     *({**ODD, "max_norm": 0.5, "mixed_precision": precision} for precision in PRECISIONS.values()),
+    *({**ODD, "mixed_precision": BY_MODULE[name]} for name in ("ends in fp32", "by kind")),
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
@@ -96,6 +98,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
         {"collective": lambda *of: verified.Pairs(*of)},
         "collective is <lambda>, which other processes cannot import by name",
     ),
+    ({"mixed_precision": lambda *_: PRECISIONS["bf16"]}, "mixed_precision is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
@@ -105,7 +108,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 11))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 11, 16))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

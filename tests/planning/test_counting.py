@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.plan.rows import from_numbers
-from zero.planning.model import Transformer
+from zero.planning.hardware import presets
+from zero.planning.model import Transformer, UnitWork
 from zero.planning.models.reference import TransformerBlock
 from zero.planning.models.shapes import from_config
-from zero.planning.models.works import count_module, count_transformer
+from zero.planning.models.works import count_module, count_transformer, products_in_fp32
+from zero.planning.seconds.compute import Compute
+from zero.precision import MixedPrecision, Patterns
 
 from ..support.rows import placed
 from .configs import PUBLISHED
@@ -42,6 +45,32 @@ def test_products_take_two_operations_a_weight_and_token(name: str) -> None:
     assert counted[0].matmul_flops == 2 * model.vocabulary * model.hidden * sequence
     assert counted[1].attention_flops == 2 * sequence * sequence * numbers.heads * numbers.head_dim, "the causal half"
     assert count_transformer(replace(model, transformer=None), 1, sequence) is None
+
+
+def test_products_in_fp32_are_those_of_the_weights_that_are() -> None:
+    """Of the root's rest the head alone has one. A module in fp32 has them counted as they run."""
+    model, kept = from_config(PUBLISHED["gpt2"][0], "gpt2"), MixedPrecision(torch.float32)
+    rule = Patterns(
+        (("*", MixedPrecision(torch.bfloat16)), ("*.0.mlp", kept), ("*wpe", kept), ("*wte", kept), ("lm_head", kept))
+    )
+    numbers, works = model.transformer, count_transformer(model, 1, 128)
+    assert works is not None
+    assert numbers is not None
+    found = products_in_fp32(model, works, model.dtypes(rule), 128)
+    of_mlp = 2 * 2 * numbers.hidden * numbers.ffn * 128
+    assert [work.fp32_flops for work in found[:3]] == [works[0].matmul_flops, of_mlp, 0]
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
+        x = torch.ones(4, 8)
+    counted = count_module(module, lambda made: made[1](made[0](x).bfloat16()).sum())  # type: ignore[index]
+    assert sum(work.fp32_flops for work in counted) == 2 * 8 * 8 * 4 == sum(work.matmul_flops for work in counted) / 2
+
+
+def test_products_in_fp32_have_the_rate_of_the_gpu_for_these() -> None:
+    gpu = presets().cluster("h100:8").gpu
+    compute, work = Compute(presets().cluster("h100:8"), "bfloat16"), UnitWork(matmul_flops=1e12)
+    ratio = gpu.peak("bfloat16") / gpu.peak("float32")
+    assert compute.forward(replace(work, fp32_flops=1e12)) == pytest.approx(ratio * compute.forward(work))
 
 
 @pytest.mark.parametrize("dtype", placed("dtype", [torch.float32, torch.bfloat16], 1))

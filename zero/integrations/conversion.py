@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ..optimizer import ZeroOptimizer
-from ..precision import MixedPrecision
 
 Options = Mapping[str, Any]
 _NO_OPTIONS = (
@@ -31,12 +30,12 @@ OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - {*_NO_OPTIONS
 def split(arguments: Options) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments that are options of `ZeroOptimizer`, and all others.
 
-    ``mixed_precision`` is an option if it is a `zero.MixedPrecision`: accelerate has an argument of that name, too.
+    ``mixed_precision`` is an option unless it is a string or None: accelerate has an argument of that name, too.
     """
     ours = {
         name: value
         for name, value in arguments.items()
-        if name in OPTIONS and (name != "mixed_precision" or isinstance(value, MixedPrecision))
+        if name in OPTIONS and (name != "mixed_precision" or not isinstance(value, str | None))
     }
     return ours, {name: value for name, value in arguments.items() if name not in ours}
 

@@ -101,8 +101,8 @@ def count_module(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple
 def products_in_fp32(model: Model, works: Sequence[UnitWork], dtypes: Sequence[Dtypes], tokens: int) -> list[UnitWork]:
     """Return the work of units that were counted in one dtype, with the products of the weights that are in fp32.
 
-    A weight's product takes two operations for each of its elements and each token. In the root's rest that is the last
-    matrix, which is the head; the others are tables. What is saved in fp32 is not counted.
+    A weight's product takes two operations for each of its elements and each token. In the root's rest that is the
+    head: the matrix with two names, else the last one; the others are tables. What is saved in fp32 is not counted.
 
     Args:
         model: what was counted.
@@ -110,7 +110,9 @@ def products_in_fp32(model: Model, works: Sequence[UnitWork], dtypes: Sequence[D
         dtypes: of its parameters.
         tokens: of a micro-batch.
     """
-    head = next((p for p in reversed(model.parameters) if p.unit == ROOT and len(p.shape) == 2), None)
+    matrices = [p for p in model.parameters if p.unit == ROOT and len(p.shape) == 2]
+    tied = [p for p in matrices if len(p.names) > 1]
+    head = next(iter(tied or matrices[-1:]), None)
     kept = {id(p) for p, each in zip(model.parameters, dtypes, strict=True) if each.param_dtype is torch.float32}
     numels = model.by_unit(lambda p: p.numel if id(p) in kept and len(p.shape) == 2 and (p.unit or p is head) else 0)
     return [
