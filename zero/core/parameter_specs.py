@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from .bits import dense_stride
 from .layout import Dtypes, ParameterSpec
-from .names import all_without_wrappers, child_name, named_buffers, named_parameters, named_parts, own_parameters
+from .names import all_without_wrappers, child_name, named_parameters, named_parts, own_parameters
 
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
@@ -102,11 +102,14 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         return [made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())]
 
 
-def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters."""
+def as_groups(params: Any, ignored: Container[Tensor] = ()) -> list[dict[str, Any]]:
+    """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters,
+    without those that are ``ignored``."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    given = _in_order(own_parameters(params) if isinstance(params, nn.Module) else params, "params")
+    if isinstance(params, nn.Module):
+        params = [(name, parameter) for name, parameter in own_parameters(params) if parameter not in ignored]
+    given = _in_order(params, "params")
     if not given:
         raise ValueError("the parameter list is empty: there is nothing to optimise")
     if not any(isinstance(entry, dict) for entry in given):
@@ -169,9 +172,9 @@ def check_one_device(specs: Iterable[ParameterSpec], reason: str) -> None:
             )
 
 
-def check_buffers(module: nn.Module | None) -> None:
+def check_buffers(buffers: Iterable[tuple[str, Tensor]]) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
-    for name, buffer in () if module is None else named_buffers(module):
+    for name, buffer in buffers:
         if _overlaps_itself(buffer):
             raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it memory of its own")
 
@@ -195,17 +198,20 @@ def check_modules(module: nn.Module | None) -> None:
             )
 
 
-def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a parameter that is listed twice, before torch raises its own error."""
+def check_listed(groups: Sequence[dict[str, Any]], module: nn.Module | None, ignored: Container[Tensor]) -> None:
+    """Raise `ValueError` naming a parameter that is listed twice, before torch raises its own error, or that is
+    ``ignored``."""
     names = {id(binding.parameter): binding.name for binding in reversed(bindings(module))}
     seen: set[int] = set()
     index = 0
     for group in groups:
         for entry in group["params"]:
             given, parameter = entry if isinstance(entry, tuple) else (None, entry)
+            name = names.get(id(parameter)) or given or f"parameter {index}"
             if id(parameter) in seen:
-                name = names.get(id(parameter)) or given or f"parameter {index}"
                 raise ValueError(f"{name!r} is listed twice in the parameters: list each once")
+            if parameter in ignored:
+                raise ValueError(f"{name!r} is ignored, and is in a param group: leave it out of one of them")
             seen.add(id(parameter))
             index += 1
 
@@ -235,12 +241,13 @@ def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> l
     return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]
 
 
-def bindings(module: nn.Module | None) -> list[Binding]:
-    """Return all places in which ``module`` keeps a parameter, in order of registration, ties included."""
+def bindings(module: nn.Module | None, ignored: Container[Tensor] = ()) -> list[Binding]:
+    """Return all places in which ``module`` keeps a parameter that is not ``ignored``, in order of registration, ties
+    included."""
     found = []
     for prefix, part in () if module is None else named_parts(module):
         for key, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in ignored:
                 found.append(Binding(part._parameters, key, child_name(prefix, key), parameter))
     return found
 

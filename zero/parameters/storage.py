@@ -17,6 +17,7 @@ from collectives import Transport, as_a_whole
 from ..config import MixedPrecision
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
+from ..core.ignored import Ignored
 from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.names import named_buffers
 from ..core.parameter_specs import (
@@ -36,25 +37,10 @@ from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
 from .materialize import Materializer
 from .unit_hooks import UnitHooks
-from .unit_manager import UnitManager
+from .unit_manager import NoUnitHooks, UnitManager
 
 TAKING_OVER = "while parameters were taken over"
 Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
-
-
-class NoUnitHooks:
-    """What `UnitHooks` are at stages without units."""
-
-    needs_gather = False
-
-    def busy(self) -> bool:
-        return False
-
-    def end_iteration(self) -> bool:
-        return True
-
-    def reset_order(self) -> None:
-        return None
 
 
 class ParameterStorage:
@@ -70,22 +56,22 @@ class ParameterStorage:
         module: nn.Module | None,
         precision: MixedPrecision | None,
         materializer: Materializer | None,
+        ignored: Ignored,
     ) -> None:
         """``shard_group``: the ranks that own the shards of buckets; ``materializer``: of tensors on the meta
         device."""
         self._transport, self._shard_group = transport, shard_group
-        self._module, self._precision = module, precision
+        self._module, self._precision, self.ignored = module, precision, ignored
         self._materializer = materializer  # until every tensor has memory
         self.layout = Layout((), (), shard_group.world_size)
-        self.unlisted_layout = Layout(
-            (), (), shard_group.world_size
-        )  # of parameters that are stored here and not updated
+        # of parameters that are stored here and not updated
+        self.unlisted_layout = Layout((), (), shard_group.world_size)
         self.parameters: list[Tensor] = []
         self.replicated: dict[Tensor, ParameterSpec] = {}  # listed, and in no bucket; by identity, as torch does
         self.buckets: list[Bucket] = []  # of the layout
         self._slots: dict[int, tuple[Bucket, int]] = {}  # parameter -> bucket and slot, in the layout's order
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
-        self._bindings = bindings(module)
+        self._bindings = bindings(module, ignored)
         self._indices: dict[Tensor, int] = {}
 
     # -- construction ---------------------------------------------------------------------------------------------
@@ -183,14 +169,18 @@ class ParameterStorage:
 
     def _end(self) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
-        self._bindings = bindings(self._module)
+        self._bindings = bindings(self._module, self.ignored)
         self._cast_others()
-        self._copy([*self._others(), *self._buffers()])
+        self._copy([*self._others(), *self.buffers()])
 
     def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
         """Raise `ValueError`, on every rank, if replicated tensors that cannot be copied from rank 0 differ.
         Collective; ``listed``: replicated parameters that are about to be registered."""
-        known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
+        known = [
+            *((spec.name, parameter) for parameter, spec in listed.items()),
+            *self.replicas(),
+            *self.buffers(),
+        ]
         self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -206,13 +196,13 @@ class ParameterStorage:
         if self._precision is not None:
             cast([parameter for _, parameter in self._others()], self._precision.param_dtype)
             if self._precision.buffer_dtype is not None:
-                cast([] if self._module is None else list(self._module.buffers()), self._precision.buffer_dtype)
+                cast([buffer for _, buffer in self.buffers()], self._precision.buffer_dtype)
 
     def _others(self) -> list[tuple[str, Tensor]]:
         """Name and parameter of all that are not in the layout: the module's that are not listed, and those that are
         listed and replicated."""
         placed = {id(p) for p in self.parameters}
-        known = [(binding.name, binding.parameter) for binding in bindings(self._module)]
+        known = [(binding.name, binding.parameter) for binding in bindings(self._module, self.ignored)]
         known += [(spec.name, parameter) for parameter, spec in self.replicated.items()]
         named: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in known:
@@ -224,8 +214,10 @@ class ParameterStorage:
         """Name and parameter of all that are replicated, listed or not."""
         return [entry for entry in self._others() if not is_laid_out(entry[1])]
 
-    def _buffers(self) -> list[tuple[str, Tensor]]:
-        return [] if self._module is None else list(named_buffers(self._module))
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Name and buffer of the module's, but for those that are ignored."""
+        found = () if self._module is None else named_buffers(self._module)
+        return [entry for entry in found if entry[1] not in self.ignored]
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
@@ -282,8 +274,8 @@ class ParameterStorage:
 
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks. Collective."""
-        self._copy(self._buffers())
-        self._compare(self._buffers())
+        self._copy(self.buffers())
+        self._compare(self.buffers())
 
     @property
     def device(self) -> torch.device:
