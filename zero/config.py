@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
@@ -22,6 +22,7 @@ from collectives import Algorithm, Transport, check_name
 from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
+from .core.ignored import Ignored
 from .core.layout import BucketSizes, bucket_sizes
 from .core.parameter_specs import FLOATS
 from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
@@ -144,11 +145,12 @@ class ShardingOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(ShardingOptions):
-    """The options of a `ZeroOptimizer`, with its module, and its process group or its mesh."""
+    """The options of a `ZeroOptimizer`, with its module, what it ignores of that, and its process group or its mesh."""
 
     module: nn.Module | None
     process_group: ProcessGroup | Transport | None
     mesh: DeviceMesh | None = None
+    ignored: Ignored = field(default_factory=Ignored)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,7 +192,7 @@ class Config(ShardingOptions):
         """
         by_model = self.bucket_cap_mb == "auto" or (self.bucket_cap_mb is None and device.type != "cpu")
         module = self.module if by_model else None
-        units = [] if module is None else find_units(module, self.units).parameters[ROOT + 1 :]
+        units = [] if module is None else find_units(module, self.units, self.ignored).parameters[ROOT + 1 :]
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,
@@ -203,7 +205,7 @@ class Config(ShardingOptions):
 
     def precisions(self) -> Precisions:
         """Return the precision of each module. Raises as `Precisions.resolve` does."""
-        return Precisions(cast(Rule, self.mixed_precision), self.module)
+        return Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored)
 
     def transport(self, device: torch.device) -> Transport:
         """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""

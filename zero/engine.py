@@ -23,6 +23,7 @@ from collectives.torch_internals import current_graph_task_id
 
 from .consistency import compare
 from .gradients.join import Call, adopt_options, digests_of
+from .joint_clip import clip_together
 from .parameters.own_storages import own_storages
 from .parts import Parts
 from .runtime.compiled_calls import untraced_context
@@ -184,6 +185,14 @@ class Engine:
         self.check()
         with self.model_part.over(over):
             return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated))
+
+    def clip_together(self, others: Sequence[Engine], **clip: Any) -> Tensor:
+        """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it."""
+        for engine in (self, *others):
+            engine.check()
+            engine.averages.refuse_applied("clip_grad_norm_()")
+        with self._clipping():
+            return clip_together(self.parts, [engine.parts for engine in others], **clip)
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, Offload, check_divisor, module_of
-from .core.parameter_specs import as_groups, check_listed_once, check_new, device_of, members_of, with_names
+from .core.ignored import Given, Ignored
+from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
 from .core.units import Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
@@ -83,6 +84,8 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
             one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). A param group may have
             its own. Default: "element", or, with a warning, "parameter" if the class is not element-wise.
+        ignored: parameters and modules, parts of the module, that are neither sharded nor synchronised: each rank's own
+            experts, say. Nothing about them changes, buffers included; see `clip_grad_norm_`.
         optimizer_kwargs: further arguments of ``optimizer_class``, by name. Here, an argument may have the name of an
             argument of `ZeroOptimizer` (``stage``, ``module``, ...).
         defaults: arguments of ``optimizer_class``.
@@ -116,6 +119,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         mixed_precision: PrecisionOption = None,
         units: Predicate | None = None,
         partition: Literal["element", "parameter"] | None = None,
+        ignored: Given | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         **defaults: Any,
     ) -> None:
@@ -133,9 +137,10 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             collective=collective,
             units=units,
             partition=partition,
+            ignored=Ignored(ignored, self._module),
         )
         self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, merged(defaults, optimizer_kwargs))
-        groups = as_groups(params)
+        groups = as_groups(params, config.ignored)
         device = device_of(groups)
         if device.type == "meta":
             device = config.default_device()
@@ -143,7 +148,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         find_meta = partial(
             materializer_of, self._module, listed, param_init_fn, init_state_dict, config.default_device
         )
-        problem = error_of(lambda: check_listed_once(groups, self._module)) or error_of(
+        problem = error_of(lambda: check_listed(groups, self._module, config.ignored)) or error_of(
             lambda: super(ZeroOptimizer, self).__init__(groups, user_optimizers.main.defaults)
         )
         self._parts = parts = build(config, user_optimizers, listed, device, find_meta)
@@ -167,7 +172,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         group = {**param_group, "params": members_of(param_group["params"], "param_group['params']")}
         before = [parameter for g in self.param_groups for parameter in g["params"]]
         check_new(group["params"], before, self._storage.listed())
-        check_listed_once([group], self._module)
+        check_listed([group], self._module, self._storage.ignored)
         if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
             group["params"] = with_names(group["params"], self._module, len(before))
         count = len(self.param_groups)
@@ -295,13 +300,6 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         return self._engine.gathered(chosen, write)
-
-    def broadcast_buffers(self) -> None:
-        """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
-
-        Without this call, each rank's buffers (the running statistics of a batch norm) are its own after construction.
-        """
-        self._engine.broadcast_buffers()
 
     def close(self) -> None:
         """Make the model plain again: each parameter gets its own memory, and all hooks are removed. All ranks.

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .core.ignored import Ignored
 from .core.layout import Dtypes
 from .core.names import child_name, named_children
 from .core.parameter_specs import FLOATS
@@ -234,9 +235,11 @@ class Precisions:
 
     lines: list[str]
 
-    def __init__(self, rule: Rule, module: nn.Module | None) -> None:
-        """``module``: that of the optimizer, if it has one. Raises as `resolve` does."""
+    def __init__(self, rule: Rule, module: nn.Module | None, ignored: Ignored | None = None) -> None:
+        """``module``: that of the optimizer, if it has one; ``ignored``: what keeps its dtypes, is asked for no
+        precision and is no border. Raises as `resolve` does."""
         self._rule, self._module = rule, module
+        self._ignored = Ignored() if ignored is None else ignored
         self.resolve()
 
     def resolve(self) -> None:
@@ -282,9 +285,11 @@ class Precisions:
             self.lines.append(f"precision of {_shown(name)}: {found}")
         self._buffers.append((lambda: module.buffers(recurse=False), found.buffer_dtype))
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            self._claim(parameter, child_name(name, key), found)
+            if parameter not in self._ignored:
+                self._claim(parameter, child_name(name, key), found)
         for below, child in named_children(module, name):
-            self._visit(child, below, found, found if computes else around)
+            if not self._ignored.has_module(child):
+                self._visit(child, below, found, found if computes else around)
         return found
 
     def _ask(self, name: str, module: nn.Module) -> MixedPrecision:
@@ -329,7 +334,7 @@ class Precisions:
         """Yield the buffers of the module that are cast, with their dtypes."""
         for of_module, dtype in self._buffers:
             if dtype is not None:
-                yield from ((buffer, dtype) for buffer in of_module())
+                yield from ((buffer, dtype) for buffer in of_module() if buffer not in self._ignored)
 
     @property
     def keeps_dtypes(self) -> bool:

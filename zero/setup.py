@@ -29,7 +29,6 @@ from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import extended
 from .core.layout import BucketSpec, Layout, ParameterSpec
-from .core.names import named_buffers
 from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
 from .gradients.hooks import check_free, check_no_gradients
@@ -95,13 +94,13 @@ def build(
     transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
     try:
         check_modules(config.module)
-        check_not_in_units(config.module)
+        check_not_in_units(config.module, config.ignored)
         precisions = config.precisions()
         bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts, precisions)
         materializer = find_meta()
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
         if config.row.parameters is Placement.WHOLE:
-            storage = ParameterStorage(transport, shard_group, config.module, precisions, materializer)
+            storage = ParameterStorage(transport, shard_group, config.module, precisions, materializer, config.ignored)
         else:
             storage = ShardedStorage(
                 transport,
@@ -119,6 +118,7 @@ def build(
                 backwards,
                 joining,
                 unit_order,
+                config.ignored,
             )
     except Exception as error:
         agree_on_construction(transport, [], error)
@@ -257,7 +257,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     numbers = range(first, len(all_groups))
     requested = {number: parts.user_optimizers.requested_partition(number, parts.partition) for number in numbers}
     check_partitions(requested)
-    check_buffers(parts.module)
+    check_buffers(storage.buffers())
     known = sum(len(group["params"]) for group in all_groups[:first])
     parts.precisions.resolve()
     dtypes, meta = parts.precisions.of, storage.meta_device
@@ -286,7 +286,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
 def _lines(parts: Parts, new: _NewParameters) -> list[str]:
     """Return, as text, the facts that must be equal on all ranks."""
     settings = f"stage {parts.stage.number}, collective {parts.collective.name}, bucket {parts.bucket_sizes}"
-    buffers = [] if parts.module is None else named_buffers(parts.module)
+    buffers = parts.storage.buffers()
     return [
         settings,
         *parts.precisions.lines,

@@ -82,7 +82,7 @@ def surgery(precision: MixedPrecision | None) -> Loop:
                     before = torch.zeros(like.shape, dtype=dtype_of(precision))
                 set_gradient(side, name, before + noise(before, 10 * step + number))
             set_gradient(side, "last.bias", None)
-            if step == 2:
+            if step == 0:
                 made = torch.ones(19, dtype=dtype_of(precision))
                 set_gradient(side, NEVER_USED, made)
                 found.append(gradient_of(side, NEVER_USED))
@@ -90,7 +90,7 @@ def surgery(precision: MixedPrecision | None) -> Loop:
             if step == 4:
                 set_gradient(side, "one", -torch.ones(1, dtype=dtype_of(precision)))
             side.step()
-            side.clear("zeros" if step == 2 else "zero_grad")
+            side.clear("zeros" if step == 0 else "zero_grad")
         return found
 
     return loop

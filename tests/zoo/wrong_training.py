@@ -243,6 +243,17 @@ WRONG: dict[str, Callable[..., Any]] = {
         self, [buffer for buffer in buffers if any(each.requires_grad for each in buffer.parameters)]
     ),
     "old-names-of-a-compiled-model-fit-no-model": lambda real, values, known: dict(values),
+    "buffers-of-a-state-dict-change-later": lambda real, tensor: tensor.detach(),
+    "loaded-masters-are-rounded": lambda real, self, bucket, whole, wide: real(self, bucket, whole, frozenset()),
+    "a-gradient-that-was-made-is-divided-once-more": lambda real, self, bucket, slot, purpose: bucket.replace(slot),
+    "no-gradient-is-a-zero-gradient": lambda real, self, bucket, slot: self._zero(bucket, slot, known=True),
+    "buffers-of-ignored-modules-are-rank-0s": lambda real, self, tensor: (
+        real(self, tensor) and isinstance(tensor, torch.nn.Parameter)
+    ),
+    "the-norm-without-the-experts": lambda real, first, also: real(first, also)[:0],
+    "an-argument-with-a-name-of-ours-is-dropped": lambda real, arguments, kwargs: (
+        {key: value for key, value in real(arguments, kwargs).items() if key != "stage"}
+    ),
     "a-compiled-model-has-names-of-its-own": lambda real, module, *, remove_duplicate=True: module.named_modules(
         remove_duplicate=remove_duplicate
     ),

@@ -127,6 +127,8 @@ class Contents:
         listed = {id(parameter): spec for parameter, spec in self._listed()}
         found: dict[int, tuple[list[str], Tensor, bool]] = {}
         for name, tensor, is_buffer in _named_tensors(self.parts.module):
+            if tensor in self.storage.ignored:
+                continue
             found.setdefault(id(tensor), ([], tensor, is_buffer))[0].append(name)
         for parameter, spec in self._listed():
             found.setdefault(id(parameter), ([*spec.names] or [spec.name], parameter, False))

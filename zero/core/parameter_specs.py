@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from .bits import dense_stride
 from .layout import Dtypes, ParameterSpec
-from .names import all_without_wrappers, child_name, named_buffers, named_parameters, named_parts, own_parameters
+from .names import all_without_wrappers, child_name, named_parameters, named_parts, own_parameters
 
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
@@ -47,10 +47,7 @@ def is_released(parameter: object) -> bool:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Return whether a tensor's class has its own ``__torch_dispatch__``, as a wrapper subclass has.
-
-    Such a class manages its memory itself.
-    """
+    """Return whether a tensor's class manages its memory itself, with its own ``__torch_dispatch__``, as wrappers do."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
@@ -84,10 +81,8 @@ def flattened(tensor: Tensor) -> tuple[Sequence[str], Any]:
 
 
 def parts_of(tensor: Tensor) -> list[Tensor]:
-    """Return the ordinary tensors that hold a tensor's elements: its own memory, or the tensors that a subclass wraps.
-
-    The result is empty if the tensor has neither.
-    """
+    """Return the ordinary tensors that hold a tensor's elements: its own memory, or the tensors that a subclass wraps;
+    none if it has neither."""
     names, _ = flattened(tensor)
     if names:
         wrapped = [getattr(tensor, name) for name in names]  # a DTensor also names its mesh
@@ -102,11 +97,14 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
         return [made.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())]
 
 
-def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters."""
+def as_groups(params: Any, ignored: Container[Tensor] = ()) -> list[dict[str, Any]]:
+    """Return the user's ``params`` as torch.optim's list of groups. A module becomes one group of named parameters,
+    without those that are ``ignored``."""
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
-    given = _in_order(own_parameters(params) if isinstance(params, nn.Module) else params, "params")
+    if isinstance(params, nn.Module):
+        params = [(name, parameter) for name, parameter in own_parameters(params) if parameter not in ignored]
+    given = _in_order(params, "params")
     if not given:
         raise ValueError("the parameter list is empty: pass the model, parameters or param groups")
     if not any(isinstance(entry, dict) for entry in given):
@@ -169,19 +167,16 @@ def check_one_device(specs: Iterable[ParameterSpec], reason: str) -> None:
             )
 
 
-def check_buffers(module: nn.Module | None) -> None:
+def check_buffers(buffers: Iterable[tuple[str, Tensor]]) -> None:
     """Raise `ValueError` naming a buffer that cannot be overwritten with rank 0's values."""
-    for name, buffer in () if module is None else named_buffers(module):
+    for name, buffer in buffers:
         if _overlaps_itself(buffer):
             raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it its own memory")
 
 
 def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module that cannot be used.
-
-    That is a ScriptModule, whose parameters are not Python objects, or a DistributedDataParallel, which reduces
-    gradients itself.
-    """
+    """Raise `ValueError` naming a part of the module that cannot be used: a ScriptModule, whose parameters are not Python
+    objects, or a DistributedDataParallel, which reduces gradients itself."""
     for name, part in () if module is None else named_parts(module):
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
@@ -195,19 +190,19 @@ def check_modules(module: nn.Module | None) -> None:
             )
 
 
-def check_listed_once(groups: Sequence[dict[str, Any]], module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a parameter that is listed twice, before torch raises its own error."""
+def check_listed(groups: Sequence[dict[str, Any]], module: nn.Module | None, ignored: Container[Tensor]) -> None:
+    """Raise `ValueError` naming a parameter that is listed twice, before torch raises its own error, or that is
+    ``ignored``."""
     names = {id(binding.parameter): binding.name for binding in reversed(bindings(module))}
     seen: set[int] = set()
-    index = 0
-    for group in groups:
-        for entry in group["params"]:
-            given, parameter = entry if isinstance(entry, tuple) else (None, entry)
-            if id(parameter) in seen:
-                name = names.get(id(parameter)) or given or f"parameter {index}"
-                raise ValueError(f"{name!r} is listed twice in the parameters: list each once")
-            seen.add(id(parameter))
-            index += 1
+    for index, entry in enumerate(entry for group in groups for entry in group["params"]):
+        given, parameter = entry if isinstance(entry, tuple) else (None, entry)
+        name = names.get(id(parameter)) or given or f"parameter {index}"
+        if id(parameter) in seen:
+            raise ValueError(f"{name!r} is listed twice in the parameters: list each once")
+        if parameter in ignored:
+            raise ValueError(f"{name!r} is ignored, and is in a param group: leave it out of one of them")
+        seen.add(id(parameter))
 
 
 def check_new(entries: Sequence[Any], before: Sequence[Tensor], listed: Iterable[ParameterSpec]) -> None:
@@ -235,12 +230,13 @@ def with_names(entries: Sequence[Any], module: nn.Module, first_index: int) -> l
     return [(names.get(id(entry), f"parameter {index}"), entry) for index, entry in numbered]
 
 
-def bindings(module: nn.Module | None) -> list[Binding]:
-    """Return all places in which ``module`` keeps a parameter, in order of registration, ties included."""
+def bindings(module: nn.Module | None, ignored: Container[Tensor] = ()) -> list[Binding]:
+    """Return all places in which ``module`` keeps a parameter that is not ``ignored``, in order of registration, ties
+    included."""
     found = []
     for prefix, part in () if module is None else named_parts(module):
         for key, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and parameter not in ignored:
                 found.append(Binding(part._parameters, key, child_name(prefix, key), parameter))
     return found
 

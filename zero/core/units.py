@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from .ignored import Ignored
 from .names import named_children, named_parts
 from .parameter_specs import is_laid_out
 
@@ -58,34 +59,41 @@ class Units:
         return {id(p): number for number, members in enumerate(self.parameters) for p in members}
 
 
-def find_units(root: nn.Module, predicate: Predicate | None = None) -> Units:
-    """Return the units of ``root``. Raises `ValueError` if a predicate matches no module, or nested modules."""
+def find_units(root: nn.Module, predicate: Predicate | None = None, ignored: Ignored | None = None) -> Units:
+    """Return the units of ``root``, without what is ``ignored``.
+
+    Raises `ValueError` if a predicate matches no module, or nested modules.
+    """
+    left = Ignored() if ignored is None else ignored
     if predicate is not None and not callable(predicate):
         raise TypeError(f"units must be a function of a module that returns a bool, not {predicate!r}")
-    found = _matching(root, predicate) if predicate is not None else list(_children_of_lists(root, "", _is_list(root)))
+    if predicate is not None:
+        found = _matching(root, predicate, left)
+    else:
+        found = list(_children_of_lists(root, "", _is_list(root), left))
     chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
     users: dict[int, set[int]] = {}
     for number, (_, module) in enumerate(chosen, start=1):
-        for parameter in _sharded(module):
+        for parameter in _sharded(module, left):
             users.setdefault(id(parameter), set()).add(number)
     units = {id(module) for _, module in chosen}
     outside = {id(part): (name, part) for name, part in _outside(root, "", units)}
     for _, part in outside.values():
-        for parameter in _own(part):
+        for parameter in _own(part, left):
             users.setdefault(id(parameter), set()).add(ROOT)
     members: list[list[Tensor]] = [[] for _ in range(len(chosen) + 1)]
-    for parameter in _sharded(root):
+    for parameter in _sharded(root, left):
         whose = users[id(parameter)]
         members[next(iter(whose)) if len(whose) == 1 else ROOT].append(parameter)
     of_root = {id(parameter) for parameter in members[ROOT]}
     entries = [UnitModule("", root, (ROOT,))]
     for name, part in outside.values():
-        if part is not root and _own(part):
+        if part is not root and _own(part, left):
             entries.append(UnitModule(name, part, (ROOT,)))
         elif part is not root and has_forward(part) and any(id(below) in units for below in part.modules()):
             entries.append(UnitModule(name, part, ()))  # its forward runs the forwards of several units
     for number, (name, module) in enumerate(chosen, start=1):
-        shares = any(id(parameter) in of_root for parameter in _sharded(module))
+        shares = any(id(parameter) in of_root for parameter in _sharded(module, left))
         entries.append(UnitModule(name, module, (ROOT, number) if shares else (number,)))
     names = ("the root's rest", *(name for name, _ in chosen))
     return Units(names, tuple(tuple(m) for m in members), tuple(entries))
@@ -99,17 +107,19 @@ def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[st
             yield from _outside(child, below, units)
 
 
-def _sharded(module: nn.Module) -> list[Tensor]:
+def _sharded(module: nn.Module, left: Ignored) -> list[Tensor]:
     """Return the sharded parameters of a module: those that are laid out. Their dtypes have a NaN."""
-    return [parameter for parameter in module.parameters() if is_laid_out(parameter)]
+    return [parameter for parameter in module.parameters() if parameter not in left and is_laid_out(parameter)]
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    return [parameter for parameter in module.parameters(recurse=False) if is_laid_out(parameter)]
+def _own(module: nn.Module, left: Ignored) -> list[Tensor]:
+    own = module.parameters(recurse=False)
+    return [parameter for parameter in own if parameter not in left and is_laid_out(parameter)]
 
 
-def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Module]]:
-    found = [(name, module) for name, module in named_parts(root) if module is not root and predicate(module)]
+def _matching(root: nn.Module, predicate: Predicate, left: Ignored) -> list[tuple[str, nn.Module]]:
+    parts = [(name, module) for name, module in named_parts(root) if module is not root and not left.covers(module)]
+    found = [(name, module) for name, module in parts if predicate(module)]
     if not found:
         raise ValueError("units: the predicate matches no module below the root; leave it out for the default")
     for name, module in found:
@@ -123,12 +133,12 @@ def _matching(root: nn.Module, predicate: Predicate) -> list[tuple[str, nn.Modul
     return found
 
 
-def _children_of_lists(module: nn.Module, prefix: str, listed: bool) -> Iterator[tuple[str, nn.Module]]:
+def _children_of_lists(module: nn.Module, prefix: str, listed: bool, left: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """Yield the callable children of the outermost lists below ``module``, in order of registration."""
     for name, child in named_children(module, prefix):
         if not (listed and has_forward(child)):
-            yield from _children_of_lists(child, name, listed or _is_list(child))
-        elif any(True for _ in child.parameters()):
+            yield from _children_of_lists(child, name, listed or _is_list(child), left)
+        elif any(True for _ in child.parameters()) and not left.covers(child):
             yield name, child
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..core.ignored import Ignored
 from ..core.names import named_parameters, named_parts
 from ..core.parameter_specs import HELD_ELSEWHERE, is_released
 from ..core.units import UnitModule
@@ -344,10 +345,12 @@ def _hooks_of(module: nn.Module) -> list[ModuleHooks]:
     return [hook.hooks for hook in hooks if hook.hooks.gathers(module)]
 
 
-def check_not_in_units(module: nn.Module | None) -> None:
-    """Raise `ValueError` if another optimizer gathers a part of the module."""
+def check_not_in_units(module: nn.Module | None, ignored: Ignored) -> None:
+    """Raise `ValueError` if another optimizer gathers a part of the module that is not ``ignored``."""
     for name, part in () if module is None else named_parts(module):
-        if any(isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()):
+        if not ignored.covers(part) and any(
+            isinstance(hook, _Hook) and hook.alive for hook in part._forward_pre_hooks.values()
+        ):
             raise ValueError(HELD_ELSEWHERE.format(what=repr(name) if name else "the module"))
 
 

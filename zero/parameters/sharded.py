@@ -19,6 +19,7 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
+from ..core.ignored import Ignored
 from ..core.layout import BucketSizes, BucketSpec, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
@@ -74,17 +75,18 @@ class ShardedStorage(ParameterStorage):
         backwards: BackwardTracker,
         joining: Joining,
         unit_order: UnitOrder,
+        ignored: Ignored,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
         None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
         ``offload_backend``: the memory of the shards, if they are offloaded;
         ``unit_order``: of the units that this rank uses beside its training."""
-        super().__init__(transport, shard_group, module, precisions, materializer)
+        super().__init__(transport, shard_group, module, precisions, materializer, ignored)
         self._offload_backend = offload_backend
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
-        there = (parameter.device for parameter in module.parameters())
+        there = (parameter.device for parameter in module.parameters() if parameter not in ignored)
         self._on_host = not any(is_accelerator(str(self.meta_device or device)) for device in there)
-        self._units = find_units(module, predicate)
+        self._units = find_units(module, predicate, ignored)
         self._registered = {id(parameter): number for number, parameter in enumerate(module.parameters())}
         self.manager = UnitManager(
             shard_group,
@@ -136,7 +138,7 @@ class ShardedStorage(ParameterStorage):
 
     def _end(self) -> None:
         super().materialize()
-        self._bindings = bindings(self._module)
+        self._bindings = bindings(self._module, self.ignored)
         if self._unlisted is None:  # nothing was adopted after all
             self._unlisted = self._fill_all(self._lay_out_unlisted())
         self._cast_others()
@@ -144,7 +146,7 @@ class ShardedStorage(ParameterStorage):
         self._copy(self.replicas())
         if not self.unit_hooks.watching:
             self.unit_hooks.watch()
-            self._copy(self._buffers())
+            self._copy(self.buffers())
 
     def replicas(self) -> list[tuple[str, Tensor]]:
         numbers = self.units()  # a parameter that was laid out stays so when it is frozen

@@ -16,6 +16,7 @@ from collectives import Transport, as_a_whole
 
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
+from ..core.ignored import Ignored
 from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.names import named_buffers
 from ..core.parameter_specs import (
@@ -36,25 +37,10 @@ from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
 from .materialize import Materializer
 from .unit_hooks import UnitHooks
-from .unit_manager import UnitManager
+from .unit_manager import NoUnitHooks, UnitManager
 
 TAKING_OVER = "while parameters were taken over"
 Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the master's dtype, before the cast
-
-
-class NoUnitHooks:
-    """What `UnitHooks` are at stages without units."""
-
-    needs_gather = False
-
-    def busy(self) -> bool:
-        return False
-
-    def end_iteration(self) -> bool:
-        return True
-
-    def reset_order(self) -> None:
-        return None
 
 
 class ParameterStorage:
@@ -70,11 +56,12 @@ class ParameterStorage:
         module: nn.Module | None,
         precisions: Precisions,
         materializer: Materializer | None,
+        ignored: Ignored,
     ) -> None:
         """``shard_group``: the ranks that own the shards of buckets; ``materializer``: of tensors on the meta
         device."""
         self._transport, self._shard_group = transport, shard_group
-        self._module, self._precisions = module, precisions
+        self._module, self._precisions, self.ignored = module, precisions, ignored
         self._materializer = materializer  # until every tensor has memory
         self.layout = Layout((), (), shard_group.world_size)
         self.unlisted_layout = self.layout  # of parameters that are stored here and not updated
@@ -83,7 +70,7 @@ class ParameterStorage:
         self.buckets: list[Bucket] = []  # of the layout
         self._slots: dict[int, tuple[Bucket, int]] = {}  # parameter -> bucket and slot, in the layout's order
         self._addresses: list[tuple[int, torch.dtype]] = []  # of each parameter's memory, where it was put
-        self._bindings = bindings(module)
+        self._bindings = bindings(module, ignored)
         self._indices: dict[Tensor, int] = {}
 
     # -- construction ---------------------------------------------------------------------------------------------
@@ -181,14 +168,18 @@ class ParameterStorage:
 
     def _end(self) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
-        self._bindings = bindings(self._module)
+        self._bindings = bindings(self._module, self.ignored)
         self._cast_others()
-        self._copy([*self._others(), *self._buffers()])
+        self._copy([*self._others(), *self.buffers()])
 
     def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
         """Raise `ValueError`, on every rank, if replicated tensors that cannot be copied from rank 0 differ.
         Collective; ``listed``: replicated parameters that are about to be registered."""
-        known = [*((spec.name, parameter) for parameter, spec in listed.items()), *self.replicas(), *self._buffers()]
+        known = [
+            *((spec.name, parameter) for parameter, spec in listed.items()),
+            *self.replicas(),
+            *self.buffers(),
+        ]
         self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -210,7 +201,7 @@ class ParameterStorage:
         """Name and parameter of all that are not in the layout: the module's that are not listed, and those that are
         listed and replicated."""
         placed = {id(p) for p in self.parameters}
-        known = [(binding.name, binding.parameter) for binding in bindings(self._module)]
+        known = [(binding.name, binding.parameter) for binding in bindings(self._module, self.ignored)]
         known += [(spec.name, parameter) for parameter, spec in self.replicated.items()]
         named: dict[int, tuple[str, Tensor]] = {}
         for name, parameter in known:
@@ -222,8 +213,10 @@ class ParameterStorage:
         """Name and parameter of all that are replicated, listed or not."""
         return [entry for entry in self._others() if not is_laid_out(entry[1])]
 
-    def _buffers(self) -> list[tuple[str, Tensor]]:
-        return [] if self._module is None else list(named_buffers(self._module))
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Name and buffer of the module's, but for those that are ignored."""
+        found = () if self._module is None else named_buffers(self._module)
+        return [entry for entry in found if entry[1] not in self.ignored]
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
@@ -280,8 +273,8 @@ class ParameterStorage:
 
     def broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks. Collective."""
-        self._copy(self._buffers())
-        self._compare(self._buffers())
+        self._copy(self.buffers())
+        self._compare(self.buffers())
 
     @property
     def device(self) -> torch.device:

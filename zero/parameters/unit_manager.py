@@ -326,3 +326,18 @@ def _has_saved(node: Any, parameter: Tensor) -> bool:
 def _in_recomputation() -> bool:
     """Return whether this thread computes a forward anew, which a checkpoint does to unpack what it has not saved."""
     return any(code.co_name == "unpack_hook" and code.co_filename == _CHECKPOINTS for code in callers())
+
+
+class NoUnitHooks:
+    """What `UnitHooks` are at stages without units."""
+
+    needs_gather = False
+
+    def busy(self) -> bool:
+        return False
+
+    def end_iteration(self) -> bool:
+        return True
+
+    def reset_order(self) -> None:
+        return None

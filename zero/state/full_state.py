@@ -22,7 +22,8 @@ from collectives import Kind, Tag, Transport
 
 from ..consistency import broadcast
 from ..core.bits import strided
-from ..core.names import all_without_wrappers, known_as, named_buffers, named_parameters, named_parts, remark_on_prefix
+from ..core.ignored import Ignored
+from ..core.names import all_without_wrappers, known_as, named_parameters, named_parts, remark_on_prefix
 from ..core.parameter_specs import is_copied
 from ..core.stage import Placement, Stage
 from ..gradients.reducer import Reducer
@@ -88,7 +89,7 @@ class FullState:
             if whole is not None:
                 for parameter, slot, spec in zip(bucket.parameters, bucket.spec.slots, bucket.specs, strict=True):
                     values[id(parameter)] = strided(whole, slot.offset, spec.shape, spec.stride).to("cpu", copy=True)
-        return _state_dict(module, values) if to in (None, self._transport.rank) else None
+        return _state_dict(module, values, self._storage.ignored) if to in (None, self._transport.rank) else None
 
     def _whole(self, bucket: StoredBucket, to: int | None, tag: Tag, *, masters: bool) -> Tensor | None:
         """Return a bucket's elements on the ranks that get them; None elsewhere."""
@@ -152,16 +153,9 @@ class FullState:
                 values[id(parameter)] = torch.empty_strided(
                     spec.shape, spec.stride, dtype=bucket.spec.dtypes.master_dtype, device="cpu"
                 )
-        names = {id(parameter): name for name, parameter in module.named_parameters(remove_duplicate=False)}
-        with _standing_in(module, values):
-            expected = dict.fromkeys(module.state_dict())
-            plain = dict(zip(all_without_wrappers(expected), expected, strict=True))
-            known = {name: name if name in expected else plain.get(known_as(name, plain), name) for name in state_dict}
-            given = {known[name]: value for name, value in state_dict.items()}
-            try:
-                module.load_state_dict(given)
-            except RuntimeError as error:
-                raise ValueError(f"{error}{remark_on_prefix(state_dict, plain)}") from error
+        ignored = [each for each in (*module.parameters(), *module.buffers()) if each in self._storage.ignored]
+        left = {id(each): torch.empty(each.shape, dtype=each.dtype, device="cpu") for each in ignored}
+        given, names = _read(module, state_dict, {**values, **left}, left)
         wide = set[int]()
         for key, (bucket, slot) in places.items():
             value = given.get(names.get(key, ""))
@@ -210,16 +204,17 @@ class FullState:
     def _beside_buckets(self) -> list[tuple[str, Tensor]]:
         """Return what every rank has whole and beside the buckets: parameters and buffers. Local."""
         assert self._module is not None
-        known = [*named_parameters(self._module), *named_buffers(self._module)]
+        known = [*named_parameters(self._module), *self._storage.buffers()]
         in_buckets = {id(parameter) for bucket in self._buckets() for parameter in bucket.parameters}
-        return [(name, tensor) for name, tensor in known if id(tensor) not in in_buckets]
+        ignored = self._storage.ignored
+        return [(name, tensor) for name, tensor in known if id(tensor) not in in_buckets and tensor not in ignored]
 
 
 @contextmanager
-def _standing_in(module: nn.Module, values: Hosts) -> Iterator[dict[int, Tensor]]:
+def _standing_in(module: nn.Module, values: Hosts) -> Iterator[dict[int, int]]:
     """Let tensors stand in for the parameters and the buffers of a module inside the block. Ties are kept.
 
-    Yields the tensors that stand in, by their ids.
+    Yields the id of that for which each stands in, by its own id.
     """
     made: dict[int, Tensor] = {}
     kept: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -234,25 +229,49 @@ def _standing_in(module: nn.Module, values: Hosts) -> Iterator[dict[int, Tensor]
                             value = nn.Parameter(value, requires_grad=False)
                         kept.append((registry, key, tensor))
                         registry[key] = made.setdefault(id(tensor), value)
-        yield {id(value): values[key] for key, value in made.items()}
+        yield {id(value): key for key, value in made.items()}
     finally:
         for registry, key, tensor in kept:
             registry[key] = tensor
 
 
-def _state_dict(module: nn.Module, values: Hosts) -> dict[str, Any]:
-    """Return ``module.state_dict()``, with these values, on the host. Local.
+def _read(
+    module: nn.Module, state_dict: Mapping[str, Any], values: Hosts, left: Hosts
+) -> tuple[dict[str, Any], dict[int, str]]:
+    """Let the module load a state dict into ``values``, but for those that are ``left``. Local.
 
-    All that is not among them is copied. Names are those of the module without the wrappers of torch.
+    Returns the state dict by the names of the module, and the names by the ids of parameters. Raises `ValueError` if
+    it does not fit.
+    """
+    with _standing_in(module, values) as made:
+        expected: dict[str, Any] = module.state_dict(keep_vars=True)
+        plain = dict(zip(all_without_wrappers(expected), expected, strict=True))
+        known = {name: name if name in expected else plain.get(known_as(name, plain), name) for name in state_dict}
+        given = {known[name]: value for name, value in state_dict.items()}
+        names = {made[id(value)]: name for name, value in expected.items() if id(value) in made}
+        given |= {name: left[made[id(value)]] for name, value in expected.items() if made.get(id(value)) in left}
+        try:
+            module.load_state_dict(given)
+        except RuntimeError as error:
+            raise ValueError(f"{error}{remark_on_prefix(state_dict, plain)}") from error
+    return given, names
+
+
+def _state_dict(module: nn.Module, values: Hosts, ignored: Ignored) -> dict[str, Any]:
+    """Return ``module.state_dict()``, with these values, on the host, without what is ``ignored``. Local.
+
+    All that is not among the values is copied. Names are those of the module without the wrappers of torch.
     """
     copies: dict[int, Tensor] = {}
     with _standing_in(module, values) as made:
         found: dict[str, Any] = module.state_dict(keep_vars=True)
     for name, plain in zip(list(found), all_without_wrappers(found), strict=True):
         value = found.pop(name)
+        if value in ignored:
+            continue
         if isinstance(value, Tensor):
             if id(value) not in copies:
-                copies[id(value)] = made[id(value)] if id(value) in made else _copied(value)
+                copies[id(value)] = values[made[id(value)]] if id(value) in made else _copied(value)
             value = copies[id(value)]
         found[plain] = value
     return found

@@ -24,6 +24,8 @@ class _Engine(LiveStates, Protocol):
 
     def full_master(self, *, index: int) -> Tensor: ...
 
+    def broadcast_buffers(self) -> None: ...
+
     def full_state_dict(self, *, to: int | None, masters: bool) -> dict[str, Any] | None: ...
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None: ...
@@ -73,6 +75,13 @@ class WithWholeTensors(WithLiveStates):
         if parameter in self._storage.replicated:
             return parameter.detach().clone()
         return self._engine.full_master(index=self._storage.index(parameter))
+
+    def broadcast_buffers(self) -> None:
+        """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
+
+        Without this call, each rank's buffers (the running statistics of a batch norm) are its own after construction.
+        """
+        self._engine.broadcast_buffers()
 
     def full_state_dict(self, to: int | None = 0, *, masters: bool = False) -> dict[str, Any] | None:
         """Return the whole state dict of the module in the host's memory, on group rank ``to``; None elsewhere. All

@@ -5,6 +5,7 @@ Knows: the user's arguments. Does not know: the order of operations in a clip, w
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -27,10 +28,13 @@ class _Clipping(Protocol):
 
     def clip_whole_model(self, over: Any, replicated: Replicated, **clip: Any) -> Tensor: ...
 
+    def clip_together(self, others: Sequence[Any], **clip: Any) -> Tensor: ...
+
 
 @untraced_methods
 class WithClip:
-    """An optimizer that clips gradients by the norm of its parameters, or of a model of which these are a part."""
+    """An optimizer that clips by the norm of its parameters, of a model of which these are a part, or of those of
+    several optimizers."""
 
     _engine: _Clipping
 
@@ -42,6 +46,7 @@ class WithClip:
         *,
         over: ProcessGroup | Transport | DeviceMesh | None = None,
         replicated: Replicated = (),
+        also: Iterable[WithClip] = (),
     ) -> Tensor:
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
 
@@ -57,10 +62,28 @@ class WithClip:
                 one of each optimizer, at the same place. They all make the call. The norm is then the whole model's.
             replicated: the parameters that each rank of ``over`` has, under one name and with the same gradient, or a
                 predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose gradients differ.
+            also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
+                experts of an expert-parallel group, say). The norm is that of all their gradients together, on all
+                ranks, and all are scaled. Every rank gives equally many; not inside `join`, nor with ``over``.
         """
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         clip: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        if others := further_engines(self, also):
+            if over is not None:
+                raise ValueError("clip_grad_norm_() takes over= or also=: a model in parts has one optimizer per rank")
+            self._engine.model_part.warn_of_others()
+            return self._engine.clip_together(others, **clip)
         if over is None:
             self._engine.model_part.warn_of_others()
             return self._engine.clip_grad_norm_(**clip)
         return self._engine.clip_whole_model(over, replicated, **clip)
+
+
+def further_engines(first: WithClip, also: Iterable[Any]) -> list[Any]:
+    """Return the engines of further optimizers. Raises `TypeError` if one is none, the first one, or there twice."""
+    found: list[WithClip] = []
+    for number, other in enumerate(also):
+        if not isinstance(other, WithClip) or any(other is known for known in (first, *found)):
+            raise TypeError(f"also[{number}] must be a further ZeroOptimizer, each once, not {type(other).__name__}")
+        found.append(other)
+    return [each._engine for each in found]

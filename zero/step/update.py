@@ -100,11 +100,14 @@ class Update:
             return None
         return torch.device(specs[0].device) if len({spec.device for spec in specs}) == 1 else None
 
-    def norm_part(self, norm_type: float) -> bytes:
-        """Return this rank's part of the norm of the means, as a `PowerSum`."""
+    def norm_sum(self, norm_type: float) -> PowerSum:
+        """Return this rank's part of the norm of the means: over all ranks, every element once."""
         pieces = self._means.shards() if self._is_first_copy else []
-        mine = PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
-        return mine.to_bytes()
+        return PowerSum.of(pieces, norm_type)  # host synchronisation: exact integers, which devices do not have
+
+    def norm_part(self, norm_type: float) -> bytes:
+        """Return `norm_sum` as a message."""
+        return self.norm_sum(norm_type).to_bytes()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool, parts: list[bytes]) -> Tensor:
         """Scale the means by one factor; return the norm before, 0-dim, fp32 (fp64 if any gradient is). Collective.
@@ -113,9 +116,8 @@ class Update:
         rank, before any scaling, if ``error_if_nonfinite`` and the norm is inf or NaN. The norm is on the device if all
         ranks clip there, and else on the host.
         """
-        gradients = self._gradients()
         if set(parts) == {ON_DEVICE}:
-            return self._clip_on_device(max_norm, gradients)
+            return self._clip_on_device(max_norm)
         if not parts or not all(parts) or ON_DEVICE in parts:
             parts = self._transport.exchange(self.norm_part(norm_type), Tag(Kind.EXCHANGE, "gradient norm"))
         total = PowerSum.of([], norm_type)
@@ -128,8 +130,8 @@ class Update:
         """Scale the means by the factor of a norm on the host, and return the norm. Local. See `clip`."""
         if error_if_nonfinite:
             check_finite(norm, norm_type)
-        factor = clip_factor(norm, max_norm)  # no host synchronisation: the norm is in the host's memory
-        if not bool(factor == 1.0):
+        factor = clip_factor(norm, max_norm)
+        if not bool(factor == 1.0):  # no host synchronisation: it is in the host's memory
             for gradient in self._gradients():
                 gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
@@ -138,14 +140,15 @@ class Update:
         held = [bucket.grad.final_grad() for bucket in self._storage.buckets]
         return [gradient.data for gradient in held if gradient is not None]
 
-    def _clip_on_device(self, max_norm: float, gradients: Sequence[Tensor]) -> Tensor:
+    def _clip_on_device(self, max_norm: float) -> Tensor:
         device = self._device
         assert device is not None
         kernels = kernels_of(device)
         assert kernels is not None
         shards = self._means.shards()
         with behind_a_meeting(self._transport), as_a_whole(self._transport, "while clipping"):
-            return clip_on_device(kernels, device, shards, gradients, max_norm, self._shard_group, self._collective)
+            gradients, group = self._gradients(), self._shard_group
+            return clip_on_device(kernels, device, shards, gradients, max_norm, group, self._collective)
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
         """Update every parameter that some rank used. Collective.

@@ -1,0 +1,266 @@
+"""Parameters that an optimizer leaves to another one, or to nobody: the bits of one plain loop over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero
+from collectives import Transport, on_threads, solo
+from zero import MixedPrecision, ZeroOptimizer
+
+from ..support.errors import error_of
+from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_value
+from ..support.rows import rows
+from ..support.sides import AsPlain
+from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
+
+BF16 = PRECISIONS["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "precision", "more"),
+    rows(
+        [
+            pytest.param((3, 3), 4, None, {}, id="3-3-4"),
+            pytest.param((2, 1), 2, BF16, {}, id="2-1-2-bf16"),
+            pytest.param((0, 2), 6, None, {}, id="0-2-6"),
+        ],
+        [
+            pytest.param((3, 0), 4, BF16, {"sharding_factor": 2}, id="3-0-4-bf16-factor"),
+            pytest.param((1, 3), 4, BF16, {}, id="1-3-4-bf16"),
+            pytest.param((3, 3), 2, None, {"reshard_after_forward": False}, id="3-3-2-kept"),
+            pytest.param((2, 2), 12, None, {}, id="2-2-12"),
+        ],
+    ),
+)
+def test_experts_of_fewer_ranks_train_the_bits_of_one_plain_loop_with_one_norm(
+    stages: tuple[int, int], ranks: int, precision: MixedPrecision | None, more: dict[str, Any]
+) -> None:
+    plain, expected = plain_loop(3, precision)
+
+    def program(transport: Transport) -> tuple[Sparse, list[Tensor]]:
+        pair = Pair(transport, stages, precision, **more)
+        norms = pair.train(range(3))
+        for layer in pair.model.layers:
+            assert layer.experts.of[str(pair.expert)].whose == pair.expert  # type: ignore[union-attr, index, operator]
+            assert layer.offset.eq(0.5).all()  # type: ignore[operator, union-attr]
+        return pair.close(), norms
+
+    for model, norms in on_threads(ranks, program):
+        assert_trained(model, plain)
+        for mine, theirs in zip(norms, expected, strict=True):
+            assert_same_bits(mine, theirs, "norm")
+
+
+def test_the_other_optimizer_may_come_first_and_single_parameters_may_be_ignored() -> None:
+    plain, _ = plain_loop(1)
+
+    def program(transport: Transport) -> Sparse:
+        model = sparse([transport.rank])
+        experts = model.experts()
+        given: dict[str, Any] = {"stage": 3, "lr": 0.01, "divisor": MICRO_BATCHES}
+        own = ZeroOptimizer(experts, process_group=solo(), **given)
+        ignored = iter([*experts.parameters(), *experts.buffers()])
+        dense = ZeroOptimizer(
+            [("first.weight", model.first.weight)], module=model, process_group=transport, ignored=ignored, **given
+        )
+        left = {id(parameter) for parameter in (*experts.parameters(), model.first.weight)}
+        rest = [parameter for parameter in model.parameters() if id(parameter) not in left]
+        dense.add_param_group({"params": rest})
+        assert "is ignored, and is in a param group" in error_of(
+            dense.add_param_group,
+            {"params": [experts[0].of[str(transport.rank)].inner.weight]},  # type: ignore[index, union-attr]
+        )
+        for number in range(transport.rank, MICRO_BATCHES, 2):
+            loss_of(model, 0, number).backward()  # type: ignore[no-untyped-call]
+        dense.clip_grad_norm_(0.1, also=[own])
+        dense.step()
+        own.step()
+        own.close()
+        dense.close()
+        return model
+
+    for model in on_threads(2, program):
+        assert_trained(model, plain)
+
+
+def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(
+    tmp_path: Path,
+) -> None:
+    plain, _ = plain_loop(3)
+
+    def paths(pair: Pair) -> tuple[Path, Path]:
+        return tmp_path / "dense", tmp_path / f"expert-{pair.expert}"
+
+    def save(transport: Transport) -> list[str]:
+        pair = Pair(transport, (1, 3))
+        pair.train(range(2))
+        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
+            zero.save(path, optimizer)
+        dense, own = pair.dense.full_state_dict(to=None), pair.own.full_state_dict(to=None)
+        assert dense is not None
+        assert own is not None
+        assert not any("experts" in name for name in dense)
+        whole = {**dense, **{f"layers.{name[0]}.experts{name[1:]}": value for name, value in own.items()}}
+        named = [*pair.model.named_parameters(), *pair.model.named_buffers()]
+        assert whole.keys() == {name for name, _ in named}
+        pair.dense.load_full_state_dict(whole)  # the names of what is ignored are skipped
+        assert_same_value(pair.own.full_state_dict(to=None), own, "experts")
+        pair.close()
+        return sorted(whole)
+
+    def load(transport: Transport) -> Sparse:
+        pair = Pair(transport, (3, 2))
+        for path, optimizer in zip(paths(pair), (pair.dense, pair.own), strict=True):
+            zero.load(path, optimizer, rng=False)
+        pair.train(range(2, 3))
+        return pair.close()
+
+    on_threads(4, save)
+    for model in on_threads(2, load):
+        assert_trained(model, plain)
+
+
+class Gated(nn.Module):
+    """A layer behind one that is each rank's own, which no optimizer has."""
+
+    def __init__(self, rank: int, ranks: int = 1) -> None:
+        super().__init__()
+        self.own = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(ranks)])
+        self.layer = nn.Linear(3, 2)
+        with torch.no_grad():
+            for number, each in enumerate(self.own):
+                each.weight.copy_(torch.eye(3) * (1.5 + rank + number))
+            for parameter in self.layer.parameters():
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+
+    def forward(self, x: Tensor, number: int = 0) -> Tensor:
+        found: Tensor = self.layer(self.own[number](x)).float().square().sum()
+        return found
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(stage: int) -> None:
+    counts = (1, 3, 2)
+    gated = Gated(0, 3)
+    plain = AsPlain(gated, lambda _: torch.optim.AdamW(gated.layer.parameters(), lr=0.1), 3)
+
+    def trained(side: Any, rank: int, step: int) -> Tensor:
+        x = torch.full((1, 3), 1.0 + rank + step)
+        return side(x, rank if len(side.own) > 1 else 0)  # type: ignore[no-any-return]
+
+    for step in range(3):
+        mine = [rank for rank in range(3) if step < counts[rank]]
+        plain.train(lambda model, rank, step=step: trained(model, rank, step), ranks=mine)  # type: ignore[misc]
+        plain.settle()
+        plain.step()
+        plain.clear()
+
+    def program(transport: Transport) -> nn.Module:
+        model = Gated(transport.rank)
+        weight = model.own[0].weight
+        before, address = weight.detach().clone(), weight.data_ptr()
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, lr=0.1, ignored=model.own)
+        with optimizer.join():
+            for step in range(counts[transport.rank]):
+                trained(model, transport.rank, step).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert isinstance(weight.grad, Tensor)  # as autograd has left it, of this rank alone
+        assert type(weight.grad) is Tensor
+        optimizer.broadcast_buffers()
+        with optimizer.gathered(write=True):
+            pass
+        assert_same_bits(weight, before)
+        assert weight.data_ptr() == address
+        described = optimizer.describe()
+        assert [name for bucket in described.buckets for name in bucket.names] == ["layer.bias", "layer.weight"]
+        assert described.bytes["parameters"] == described.formula_bytes["parameters"] <= 4 * 64
+        optimizer.close()
+        narrow = ZeroOptimizer(model, stage=stage, process_group=transport, mixed_precision=BF16, ignored=[weight])
+        assert weight.dtype is torch.float32
+        narrow.close()
+        return model.layer.float()
+
+    for layer in on_threads(3, program):
+        expected = plain.model.layer.bfloat16().float()
+        assert_same_value(layer.state_dict(), expected.state_dict(), "the layer")
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+
+def new(params: Any, **arguments: Any) -> Callable[[], object]:
+    return lambda: ZeroOptimizer(params, process_group=solo(), **arguments)
+
+
+WRONG: list[tuple[Callable[[], object], str]] = [
+    (new(MODEL, ignored=[MODEL[0], 3]), "TypeError: ignored[1] is a int, neither a parameter nor a module"),
+    (new(MODEL, ignored=nn.Linear(2, 2)), "ValueError: ignored[0] is no part of the optimizer's module"),
+    (new(MODEL, ignored=[nn.Parameter(torch.ones(2))]), "ValueError: ignored[0] is no part of the optimizer's module"),
+    (
+        new(MODEL.parameters(), ignored=[MODEL[0]]),
+        "ValueError: ignored= has parts of the module: pass the",
+    ),
+    (
+        new(MODEL.parameters(), module=MODEL, ignored=[MODEL[0]]),
+        "ValueError: '0.weight' is ignored, and is",
+    ),
+    (new(MODEL, ignored=MODEL), "ValueError: the parameter list is empty"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), WRONG)
+def test_what_cannot_be_ignored_is_named(call: Callable[[], object], text: str) -> None:
+    assert error_of(call).startswith(text)
+
+
+def test_a_clip_that_one_rank_cannot_make_is_an_error_on_every_rank_and_training_goes_on() -> None:
+    plain, _ = plain_loop(1)
+
+    def program(transport: Transport) -> tuple[list[str], Sparse]:
+        pair = Pair(transport, (2, 2))
+        clip = pair.dense.clip_grad_norm_
+        for number in range(pair.rank, MICRO_BATCHES, pair.world_size):
+            loss_of(pair.model, 0, number).backward()  # type: ignore[no-untyped-call]
+        if pair.expert:
+            pair.own.divisor = 5 + pair.rank
+        found = [error_of(clip, 0.1, also=[pair.own])]
+        if pair.expert:
+            pair.own.divisor = MICRO_BATCHES
+        found += [error_of(clip, 0.1, also=[also]) for also in (pair.dense, 3)]
+        found.append(error_of(clip, 0.1, also=[pair.own, pair.own]))
+        with pair.own.no_sync():
+            found.append(error_of(clip, 0.1, also=[pair.own]))
+        with pair.dense.join():
+            found.append(error_of(clip, 0.1, also=[pair.own]))
+        clip(0.1, also=[pair.own])
+        pair.dense.step()
+        pair.own.step()
+        model = pair.close()
+        pair = Pair(transport, (2, 2))
+        found.append(error_of(pair.dense.clip_grad_norm_, 0.1, also=[pair.own][: pair.rank]))
+        return found, model
+
+    said = [
+        "optimizer.divisor is 6 on rank 0, but 8 on rank 1",
+        "also[0] must be a further ZeroOptimizer, each once, not ZeroOptimizer",
+        "also[0] must be a further ZeroOptimizer, each once, not int",
+        "also[1] must be a further ZeroOptimizer",
+        "clip_grad_norm_() inside no_sync()",
+        "clip_grad_norm_() with also= inside join()",
+        "clip_grad_norm_(also=1 optimizers)",
+    ]
+    for messages, model in on_threads(4, program):
+        for message, words in zip(messages, said, strict=True):
+            assert words in message
+        assert_trained(model, plain)
