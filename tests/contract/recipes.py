@@ -109,6 +109,7 @@ BY_NAME = {
 EXAMPLES = {
     "fp32": Example(PlainLoop()),
     "A loader of your own": Example(PlainLoop(), everywhere=True),
+    "Lend the GPU": Example(PlainLoop()),
     "Gradient accumulation": Example(PlainLoop(together=4)),
     "Several losses": Example(PlainLoop(sum_of_losses)),
     "Several backwards": Example(PlainLoop(second_loss)),

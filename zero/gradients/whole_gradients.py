@@ -44,8 +44,8 @@ class WholeGradients:
         records = self._reducer.check_consistency(purpose)
         if any(record.pending for record in records):
             raise RuntimeError(
-                f"{purpose}: what no_sync(), or the zeros of zero_grad(set_to_none=False), left on a rank is not "
-                "reduced yet; run a backward outside no_sync(), or clip"
+                f"{purpose}: gradients of a backward inside no_sync(), or the zeros of zero_grad(set_to_none=False), "
+                "are not reduced yet. First run a backward outside no_sync(), or clip"
             )
         flag = sum(len(before.used) for before in self._buckets[: bucket.spec.index]) + number
         if not any(record.used[flag] for record in records):
