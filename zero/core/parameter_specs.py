@@ -47,7 +47,7 @@ def is_released(parameter: object) -> bool:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Return whether a tensor's class manages its memory itself, with its own ``__torch_dispatch__``, as wrappers do."""
+    """Return whether a tensor's class manages its memory itself, with its own ``__torch_dispatch__``, as wrappers."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
@@ -175,8 +175,8 @@ def check_buffers(buffers: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module that cannot be used: a ScriptModule, whose parameters are not Python
-    objects, or a DistributedDataParallel, which reduces gradients itself."""
+    """Raise `ValueError` naming a part of the module that cannot be used: a ScriptModule, whose parameters are not
+    Python objects, or a DistributedDataParallel, which reduces gradients itself."""
     for name, part in () if module is None else named_parts(module):
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise ValueError(
