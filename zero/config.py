@@ -22,11 +22,10 @@ from collectives import Algorithm, Transport, check_name
 from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
-from .core.ignored import Ignored
 from .core.layout import BucketSizes, bucket_sizes
 from .core.parameter_specs import FLOATS
 from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
-from .core.units import ROOT, Predicate, find_units
+from .core.units import ROOT, Ignored, Predicate, find_units
 from .precision import PrecisionOption, Precisions, Rule, checked
 
 if TYPE_CHECKING:

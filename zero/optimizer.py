@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, Offload, check_divisor, module_of
-from .core.ignored import Given, Ignored
 from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
-from .core.units import Predicate
+from .core.units import Given, Ignored, Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .precision import PrecisionOption

@@ -15,11 +15,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from .core.ignored import Ignored
 from .core.layout import Dtypes
 from .core.names import child_name, named_children
 from .core.parameter_specs import FLOATS
-from .core.units import has_forward
+from .core.units import Ignored, has_forward
 
 
 @dataclass(frozen=True)

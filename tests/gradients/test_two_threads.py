@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Loopback, Transport
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, whole_tensor_calls
 from zero.gradients import hooks
 from zero.gradients.placeholder import ShardedGradient
 from zero.gradients.reduced_grads import FoundInf
@@ -55,7 +55,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         backward = getattr(_HERE, "backward", None)
         return -1 if backward is None else int(backward.number)
 
-    for module in (hooks, backward_tracker, __import__("zero.engine", fromlist=["engine"])):
+    for module in (hooks, backward_tracker, whole_tensor_calls):
         monkeypatch.setattr(module, "current_graph_task_id", current)
     monkeypatch.setattr(backward_tracker, "queue_callback", lambda callback: _HERE.backward.callbacks.append(callback))
     yield

@@ -47,7 +47,7 @@ def is_released(parameter: object) -> bool:
 
 
 def has_own_dispatch(tensor: Tensor) -> bool:
-    """Return whether a tensor's class manages its memory itself, by its own ``__torch_dispatch__``, as wrappers do."""
+    """Return whether a tensor's class manages its memory itself, with its own ``__torch_dispatch__``, as wrappers."""
     return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.ignored import Ignored
 from ..core.names import named_parameters, named_parts
 from ..core.parameter_specs import HELD_ELSEWHERE, is_released
-from ..core.units import UnitModule
+from ..core.units import Ignored, UnitModule
 from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # they hide no tensor

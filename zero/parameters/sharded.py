@@ -19,11 +19,10 @@ from collectives import Choice, Collective, Kind, Region, Tag, Transport
 from ..consistency import broadcast, fingerprint
 from ..core.buckets import build
 from ..core.flags import where
-from ..core.ignored import Ignored
 from ..core.layout import BucketSizes, BucketSpec, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
-from ..core.units import Predicate, find_units
+from ..core.units import Ignored, Predicate, find_units
 from ..precision import Precisions
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket

@@ -16,7 +16,6 @@ from collectives import Transport, as_a_whole
 
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
-from ..core.ignored import Ignored
 from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.names import named_buffers
 from ..core.parameter_specs import (
@@ -31,6 +30,7 @@ from ..core.parameter_specs import (
     replaced,
 )
 from ..core.stage import Placement
+from ..core.units import Ignored
 from ..precision import Precisions
 from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer

@@ -22,10 +22,10 @@ from collectives import Kind, Tag, Transport
 
 from ..consistency import broadcast
 from ..core.bits import strided
-from ..core.ignored import Ignored
 from ..core.names import all_without_wrappers, known_as, named_parameters, named_parts, remark_on_prefix
 from ..core.parameter_specs import is_copied
 from ..core.stage import Placement, Stage
+from ..core.units import Ignored
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket

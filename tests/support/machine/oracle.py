@@ -67,7 +67,7 @@ class Oracle(AsPlain, Player):
         return None if gradient is None else gradient.clone()
 
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:
-        self.replace(index, gradient)
+        self.replace(index, None if gradient is None else self.numbers.wide(index, gradient))
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()

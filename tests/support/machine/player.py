@@ -91,7 +91,7 @@ class Player:
                 return self.full_gradient(command.number % len(list(self.model.parameters())))
             case p.SetGrad():
                 number = command.number % len(list(self.model.parameters()))
-                gradient = p.replacement(self.chosen((number,))[0], self.config, command)
+                gradient = p.replacement(self.chosen((number,))[0], command)
                 self.set_gradient(number, gradient)
                 return self.full_gradient(number)
             case p.Describe():

@@ -309,12 +309,11 @@ def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.L
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.75)
 
 
-def replacement(parameter: nn.Parameter, config: Config, command: SetGrad) -> Tensor | None:
-    """Return the gradient that a parameter gets."""
+def replacement(parameter: nn.Parameter, command: SetGrad) -> Tensor | None:
+    """Return the gradient that a parameter gets, in fp64."""
     if command.none or not parameter.requires_grad:
         return None
-    drawn = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(command.seed), dtype=torch.float64)
-    return drawn.to(parameter.dtype if config.mixed is None else config.mixed.accumulate_dtype)
+    return torch.randn(parameter.shape, generator=torch.Generator().manual_seed(command.seed), dtype=torch.float64)
 
 
 def values(parameters: list[nn.Parameter]) -> list[Tensor]:

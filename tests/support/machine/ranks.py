@@ -94,9 +94,14 @@ class Rank(OnRank, Player):
         return self.optimizer.full_grad(list(self.model.parameters())[index])
 
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:
-        if gradient is not None and self.rank:
-            gradient = torch.zeros_like(gradient)  # rank 0's counts
-        self.optimizer.set_full_grad(list(self.model.parameters())[index], gradient)
+        parameter = list(self.model.parameters())[index]
+        if gradient is not None:
+            storage = self.optimizer._storage
+            number = next(number for number, own in enumerate(storage.parameters) if own is parameter)
+            gradient = gradient.to(storage.layout.parameters[number].dtypes.accumulate_dtype)
+            if self.rank:
+                gradient = torch.zeros_like(gradient)  # rank 0's counts
+        self.optimizer.set_full_grad(parameter, gradient)
 
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
