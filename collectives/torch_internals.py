@@ -27,7 +27,7 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _non_persistent_buffers_set     Module           zero.checkpoint.contents
     _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.module_hooks
     _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting
-    _forward_hooks                  Module           zero.parameters.module_hooks
+    _forward_hooks                  Module           zero.parameters.casting, zero.parameters.module_hooks
     _backward_pre_hooks             Module           zero.parameters.module_hooks
     _compiled_call_impl             Module           zero.parameters.module_hooks
     _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)

@@ -33,6 +33,16 @@ def precision_of(given: Any, name: str, module: nn.Module) -> Any:
     return [own for pattern, own in given.items() if any(fnmatchcase(place, pattern) for place in places)][-1]
 
 
+def sum_dtypes(model: nn.Module, precision: Any) -> dict[Tensor, torch.dtype]:
+    """Return the dtype in which the gradient of each parameter is added up. ``precision`` None: the parameter's own."""
+    found = {parameter: parameter.dtype for parameter in model.parameters()}
+    for name, module in reversed(list(model.named_modules())) if precision is not None else ():
+        own = precision_of(precision, name, module)
+        for parameter in module.parameters(recurse=False) if own.param_dtype is not None else ():
+            found[parameter] = getattr(own, "accumulate_dtype", FP32)
+    return found
+
+
 def cast(value: Any, dtype: torch.dtype) -> Any:
     """Return a value with its floating-point tensors cast."""
     if isinstance(value, Tensor):

@@ -14,6 +14,7 @@ from torch import Tensor
 from collectives import Algorithm
 from zero import Offload, ZeroOptimizer
 
+from ..narrowed import sum_dtypes
 from ..sides import OnRank
 from . import program as p
 from .player import Player
@@ -96,9 +97,7 @@ class Rank(OnRank, Player):
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:
         parameter = list(self.model.parameters())[index]
         if gradient is not None:
-            storage = self.optimizer._storage
-            number = next(number for number, own in enumerate(storage.parameters) if own is parameter)
-            gradient = gradient.to(storage.layout.parameters[number].dtypes.accumulate_dtype)
+            gradient = gradient.to(sum_dtypes(self.model, self.config.mixed)[parameter])
             if self.rank:
                 gradient = torch.zeros_like(gradient)  # rank 0's counts
         self.optimizer.set_full_grad(parameter, gradient)
