@@ -19,9 +19,9 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.rows import rows
 from ..support.sides import AsPlain
+from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
 
 pytestmark = pytest.mark.contract
-from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
 
 BF16 = PRECISIONS["bf16"]
 
