@@ -51,6 +51,7 @@ from ..support.loops import (
     two_layers,
     uneven,
     with_batch_norm,
+    with_norm_and_head,
 )
 from ..support.plain import assert_same_bits
 from ..support.pool import GlooPool
@@ -114,7 +115,7 @@ EXAMPLES = {
     "Several losses": Example(PlainLoop(sum_of_losses)),
     "Several backwards": Example(PlainLoop(second_loss)),
     "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
-    "Norms and heads in fp32": Example(PlainLoop(precision=BY_NAME)),
+    "Norms and heads in fp32": Example(PlainLoop(precision=BY_NAME), build=with_norm_and_head),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),
     "Gradients of your own": Example(PlainLoop(before_clip=mask_eight_rows)),

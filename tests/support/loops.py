@@ -87,6 +87,14 @@ class Halves(nn.Module):
         return outputs[0] + outputs[1] + self.bias
 
 
+def with_norm_and_head() -> nn.Module:
+    model = nn.Sequential()
+    model.add_module("first", nn.Linear(WIDTH, 16))
+    model.add_module("norm", nn.LayerNorm(16))
+    model.add_module("head", nn.Linear(16, CLASSES))
+    return model
+
+
 def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 

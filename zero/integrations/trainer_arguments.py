@@ -225,13 +225,26 @@ def check_choices(choices: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def check_ranks(exchange: Callable[[bytes], list[bytes]], args: Any, dataset: Any, name: str) -> None:
-    """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks.
+def check_ranks(args: Any, dataset: Any, name: str) -> None:
+    """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks."""
+    if args.world_size > 1:
+        mine = json.dumps(choices_of(args, dataset, name)).encode()
+        check_choices([json.loads(theirs) for theirs in _exchange(mine, args)])
 
-    ``exchange`` returns every rank's bytes, in rank order.
-    """
-    mine = json.dumps(choices_of(args, dataset, name)).encode()
-    check_choices([json.loads(theirs) for theirs in exchange(mine)])
+
+def _exchange(data: bytes, args: Any) -> list[bytes]:
+    """Return every rank's bytes, in rank order. All ranks. Nothing of a peer is unpickled."""
+    import torch
+    import torch.distributed as dist  # noqa: TID251 - Trainer has made the world's group
+
+    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+        found = [torch.empty_like(tensor) for _ in range(args.world_size)]
+        dist.all_gather(found, tensor)
+        return found
+
+    sizes = [int(size) for size in gathered(torch.tensor([len(data)], device=args.device))]
+    padded = torch.tensor(list(data.ljust(max(sizes), b" ")), dtype=torch.uint8, device=args.device)
+    return [bytes(each.tolist()[:size]) for each, size in zip(gathered(padded), sizes, strict=True)]
 
 
 def process_group_of(args: Any) -> Any:

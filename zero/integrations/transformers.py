@@ -90,6 +90,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Build the `ZeroOptimizer` of the arguments' class and param groups. All ranks. Trainer calls it."""
+        check_ranks(self.args, self.train_dataset, "train_dataset")
         if self.optimizer is None:
             if self.zero_optimizer is not None:  # of the model before: `model_init` has built another one
                 self.zero_optimizer.close()
@@ -111,8 +112,6 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
                 **self.zero.arguments(),
                 **defaults,
             )
-        assert self.zero_optimizer is not None, "ZeroTrainer takes no optimizer that was built elsewhere"
-        check_ranks(self.zero_optimizer.exchange, self.args, self.train_dataset, "train_dataset")
         return self.optimizer
 
     def _whole(self, write: bool = False) -> AbstractContextManager[None]:
@@ -123,9 +122,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
         """Evaluate or predict, as Trainer does. All ranks. `evaluate` and `predict` call it."""
-        if self.zero_optimizer is not None:
-            dataset = getattr(dataloader, "dataset", None)
-            check_ranks(self.zero_optimizer.exchange, self.args, dataset, "evaluation dataset")
+        check_ranks(self.args, getattr(dataloader, "dataset", None), "evaluation dataset")
         return super().evaluation_loop(dataloader, *arguments, **named)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
