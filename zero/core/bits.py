@@ -117,14 +117,13 @@ def host_readable(device: torch.device) -> bool:
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def first_unequal(a: Tensor, b: Tensor) -> Tensor:
-    """Return the index of the first element whose bits differ between ``a`` and ``b``, or -1.
+def differ(a: Tensor, b: Tensor) -> Tensor:
+    """Return whether the bits of ``a`` and ``b`` differ in any element.
 
-    Both are 1-D, not empty, and of one floating dtype. The result is 0-dim, on their device; the host does not wait.
+    Both are 1-D and of one floating dtype. The result is 0-dim, bool, on their device; the host does not wait.
     """
     integers = INTEGERS[a.itemsize]
-    different = a.view(integers) != b.view(integers)
-    return torch.where(different.any(), different.view(torch.uint8).argmax(), -1)
+    return (a.view(integers) != b.view(integers)).any()
 
 
 def read_scalars(scalars: Sequence[Tensor]) -> list[int]:

@@ -26,7 +26,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 from collectives.pool import worth_keeping
 from collectives.torch_internals import foreach_add_, foreach_copy_
 
-from ..core.bits import first_unequal, row_major_stride, same_bits
+from ..core.bits import differ, row_major_stride, same_bits
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Placement, Stage
 from .flat_buffer import FlatBuffer, redistribute
@@ -53,8 +53,7 @@ class GradAccumulator:
         self._specs, self._stage, self._shard_group = specs, stage, shard_group
         self.low, self.high = bucket.owned(shard_group.rank)
         self.pieces = bucket.pieces(self.low, self.high)
-        last = f" ... {specs[-1].name}" if len(specs) > 1 else ""
-        self.label = f"bucket {bucket.index} ({specs[0].name}{last})"
+        self.label = f"bucket {bucket.index} ({' ... '.join(dict.fromkeys([specs[0].name, specs[-1].name]))})"
         number, rank = bucket.index, shard_group.rank_label
         self._launching = ProfilerRange(f"reduce_scatter bucket {number}", rank)
         self._passing = ProfilerRange(f"pass_on_reduce_scatter bucket {number}", rank)
@@ -86,15 +85,14 @@ class GradAccumulator:
         Slots are -0.0, expanded from one element. Padding is +0.0; it is contiguous, and left out if empty, since
         `torch.cat` is slower otherwise.
         """
-        device, slots = torch.device(self.bucket.device), self.bucket.slots
-        dtype = self.bucket.dtypes.reduce_dtype
-        nothing = torch.full((1,), -0.0, dtype=dtype, device=device)
+        slots = self.bucket.slots
+        nothing = torch.full((1,), -0.0, dtype=self.bucket.dtypes.reduce_dtype, device=self.bucket.device)
         row, places = list[Tensor](), list[int]()
         for slot, end in zip(slots, [*(after.offset for after in slots[1:]), self.bucket.numel], strict=True):
             places.append(len(row))
             row.append(nothing.expand(slot.numel))
             if end > slot.end:
-                row.append(torch.zeros(end - slot.end, dtype=dtype, device=device))
+                row.append(nothing.new_zeros(end - slot.end))
         return row, places
 
     # -- the contribution of this rank --------------------------------------------------------------------------
@@ -363,9 +361,7 @@ class GradAccumulator:
         device, without a host synchronisation."""
         assert self._whole is not None
         own, total = self._whole.interval(self.low, self.high), self._sum().data
-        if not own.numel():
-            return torch.zeros((), dtype=torch.bool, device=own.device)
-        return first_unequal(own, total / divisor if divisor != 1 else total) >= 0
+        return differ(own, total / divisor if divisor != 1 else total)
 
     def edits(self, divisor: float, used: bytearray) -> list[int]:
         """Return the slots whose mean was edited since `gather_means`, as far as the owned shard shows it.
@@ -399,8 +395,6 @@ class GradAccumulator:
     def _scratch(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
         return self._made(self._shard_group.scratch, placement, dtype)
 
-    def _made(
-        self, allocate: Callable[[int, torch.dtype, torch.device], Tensor], placement: Placement, dtype: torch.dtype
-    ) -> FlatBuffer:
+    def _made(self, allocate: Callable[..., Tensor], placement: Placement, dtype: torch.dtype) -> FlatBuffer:
         begin, end = (self.low, self.high) if placement is Placement.SHARD else (0, self.bucket.numel)
         return FlatBuffer(allocate(end - begin, dtype, torch.device(self.bucket.device)), placement, begin)
