@@ -202,6 +202,15 @@ class Config(ShardingOptions):
             total=_bytes(listed, device, precisions),
         )
 
+    def module_of_units(self) -> nn.Module:
+        """Return the module whose units are gathered. Raises `ValueError` if none was passed."""
+        if self.module is None:
+            raise ValueError(
+                f"stage {self.stage} gathers parameters for the forwards of their modules: pass the module itself, or "
+                "parameters and module=model"
+            )
+        return self.module
+
     def precisions(self) -> Precisions:
         """Return the precision of each module. Raises as `Precisions.resolve` does."""
         return Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored)

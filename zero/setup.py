@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from collectives import Choice, Transport, as_a_whole
 from collectives import build as build_collective
@@ -105,7 +105,7 @@ def build(
             storage = ShardedStorage(
                 transport,
                 shard_group,
-                _module_of_units(config),
+                config.module_of_units(),
                 choice.collective,
                 config.units,
                 bucket_sizes,
@@ -166,15 +166,6 @@ def _post_forward_group(shard_group: Transport, device: torch.device, size: int)
     choice = build_collective(shard_group.sibling(3), "auto", device, size)
     shard_group.attach(choice.collective.transport, range(shard_group.world_size))
     return choice
-
-
-def _module_of_units(config: Config) -> nn.Module:
-    if config.module is None:
-        raise ValueError(
-            f"stage {config.stage} gathers parameters for the forwards of their modules: pass the module "
-            "itself, or parameters and module=model"
-        )
-    return config.module
 
 
 def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exception | None) -> None:
