@@ -1,11 +1,12 @@
 """One clip of several optimizers: their gradients have one norm, and get one factor.
 
     agree        the ranks of the first optimizer agree to the clip                        all its ranks
-    finalize     each other optimizer's sums become means                                  the ranks of its group
+    finalize     each other optimizer's sums become means; who is in its group?            the ranks of its group
     norm         each rank's exact sum, over its shards in all of them; one exchange       all ranks of the first
     scale        one factor                                                                each rank alone
 
-The sum has every element once if the group of each further optimizer lies inside the first one's.
+The sum has every element once, because the group of each further optimizer lies inside the first one's: the ranks of a
+group tell each other a random number, and all of these must be among the first one's.
 
 Knows: the parts of each optimizer of one rank. Does not know: why there are several.
 """
@@ -13,7 +14,9 @@ Knows: the parts of each optimizer of one rank. Does not know: why there are sev
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,8 +34,8 @@ def clip_together(
 ) -> Tensor:
     """Clip the mean gradients of all these optimizers by their common norm; return it, 0-dim, on the host. Collective.
 
-    All ranks of ``first`` call this, each with as many ``others`` of its own. Raises the same error on every rank if an
-    optimizer cannot be clipped now.
+    All ranks of ``first`` call this, each with as many ``others`` of its own. Raises an error on every rank if an
+    optimizer cannot be clipped now, or if one of ``others`` has ranks that are not in the group of ``first``.
     """
     for parts in (first, *others):
         parts.reducer.check_synchronised(_CALL)
@@ -45,29 +48,45 @@ def clip_together(
     # in the call's name, so that ranks that give other numbers are in another call
     reducer.finalize_grads(f"clip_grad_norm_(also={len(others)} optimizers)", _problem(first))
     total, failed = first.update.norm_sum(norm_type), None
-    try:
-        for other in others:
+    token, members = os.urandom(8).hex(), set[str]()
+    for other in others:
+        try:
             other.reducer.finalize_grads(_CALL, _problem(other))
+            found = other.transport.exchange(token.encode(), Tag(Kind.EXCHANGE, "ranks of a further optimizer"))
+            members |= {data.decode() for data in found}
             total = total.merge(other.update.norm_sum(norm_type))
-    except Exception as error:  # the ranks of other groups wait for this one
-        failed = error
+        except Exception as error:  # the ranks of the other groups wait for this one
+            failed = failed or error
     any_fp64 = any(parts.reducer.means.any_is_fp64() for parts in (first, *others))
-    head = json.dumps({"error": None if failed is None else str(failed), "fp64": any_fp64}).encode()
-    told = transport.exchange(head + b"\0" + total.to_bytes(), Tag(Kind.EXCHANGE, "gradient norm"))
+    mine = {"error": failed and str(failed), "fp64": any_fp64, "token": token, "members": sorted(members)}
+    message = json.dumps(mine).encode() + b"\0" + total.to_bytes()
+    told = [data.partition(b"\0") for data in transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
     if failed is not None:
         raise failed
+    facts = [json.loads(head) for head, _, _ in told]
+    _check(facts)
     total = PowerSum.of([], norm_type)
-    for rank, data in enumerate(told):
-        head, _, part = data.partition(b"\0")
-        facts = json.loads(head)
-        if facts["error"] is not None:
-            raise RuntimeError(f"{_CALL} with also=, on rank {rank}: {facts['error']}")
-        any_fp64 |= facts["fp64"]
+    for _, _, part in told:
         total = total.merge(PowerSum.from_bytes(part))
+    any_fp64 = any(theirs["fp64"] for theirs in facts)
     norm = total.norm(torch.float64 if any_fp64 else torch.float32)
     for parts in (first, *others):
         parts.update.scale(norm, max_norm, norm_type, error_if_nonfinite)
     return norm
+
+
+def _check(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise an error that a rank has told, or that of a further optimizer with other ranks than the first one's."""
+    for rank, theirs in enumerate(facts):
+        if theirs["error"] is not None:
+            raise RuntimeError(f"{_CALL} with also=, on rank {rank}: {theirs['error']}")
+    tokens = {theirs["token"] for theirs in facts}
+    for rank, theirs in enumerate(facts):
+        if not tokens.issuperset(theirs["members"]):
+            raise ValueError(
+                f"{_CALL} with also=: a further optimizer of rank {rank} has ranks outside of this one's group, so the "
+                "norm would lack their gradients: clip by the optimizer whose group has all ranks"
+            )
 
 
 def _problem(parts: Parts) -> str | None:

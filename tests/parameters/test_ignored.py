@@ -93,6 +93,24 @@ def test_the_other_optimizer_may_come_first_and_single_parameters_may_be_ignored
         assert_trained(model, plain)
 
 
+def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_error_on_every_rank() -> None:
+    """Its gradients on the other ranks would be missing in the norm."""
+
+    def program(transport: Transport) -> list[str]:
+        model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        alone = ZeroOptimizer(model[0], stage=2, process_group=solo())
+        together = ZeroOptimizer(model[1], stage=2, process_group=transport)
+        model[1](model[0](torch.ones(2, 3))).sum().backward()
+        errors = [error_of(alone.clip_grad_norm_, 1.0, also=[together]) for _ in range(2)]
+        assert together.clip_grad_norm_(1.0, also=[alone]) > 0
+        for optimizer in (alone, together):
+            optimizer.close()
+        return errors
+
+    for errors in on_threads(2, program):
+        assert all("a further optimizer of rank 0 has ranks outside of this one's group" in each for each in errors)
+
+
 def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(
     tmp_path: Path,
 ) -> None:

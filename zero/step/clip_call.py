@@ -65,6 +65,7 @@ class WithClip:
             also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
                 experts of an expert-parallel group, say). The norm is that of all their gradients together, on all
                 ranks, and all are scaled. Every rank gives equally many; not inside `join`, nor with ``over``.
+                `ValueError` if such a group has ranks outside of this one's.
         """
         max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
         clip: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
