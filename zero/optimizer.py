@@ -145,7 +145,13 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             device = config.default_device()
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         find_meta = partial(
-            materializer_of, self._module, listed, param_init_fn, init_state_dict, config.default_device
+            materializer_of,
+            self._module,
+            listed,
+            param_init_fn,
+            init_state_dict,
+            config.default_device,
+            config.ignored,
         )
         problem = error_of(lambda: check_listed(groups, self._module, config.ignored)) or error_of(
             lambda: super(ZeroOptimizer, self).__init__(groups, user_optimizers.main.defaults)

@@ -56,7 +56,12 @@ class Ignored:
                 self._tensors[id(tensor)] = tensor
 
     def __contains__(self, tensor: object) -> bool:
-        return id(tensor) in self._tensors
+        """Also of a tensor that an ignored module has registered since, as by ``self.seen = self.seen + 1``."""
+        return id(tensor) in self._tensors or any(
+            tensor is held
+            for part in self._modules.values()
+            for held in (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        )
 
     def has_module(self, part: nn.Module) -> bool:
         """Return whether a module is ignored by itself, or as a part of such a module."""

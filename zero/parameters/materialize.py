@@ -24,6 +24,7 @@ from collectives.torch_internals import make_subclass
 
 from ..core.names import by_known_name, child_name, known_as, named_parts, named_tensors, remark_on_prefix
 from ..core.parameter_specs import has_own_dispatch, is_copied, is_released
+from ..core.units import Ignored
 
 InitFunction = Callable[[nn.Module], Any]
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -57,14 +58,19 @@ class _MetaModule:
     name: str
     module: nn.Module
     own: tuple[_OwnedTensor, ...]
-    meta: frozenset[int]  # ids of the tensors that had no memory
+    meta: frozenset[int]  # ids of the tensors that had no memory, without what is ignored
 
 
 class Materializer:
     """Gives the meta tensors of a model memory and values, once."""
 
     def __init__(
-        self, module: nn.Module, device: torch.device, init: InitFunction | None, state_dict: StateDict | None
+        self,
+        module: nn.Module,
+        device: torch.device,
+        init: InitFunction | None,
+        state_dict: StateDict | None,
+        ignored: Ignored,
     ) -> None:
         """Check the model and the sources of its values; change nothing.
 
@@ -73,6 +79,7 @@ class Materializer:
             device: where tensors get memory.
             init: the user's function that initialises one module; None: `reset_parameters()` of each module.
             state_dict: values that replace those; None: no such values.
+            ignored: what keeps its values, or has none.
 
         Raises:
             ValueError: a meta tensor has no source of values, or the state dict does not fit the model.
@@ -82,10 +89,10 @@ class Materializer:
         # by the model's names, those of the state dict; `in` on a mapping may read the tensor
         self._given = by_known_name({name: name for name in self._values}, {name for name, _ in named_tensors(module)})
         if state_dict is not None:
-            _check_keys(module, list(self._given), may_miss=init is not None)
-        parts = list(_parts(module))
+            _check_keys(module, list(self._given), ignored, may_miss=init is not None)
+        self._ignored, parts = ignored, list(_parts(module, ignored))
         self._without_memory = [part for part in parts if part.meta]
-        self._there = [own for part in parts for own in part.own if not is_meta(own.tensor)]
+        self._there = [own for part in parts for own in part.own if not is_meta(own.tensor)]  # the ignored are not read
         for part in self._without_memory:
             self._check(part)
         for own in (own for part in parts for own in part.own):
@@ -118,8 +125,9 @@ class Materializer:
                 )
 
     def _given_as(self, own: _OwnedTensor) -> str | None:
-        """Return the name under which the state dict has a tensor; None if it has none of its names."""
-        return next((self._given[name] for name in own.names if name in self._given), None)
+        """Return the name under which the state dict has a tensor; None if it has none of its names, or is ignored."""
+        names = () if own.tensor in self._ignored else own.names
+        return next((self._given[name] for name in names if name in self._given), None)
 
     def steps(self) -> Iterator[None]:
         """Return an iterator that materializes one module per step, in order of registration.
@@ -143,7 +151,7 @@ class Materializer:
             pass
 
     def _materialize(self, part: _MetaModule) -> None:
-        fresh = [own for own in part.own if is_meta(own.tensor)]  # tied ones were materialized with an earlier module
+        fresh = [own for own in part.own if id(own.tensor) in part.meta and is_meta(own.tensor)]  # else tied, and there
         drawn = [own for own in part.own if id(own.tensor) in part.meta and self._given_as(own) is None]
         try:
             for own in fresh:
@@ -227,16 +235,15 @@ def materializer_of(
     init: InitFunction | None,
     state_dict: StateDict | None,
     default_device: Callable[[], torch.device],
+    ignored: Ignored,
 ) -> Materializer | None:
-    """Return the materializer of a model's meta tensors; None if it has none.
+    """Return the materializer of a model's meta tensors, without those ``ignored``; None if it has none.
 
     ``default_device`` returns the device on which they get memory. Raises `ValueError` if meta tensors cannot get
     values, or if there are none although ``init`` or ``state_dict`` is given.
     """
-    without_memory = [parameter for parameter in parameters if is_meta(parameter)]
-    if module is not None:
-        without_memory += [tensor for tensor in (*module.parameters(), *module.buffers()) if is_meta(tensor)]
-    if not without_memory:
+    tensors = [*parameters, *(() if module is None else (*module.parameters(), *module.buffers()))]
+    if not any(is_meta(tensor) and tensor not in ignored for tensor in tensors):
         if init is not None or state_dict is not None:
             raise ValueError(
                 "param_init_fn and init_state_dict are for models on the meta device, and this one has values: build "
@@ -255,19 +262,20 @@ def materializer_of(
     device = default_device()
     if device.type == "meta":
         raise ValueError('build the optimizer outside of torch.device("meta"): it gives the model memory')
-    return Materializer(module, device, init, state_dict)
+    return Materializer(module, device, init, state_dict, ignored)
 
 
-def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> None:
+def _check_keys(module: nn.Module, given: Sequence[str], ignored: Ignored, *, may_miss: bool) -> None:
     """Raise `ValueError` if the names of the state dict do not fit the model, as a strict `load_state_dict` does.
 
     A missing tensor would otherwise be initialised without notice. ``may_miss``: names may be missing, because the user
-    passed a function that initialises them.
+    passed a function that initialises them. Those of what is ``ignored`` may, too, and are not read.
     """
     aliases: dict[int, list[str]] = {}
     for name, tensor in named_tensors(module):
-        aliases.setdefault(id(tensor), []).append(name)
-    known = {name for names in aliases.values() for name in names}
+        if tensor not in ignored:
+            aliases.setdefault(id(tensor), []).append(name)
+    known = {name for name, _ in named_tensors(module)}
     for name in given:
         if name not in known:
             raise ValueError(f"init_state_dict has {name!r}, which the model lacks{remark_on_prefix(given, known)}")
@@ -281,7 +289,7 @@ def _check_keys(module: nn.Module, given: Sequence[str], *, may_miss: bool) -> N
             )
 
 
-def _parts(module: nn.Module) -> Iterator[_MetaModule]:
+def _parts(module: nn.Module, ignored: Ignored) -> Iterator[_MetaModule]:
     """Yield each module that registers tensors itself, in order of registration."""
     aliases: dict[int, list[str]] = {}
     for name, known in named_tensors(module):
@@ -297,7 +305,7 @@ def _parts(module: nn.Module) -> Iterator[_MetaModule]:
                     made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
                     own.append(_OwnedTensor(registry, key, names, tensor, made))
         if own:
-            meta = frozenset(id(entry.tensor) for entry in own if is_meta(entry.tensor))
+            meta = frozenset(id(each.tensor) for each in own if is_meta(each.tensor) and each.tensor not in ignored)
             yield _MetaModule(prefix, part, tuple(own), meta)
 
 
