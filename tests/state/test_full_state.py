@@ -266,3 +266,36 @@ def test_it_needs_the_module() -> None:
 
     for message in errors_on(2, program):
         assert message.startswith("ValueError: full_state_dict() needs the module whose parameters these are: build")
+
+
+class Counting(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.count = 0
+
+    def get_extra_state(self) -> Any:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_extra_state_of_a_module_is_in_the_dict_and_is_not_loaded() -> None:
+    """It is each rank's own, and no rank unpickles what another one sends."""
+
+    def program(transport: Transport) -> tuple[int, str]:
+        model = Counting()
+        model.count = 5 + transport.rank
+        optimizer = ZeroOptimizer(model, process_group=transport)
+        found = optimizer.full_state_dict(to=None)
+        assert found is not None
+        assert found["_extra_state"] == 5 + transport.rank
+        model.count = 1
+        optimizer.load_full_state_dict(found if transport.rank == 0 else None)
+        wrong = {name: value for name, value in found.items() if name != "bias"}
+        error = error_of(optimizer.load_full_state_dict, wrong if transport.rank == 0 else None)
+        return model.count, error
+
+    for count, error in on_threads(2, program):
+        assert count == 1
+        assert 'Missing key(s) in state_dict: "bias"' in error

@@ -240,6 +240,8 @@ def _read(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """Let the module load a state dict into ``values``, but for those that are ``left``. Local.
 
+    Extra state is not loaded: it would change on this rank alone, and before the ranks agree.
+
     Returns the state dict by the names of the module, and the names by the ids of parameters. Raises `ValueError` if
     it does not fit.
     """
@@ -247,13 +249,22 @@ def _read(
         expected: dict[str, Any] = module.state_dict(keep_vars=True)
         plain = dict(zip(all_without_wrappers(expected), expected, strict=True))
         known = {name: name if name in expected else plain.get(known_as(name, plain), name) for name in state_dict}
-        given = {known[name]: value for name, value in state_dict.items()}
+        extra = {name for name in expected if name.rpartition(".")[2] == "_extra_state"}
+        given = {known[name]: value for name, value in state_dict.items() if known[name] not in extra}
         names = {made[id(value)]: name for name, value in expected.items() if id(value) in made}
         given |= {name: left[made[id(value)]] for name, value in expected.items() if made.get(id(value)) in left}
         try:
-            module.load_state_dict(given)
+            found = module.load_state_dict(given, strict=False)
         except RuntimeError as error:
             raise ValueError(f"{error}{remark_on_prefix(state_dict, plain)}") from error
+        missing = [name for name in found.missing_keys if name not in extra]
+        for what, wrong in (("Missing", missing), ("Unexpected", found.unexpected_keys)):
+            if wrong:
+                names_of = ", ".join(f'"{name}"' for name in wrong)
+                raise ValueError(
+                    f"Error(s) in loading state_dict for {type(module).__name__}: {what} key(s) in state_dict: "
+                    f"{names_of}{remark_on_prefix(state_dict, plain)}"
+                )
     return given, names
 
 
