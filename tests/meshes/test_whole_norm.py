@@ -85,6 +85,10 @@ def other_norm(rank: int, **_: Any) -> dict[str, Any]:
     return {"max_norm": 1.0 + rank % 2}
 
 
+def other_norm_at_a_place(rank: int, **_: Any) -> dict[str, Any]:
+    return {"max_norm": 1.0 + rank // 2}
+
+
 def more_names(rank: int, **_: Any) -> dict[str, Any]:
     return {"replicated": lambda name, parameter: is_shared(name, parameter) or (rank % 2 and "0.bias" in name)}
 
@@ -125,6 +129,7 @@ DIFFERENT = "the gradient of the replicated parameter 'shared.weight' differs be
             other_norm,
             ["ValueError: clip_grad_norm_(over=...): max_norm is 1.0 on rank 0 of the group, and 2.0 on rank 1"],
         ),
+        (other_norm_at_a_place, ["clip_grad_norm_(over=...): max_norm is 1.0 on rank 0, and 2.0 on rank 1"]),
         (
             more_names,
             ["ValueError", "replicated= has 'towers.tower 1.0.bias' on rank 1 of the group, but not on rank 0"],

@@ -204,8 +204,8 @@ class ModelPart:
                 ranks have different places in their optimizers.
             RuntimeError: the same for ranks that failed before, with their reason.
         """
-        mine = self._part(replicated, norm_type)
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        mine = self._part(replicated, arguments)
         if not self._joining.active:
             return self._merge(mine, replicated, arguments)
         found: dict[str, Any] = {}
@@ -221,19 +221,21 @@ class ModelPart:
                 raise ValueError(theirs["problem"])
         return NormPart.unpack(answers[0])
 
-    def _part(self, replicated: Sequence[int], norm_type: float) -> NormPart:
+    def _part(self, replicated: Sequence[int], arguments: dict[str, float]) -> NormPart:
         """Return what the gradients of this optimizer add. Collective among its ranks."""
         chosen, first = frozenset(replicated), self._is_first_copy
         own, shared = (
-            PowerSum.of(self._means.shards_of(chosen, inside=inside) if first else [], norm_type)
+            PowerSum.of(self._means.shards_of(chosen, inside=inside) if first else [], arguments["norm_type"])
             for inside in (False, True)
         )  # host synchronisation: exact integers, which devices do not have
         digests = self._means.digests(replicated)
         held = tuple(digests[place] if first or digests[place] is None else 0 for place in replicated)
-        message = {"places": list(replicated), **NormPart(own, shared, held, self._means.any_is_fp64()).pack()}
+        part = NormPart(own, shared, held, self._means.any_is_fp64()).pack()
+        message = {"places": list(replicated), "arguments": arguments, **part}
         told = self._transport.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, "a part of a gradient norm"))
         found = [json.loads(data) for data in told]
         for rank, theirs in enumerate(found):
+            _compare_arguments(rank, found[0], theirs, "rank 0")
             if theirs["places"] != found[0]["places"]:
                 names = [self._names(each["places"]) for each in (found[0], theirs)]
                 raise ValueError(f"{_CALL}: replicated= has {names[0]} on rank 0, and {names[1]} on rank {rank}")
@@ -269,11 +271,7 @@ def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:
             f"{_CALL}: rank 0 of the group is rank {a} of {of_a} in its optimizer, and rank {rank} is rank {b} of "
             f'{of_b}: pass the ranks that hold the other parts of the model for one place, as mesh["tp"] does'
         )
-    for key, value in first["arguments"].items():
-        if theirs["arguments"][key] != value:
-            raise ValueError(
-                f"{_CALL}: {key} is {value} on rank 0 of the group, and {theirs['arguments'][key]} on rank {rank}"
-            )
+    _compare_arguments(rank, first, theirs, "rank 0 of the group")
     ours, others = set(first["names"]), set(theirs["names"])
     if ours != others:
         where, name = (0, min(ours - others)) if ours - others else (rank, min(others - ours))
@@ -281,6 +279,13 @@ def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:
             f"{_CALL}: replicated= has {name!r} on rank {where} of the group, but not on rank {rank - where}: name a "
             "parameter on every rank of the group, or on none"
         )
+
+
+def _compare_arguments(rank: int, first: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
+    """Raise `ValueError` if a rank has other arguments than rank 0, which is ``where``."""
+    for key, value in first["arguments"].items():
+        if theirs["arguments"][key] != value:
+            raise ValueError(f"{_CALL}: {key} is {value} on {where}, and {theirs['arguments'][key]} on rank {rank}")
 
 
 def _differs(name: str, rank: int, first: int | None, theirs: int | None) -> str:
