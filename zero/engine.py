@@ -146,11 +146,16 @@ class Engine(WholeTensorCalls):
 
     def clip_together(self, others: Sequence[Engine], **clip: Any) -> Tensor:
         """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it."""
+        self.check()
+        problem = None
         for engine in (self, *others):
-            engine.check()
-            engine.averages.refuse_applied("clip_grad_norm_()")
+            try:
+                engine.check()
+                engine.averages.refuse_applied("clip_grad_norm_()")
+            except RuntimeError as error:  # perhaps of an optimizer that other ranks do not have
+                problem = problem or str(error)
         with self._clipping():
-            return clip_together(self.parts, [engine.parts for engine in others], **clip)
+            return clip_together(self.parts, [engine.parts for engine in others], problem, **clip)
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""

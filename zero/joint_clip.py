@@ -30,23 +30,24 @@ _CALL = "clip_grad_norm_()"
 
 
 def clip_together(
-    first: Parts, others: Sequence[Parts], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    first: Parts,
+    others: Sequence[Parts],
+    problem: str | None,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
 ) -> Tensor:
     """Clip the mean gradients of all these optimizers by their common norm; return it, 0-dim, on the host. Collective.
 
-    All ranks of ``first`` call this, each with as many ``others`` of its own. Raises an error on every rank if an
-    optimizer cannot be clipped now, or if one of ``others`` has ranks that are not in the group of ``first``.
+    All ranks of ``first`` call this, each with as many ``others`` of its own. ``problem``: an error that this rank has
+    found in one of these. Raises an error on every rank if an optimizer cannot be clipped now, if arguments or divisors
+    differ, or if one of ``others`` has ranks that are not in the group of ``first``. Where a gradient of any of them is
+    infinite or NaN, a `GradScaler` that has unscaled skips the steps of all.
     """
-    for parts in (first, *others):
-        parts.reducer.check_synchronised(_CALL)
-        if parts.joining.active:
-            raise RuntimeError(
-                f"{_CALL} with also= inside join(): a rank that has run out of batches follows one optimizer alone; "
-                "clip each by itself, or give all ranks as many batches"
-            )
-    reducer, transport = first.reducer, first.transport
+    transport, arguments = first.transport, [max_norm, norm_type, error_if_nonfinite]
+    problem = problem or next(filter(None, (_refused(first, parts) for parts in (first, *others))), None)
     # in the call's name, so that ranks that give other numbers are in another call
-    reducer.finalize_grads(f"clip_grad_norm_(also={len(others)} optimizers)", _problem(first))
+    first.reducer.finalize_grads(f"clip_grad_norm_(also={len(others)} optimizers)", problem or _problem(first))
     total, failed = first.update.norm_sum(norm_type), None
     token, members = os.urandom(8).hex(), set[str]()
     for other in others:
@@ -59,7 +60,7 @@ def clip_together(
             failed = failed or error
     any_fp64 = any(parts.reducer.means.any_is_fp64() for parts in (first, *others))
     mine = {"error": failed and str(failed), "fp64": any_fp64, "token": token, "members": sorted(members)}
-    message = json.dumps(mine).encode() + b"\0" + total.to_bytes()
+    message = json.dumps({**mine, "arguments": arguments}).encode() + b"\0" + total.to_bytes()
     told = [data.partition(b"\0") for data in transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
     if failed is not None:
         raise failed
@@ -70,6 +71,8 @@ def clip_together(
         total = total.merge(PowerSum.from_bytes(part))
     any_fp64 = any(theirs["fp64"] for theirs in facts)
     norm = total.norm(torch.float64 if any_fp64 else torch.float32)
+    for parts in (first, *others):
+        parts.reducer.note_elsewhere(is_finite=not (total.has_inf or total.has_nan))
     for parts in (first, *others):
         parts.update.scale(norm, max_norm, norm_type, error_if_nonfinite)
     return norm
@@ -82,11 +85,36 @@ def _check(facts: Sequence[Mapping[str, Any]]) -> None:
             raise RuntimeError(f"{_CALL} with also=, on rank {rank}: {theirs['error']}")
     tokens = {theirs["token"] for theirs in facts}
     for rank, theirs in enumerate(facts):
+        if theirs["arguments"] != facts[0]["arguments"]:
+            raise ValueError(
+                f"{_CALL} with also=: max_norm, norm_type and error_if_nonfinite are {facts[0]['arguments']} on rank "
+                f"0, and {theirs['arguments']} on rank {rank}"
+            )
         if not tokens.issuperset(theirs["members"]):
             raise ValueError(
                 f"{_CALL} with also=: a further optimizer of rank {rank} has ranks outside of this one's group, so the "
                 "norm would lack their gradients: clip by the optimizer whose group has all ranks"
             )
+
+
+def _refused(first: Parts, parts: Parts) -> str | None:
+    """Return why an optimizer cannot be clipped together with the first one now, else None. Local."""
+    try:
+        parts.reducer.check_synchronised(_CALL)
+    except RuntimeError as error:
+        return str(error)
+    if parts.joining.active:
+        return (
+            f"{_CALL} with also= inside join(): a rank that has run out of batches follows one optimizer alone; clip "
+            "each by itself, or give all ranks as many batches"
+        )
+    own, theirs = first.reducer.schedule.divisor, parts.reducer.schedule.divisor
+    if own != theirs:
+        return (
+            f"{_CALL} with also=: this optimizer divides by {own}, and a further one by {theirs}, so their gradients "
+            f"are not means over the same micro-batches: build the further one with divisor={own}"
+        )
+    return None
 
 
 def _problem(parts: Parts) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_er
 
     def program(transport: Transport) -> list[str]:
         model = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-        alone = ZeroOptimizer(model[0], stage=2, process_group=solo())
+        alone = ZeroOptimizer(model[0], stage=2, process_group=solo(), divisor=2)
         together = ZeroOptimizer(model[1], stage=2, process_group=transport)
         model[1](model[0](torch.ones(2, 3))).sum().backward()
         errors = [error_of(alone.clip_grad_norm_, 1.0, also=[together]) for _ in range(2)]
@@ -109,6 +110,77 @@ def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_er
 
     for errors in on_threads(2, program):
         assert all("a further optimizer of rank 0 has ranks outside of this one's group" in each for each in errors)
+
+
+def test_a_loss_scaler_skips_the_step_of_all_optimizers_if_a_gradient_of_one_expert_is_not_finite() -> None:
+    """The norm is that of all, so it would carry the NaN into the others."""
+
+    def program(transport: Transport) -> list[float]:
+        pair, scaler, found = Pair(transport, (2, 2)), torch.amp.GradScaler("cpu", init_scale=64.0), list[float]()
+        before = pair.dense.full_state_dict(to=None)
+        weight = next(pair.model.experts().parameters())
+        hook = weight.register_hook(lambda gradient: gradient * (math.nan if pair.expert == 1 else 1))
+        for step in range(2):
+            for number in range(pair.rank, MICRO_BATCHES, pair.world_size):
+                scaler.scale(loss_of(pair.model, step, number)).backward()
+            hook.remove()
+            for optimizer in (pair.dense, pair.own):
+                scaler.unscale_(optimizer)
+            pair.dense.clip_grad_norm_(0.1, also=[pair.own])
+            for optimizer in (pair.dense, pair.own):
+                scaler.step(optimizer)
+                optimizer.zero_grad()
+            scaler.update()
+            if step == 0:
+                assert_same_value(pair.dense.full_state_dict(to=None), before, "dense parameters")
+            found.append(scaler.get_scale())
+        assert all(parameter.isfinite().all() for parameter in pair.close().parameters())
+        return found
+
+    assert on_threads(2, program) == [[32.0, 32.0]] * 2
+
+
+def test_optimizers_that_divide_by_other_numbers_are_not_clipped_together() -> None:
+    def program(transport: Transport) -> str:
+        pair = Pair(transport, (2, 2))
+        loss_of(pair.model, 0, transport.rank).backward()  # type: ignore[no-untyped-call]
+        if pair.expert == 1:
+            pair.own.divisor = 1
+        return error_of(pair.dense.clip_grad_norm_, 1.0, also=[pair.own])
+
+    for error in on_threads(2, program):
+        assert "this optimizer divides by 12, and a further one by 1, so their gradients are not means" in error
+
+
+def test_a_buffer_that_an_ignored_module_replaces_is_ignored_as_well() -> None:
+    def program(transport: Transport) -> float:
+        model = Gated(transport.rank)
+        model.own.seen = nn.Buffer(torch.tensor(1.0))
+        optimizer = ZeroOptimizer(model, process_group=transport, ignored=model.own)
+        model.own.seen = model.own.seen + transport.rank
+        optimizer.broadcast_buffers()
+        assert "own.seen" not in (optimizer.full_state_dict(to=None) or {})
+        return float(model.own.seen)
+
+    assert on_threads(2, program) == [1.0, 2.0]
+
+
+def test_what_is_ignored_keeps_its_values_when_the_rest_is_built_from_a_state_dict() -> None:
+    def program(transport: Transport) -> Tensor:
+        with torch.device("meta"):
+            model = Gated(0)
+        model.own = nn.ModuleList([nn.Linear(3, 3, bias=False)])
+        with torch.no_grad():
+            model.own[0].weight.fill_(transport.rank)  # type: ignore[operator]
+        values = {name: torch.full(value.shape, 0.5) for name, value in model.state_dict().items()}
+        if transport.rank == 0:  # names of what is ignored may be missing
+            values.pop("own.0.weight")
+        ZeroOptimizer(model, process_group=transport, ignored=model.own, init_state_dict=values).close()
+        assert model.layer.weight.eq(0.5).all()
+        return model.own[0].weight.detach()  # type: ignore[return-value, union-attr, operator]
+
+    for rank, weight in enumerate(on_threads(2, program)):
+        assert weight.eq(rank).all()
 
 
 def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_another_topology(
@@ -252,11 +324,12 @@ def test_a_clip_that_one_rank_cannot_make_is_an_error_on_every_rank_and_training
         clip = pair.dense.clip_grad_norm_
         for number in range(pair.rank, MICRO_BATCHES, pair.world_size):
             loss_of(pair.model, 0, number).backward()  # type: ignore[no-untyped-call]
+        weight = next(pair.model.experts().parameters())
+        lent = weight.data
         if pair.expert:
-            pair.own.divisor = 5 + pair.rank
+            weight.data = lent.clone()  # found by the ranks of this expert alone
         found = [error_of(clip, 0.1, also=[pair.own])]
-        if pair.expert:
-            pair.own.divisor = MICRO_BATCHES
+        weight.data = lent
         found += [error_of(clip, 0.1, also=[also]) for also in (pair.dense, 3)]
         found.append(error_of(clip, 0.1, also=[pair.own, pair.own]))
         with pair.own.no_sync():
@@ -272,7 +345,7 @@ def test_a_clip_that_one_rank_cannot_make_is_an_error_on_every_rank_and_training
         return found, model
 
     said = [
-        "optimizer.divisor is 6 on rank 0, but 8 on rank 1",
+        "the memory of '0.of.1.inner.weight' was replaced",
         "also[0] must be a further ZeroOptimizer, each once, not ZeroOptimizer",
         "also[0] must be a further ZeroOptimizer, each once, not int",
         "also[1] must be a further ZeroOptimizer",
