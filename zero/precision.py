@@ -268,6 +268,16 @@ class Precisions:
         if isinstance(rule, Patterns):
             rule.check_used(self._used, "module")
 
+    def resolve_again(self) -> None:
+        """Do as `resolve`, for parameters that are added. Also raises `ValueError` if these no longer keep dtypes."""
+        kept = self.keeps_dtypes
+        self.resolve()
+        if kept and not self.keeps_dtypes:  # p.grad would show the means of some parameters alone
+            raise ValueError(
+                "mixed_precision: modules of the new param group compute in other dtypes than they were made in, and "
+                "none did when the optimizer was built: build it when they are there, or let them keep their dtypes"
+            )
+
     def _visit(
         self, module: nn.Module, name: str, above: MixedPrecision | None, around: MixedPrecision | None
     ) -> MixedPrecision:
@@ -279,6 +289,8 @@ class Precisions:
         if computes and found != around:
             self._borders.setdefault(id(module), Border(name, module, found))
         if known is not None:
+            for below, child in () if computes else self._inside(module, name):  # they have another module around them
+                self._visit(child, below, found, around)
             return found
         if found != above:
             self.lines.append(f"precision of {_shown(name)}: {found}")
@@ -286,10 +298,13 @@ class Precisions:
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             if parameter not in self._ignored:
                 self._claim(parameter, child_name(name, key), found)
-        for below, child in named_children(module, name):
-            if not self._ignored.has_module(child):
-                self._visit(child, below, found, found if computes else around)
+        for below, child in self._inside(module, name):
+            self._visit(child, below, found, found if computes else around)
         return found
+
+    def _inside(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        children = named_children(module, name)
+        return ((below, child) for below, child in children if not self._ignored.has_module(child))
 
     def _ask(self, name: str, module: nn.Module) -> MixedPrecision:
         if isinstance(self._rule, Patterns):

@@ -250,7 +250,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     check_partitions(requested)
     check_buffers(storage.buffers())
     known = sum(len(group["params"]) for group in all_groups[:first])
-    parts.precisions.resolve()
+    parts.precisions.resolve_again()
     dtypes, meta = parts.precisions.of, storage.meta_device
     listed, of_listed = specs(groups, parts.module, known, first, storage.units(), dtypes, meta)
     found: list[Tensor] = []

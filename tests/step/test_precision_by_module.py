@@ -113,20 +113,61 @@ def test_a_parameter_that_is_not_updated_has_the_dtype_of_its_module(stage: int)
     optimizer.close()
 
 
-def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs() -> None:
-    shared = Seen(4, 4)
+class Each(nn.Linear):
+    """A layer that takes any input, and records the dtype of each call."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        return super().forward(x.to(self.weight.dtype))
+
+
+class Chain(nn.Module):
+    def __init__(self, layers: nn.ModuleList) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("held", ["module", "container"])
+def test_a_module_that_two_hold_is_a_border_for_the_one_that_differs(held: str) -> None:
+    """Also if what two hold is a container without a forward. The name that was registered first counts."""
+    shared, entering = Each(), list[torch.dtype]()
+    both = nn.ModuleList([shared])
 
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Sequential(shared), nn.Sequential(shared)
+            self.a, self.b = (nn.Sequential(shared) if held == "module" else Chain(both) for _ in range(2))
 
         def forward(self, x: Tensor) -> Tensor:
             return self.b(self.a(x))  # type: ignore[no-any-return]
 
-    model, optimizer = built({"*": ALL, "b": MixedPrecision(FP16)}, Twice())
-    assert shared.weight.dtype is BF16  # the name that was registered first counts
-    assert (model(torch.ones(2, 4)).dtype, shared.seen) == (BF16, [BF16, None])
+    model = Twice()
+    model.b.register_forward_pre_hook(lambda _, args: entering.append(args[0].dtype))
+    _, optimizer = built({"*": ALL, "b": MixedPrecision(FP16)}, model)
+    found = model(torch.ones(2, 4))
+    assert (shared.weight.dtype, found.dtype) == (BF16, BF16)
+    # the outermost module casts the first call, a border the second
+    assert (entering, shared.seen) == ([FP16], [BF16, BF16])
+    optimizer.close()
+
+
+def test_a_group_that_would_begin_mixed_precision_is_refused() -> None:
+    """At stage 0 gradients are shown in p.grad without it, and would be those of the other parameters alone."""
+    model = nn.ModuleDict({"early": nn.Linear(4, 4)})
+    _, optimizer = built(lambda name, _: ALL if name == "late" else MixedPrecision(None), model, stage=0)
+    model["late"] = nn.Linear(4, 4)
+    assert "none did when the optimizer was built" in error_of(
+        optimizer.add_param_group, {"params": model["late"].parameters()}
+    )
     optimizer.close()
 
 
