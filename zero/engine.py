@@ -37,7 +37,7 @@ class Engine(WholeTensorCalls):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self._user_optimizers, self._update = parts.user_optimizers, parts.update
-        self.state = States(self._storage, self.watchers)
+        self.state = States(self._storage, self.watchers, parts.streams)
         rank = self._transport.rank_label
         self._stepping, self._clipping = ProfilerRange("step", rank), ProfilerRange("clip", rank)
         self._counted: set[str] = set()  # options that the class itself changes, perhaps only on some ranks
@@ -246,7 +246,11 @@ class Engine(WholeTensorCalls):
         self._check_between_steps("offload()")
         has_gradients = self._reducer.has_new_gradients or not self._reducer.schedule.is_open
         problem = "offload() with gradients, which do not move: call zero_grad() first" if has_gradients else None
-        self._agree("offload()", "which do not move", problem or self._memory.copy_to_host(), b"")
+        try:
+            self._agree("offload()", "which do not move", problem or self._memory.copy_to_host(), b"")
+        except Exception:
+            self._memory.forget()
+            raise
         self.before_load()
         self._memory.offload()
 
@@ -267,6 +271,8 @@ class Engine(WholeTensorCalls):
         self._transport.check_process()
         if self._storage.unit_hooks.busy() or self._joining.active:
             raise RuntimeError("close() inside a forward, inside a backward or inside join(): leave it first")
+        if not (self._transport.broken or self.parts.superseded):
+            self._memory.reload()  # if a rank has no room, none has become plain
         try:
             self._memory.reload_alone()
             if (lost := self._lost()) is not None:
@@ -274,6 +280,7 @@ class Engine(WholeTensorCalls):
         finally:
             self._closed = "its parameters could not be gathered any more"
             self.parts.make_plain()
+            self._memory.forget()
             self.state.close()
             self._transport.pool.trim()
             self.parts.shard_group.pool.trim()

@@ -96,6 +96,8 @@ def uses(model: nn.Module, optimizer: ZeroOptimizer) -> list[Callable[[], object
         lambda: optimizer.clip_grad_norm_(1.0),
         lambda: optimizer.gathered().__enter__(),
         lambda: optimizer.full_master(parameter),
+        lambda: optimizer.state[parameter],
+        lambda: ShardedAverage(optimizer),
     ]
 
 
@@ -152,7 +154,10 @@ def test_gradients_are_refused_on_every_rank_and_nothing_moves(stage: int) -> No
         same_as_plain(model, range(1))
 
 
-def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("stage", "call"), [(2, "reload"), (1, "close"), (3, "close")])
+def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(
+    stage: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     to_host, to_device, failed = DeviceMemory._to_host, DeviceMemory._to_device, set[str]()
 
     def full(self: DeviceMemory, side: str, error: Exception) -> None:
@@ -172,10 +177,10 @@ def test_without_room_on_one_rank_every_rank_raises_and_all_is_where_it_was(monk
     monkeypatch.setattr(DeviceMemory, "_to_device", copied_to_device)
 
     def run(transport: Transport) -> tuple[str, str, nn.Module]:
-        model, optimizer = build(2, transport)
+        model, optimizer = build(stage, transport)
         no_host = error_of(optimizer.offload)
         optimizer.offload()
-        no_device = error_of(optimizer.reload)
+        no_device = error_of(getattr(optimizer, call))
         optimizer.reload()
         train(model, optimizer, range(2))
         optimizer.close()

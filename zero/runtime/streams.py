@@ -40,8 +40,7 @@ class Streams:
 
         Raises `RuntimeError` while a CUDA graph is being captured, and between `refuse` and `allow`.
         """
-        if self._refusal:
-            raise RuntimeError(self._refusal)
+        self.check_allowed()
         if self._captures():
             raise RuntimeError(
                 "a CUDA graph is being captured: its replay would not communicate with the other ranks. Run "
@@ -52,6 +51,11 @@ class Streams:
     def refuse(self, why: str) -> None:
         """Let `wait_for_previous`, with which all work begins, raise `RuntimeError` with this text until `allow`."""
         self._refusal = why
+
+    def check_allowed(self) -> None:
+        """Raise `RuntimeError` between `refuse` and `allow`."""
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
     def allow(self) -> None:
         """Undo `refuse`."""

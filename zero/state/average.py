@@ -77,6 +77,7 @@ class ShardedAverage:
                 f"a ShardedAverage averages the weights of a ZeroOptimizer, not of {type(optimizer).__name__}: for a "
                 "plain model use torch.optim.swa_utils.AveragedModel"
             )
+        engine.check()
         if any(bucket.spec.offloaded for bucket in averages.storage.buckets):
             raise ValueError(
                 "a ShardedAverage beside Offload(parameters=...): it would lie in the host's memory, where an average "

@@ -117,12 +117,17 @@ class DeviceMemory:
         if self._offloaded:
             self._reload(self._to_device())
 
+    def forget(self) -> None:
+        """Let go of copies that are not used, and of the host's memory for them. Local."""
+        self._pairs = []
+        self._rooms.clear()
+
     def _reload(self, copies: Sequence[_Pair]) -> None:
         self._pairs = copies
         with torch.no_grad(), usable_later():
             self._swap()
             self._recall()
-        self._pairs, self._offloaded = [], False
+        self._pairs, self._kept, self._offloaded = [], [], False
         self._streams.allow()
         self._streams.wait_for_previous()  # work on other streams waits for the copies, which are on this one
 

@@ -22,6 +22,7 @@ from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.compiled_calls import untraced_methods
 from ..runtime.flat_states import Options
+from ..runtime.streams import Streams
 from ..step.classes import UserOptimizers
 from ..step.update import UpdateListener
 
@@ -65,9 +66,10 @@ class States(Mapping[Tensor, dict[str, Any]]):
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
 
-    def __init__(self, storage: ParameterStorage, watchers: Sequence[UpdateListener]) -> None:
-        """``watchers``: the live list of those that read states, which a user may edit once he has them."""
-        self._storage, self._watchers = storage, watchers
+    def __init__(self, storage: ParameterStorage, watchers: Sequence[UpdateListener], streams: Streams) -> None:
+        """``watchers``: the live list of those that read states, which a user may edit once he has them; ``streams``:
+        on which states are written."""
+        self._storage, self._watchers, self._streams = storage, watchers, streams
         self._closed, self._process = False, os.getpid()
 
     def close(self) -> None:
@@ -79,6 +81,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
             return ParameterStates({}, lambda: "the parameter is frozen")
         if self._closed:
             return ParameterStates({}, lambda: "this optimizer is closed")
+        self._streams.check_allowed()
         index = self._storage.index(parameter)
         bucket, slot = self._storage.slot_of(index)
         spec, states = bucket.specs[slot], bucket.states
