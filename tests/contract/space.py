@@ -86,8 +86,10 @@ def allowed(row: Row) -> bool:
             row["numbers"] not in DTYPES or not row["numbers"] or clean,
             row["numbers"] != "in fp16" or row["habit"] == "clips",
             row["habit"] != "scales" or row["numbers"] not in DTYPES or not row["numbers"],
-            row["numbers"] != "fp16" or row["optimizer"] in ("adamw", "adamw fused"),  # else numbers become infinite
+            # of other classes numbers become infinite in fp16
+            row["numbers"] not in ("fp16", "ends in fp16") or row["optimizer"] in ("adamw", "adamw fused"),
             row["optimizer"] not in BY_PARAMETER or row["whole"],
+            row["habit"] != "module zeros" or not row["lends"],  # these zeros are gradients, which do not move
             row["optimizer"] != "sgd fused" or row["habit"] == "clips",  # torch's fails where a first use comes later
         )
     )
