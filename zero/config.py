@@ -25,7 +25,7 @@ from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.layout import BucketSizes, Dtypes, bucket_sizes
 from .core.parameter_specs import FLOATS
-from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
+from .core.stage import Placement, Stage, check_prefetch_depth, check_reshard, check_sharding_factor, stage_of
 from .core.units import ROOT, Predicate, find_units
 
 if TYPE_CHECKING:
@@ -143,8 +143,10 @@ class ShardingOptions:
         int | None, "ranks that share one copy of what is sharded; a divisor of the number of ranks; default: all"
     ] = None
     reshard_after_forward: Annotated[
-        bool | int, "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them"
+        bool | int | Predicate,
+        "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them",
     ] = True
+    prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
     offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
     mixed_precision: Annotated[
         MixedPrecision | None, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
@@ -165,6 +167,7 @@ class ShardingOptions:
             raise TypeError(f"mixed_precision must be a zero.MixedPrecision, not {self.mixed_precision!r}")
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
+        check_prefetch_depth(self.prefetch_depth, self.row)
         cap = self.bucket_cap_mb
         is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
         if cap is not None and cap != "auto" and not is_number:

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from collectives import Algorithm
 
 from ..config import PRECISIONS, MixedPrecision, Offload, PrecisionName
+from ..core.units import Predicate
 
 Settings = TypeVar("Settings")
 
@@ -45,7 +46,9 @@ def _reshard(text: str) -> bool | int:
 FORMS: Mapping[Any, TextForm] = {
     Path: TextForm(Path, Path, _text),
     Path | None: TextForm(Path | None, Path, _text),
-    bool | int: TextForm(str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"),
+    bool | int | Predicate: TextForm(
+        str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"
+    ),
     float | Literal["auto"] | None: TextForm(
         str | None,
         lambda text: text if text == "auto" else float(text),

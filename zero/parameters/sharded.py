@@ -23,7 +23,7 @@ from ..core.flags import where
 from ..core.layout import BucketSizes, BucketSpec, Dtypes, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
-from ..core.units import Predicate, find_units
+from ..core.units import Predicate, UnitSchedule, find_units, kept_units
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
@@ -66,7 +66,8 @@ class ShardedStorage(ParameterStorage):
         bucket_sizes: BucketSizes,
         precision: MixedPrecision | None,
         post_forward_group: Choice | None,
-        keeps_unsharded: bool,
+        resharded: Predicate | bool,
+        prefetch_depth: int,
         materializer: Materializer | None,
         streams: Streams,
         backwards: BackwardTracker,
@@ -74,8 +75,9 @@ class ShardedStorage(ParameterStorage):
         unit_order: UnitOrder,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
-        None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
-        ``unit_order``: of the units that this rank uses beside its training."""
+        None: all of them; ``resharded``: which units are resharded after a forward; ``prefetch_depth``: how many are
+        gathered ahead. ``materializer``: of tensors on the meta device; ``unit_order``: of the units that this rank
+        uses beside its training."""
         super().__init__(transport, shard_group, module, precision, materializer)
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
         there = (parameter.device for parameter in module.parameters())
@@ -90,9 +92,8 @@ class ShardedStorage(ParameterStorage):
             weakly(self._needed_in_backward),
             joining,
         )
-        self.unit_hooks = UnitHooks(
-            self._units, self.manager, streams, backwards, unit_order, keeps_unsharded=keeps_unsharded
-        )
+        schedule = UnitSchedule(self._units.around, kept_units(self._units, resharded), prefetch_depth)
+        self.unit_hooks = UnitHooks(self._units, self.manager, streams, backwards, unit_order, schedule)
         self._unlisted: Sequence[StoredBucket] | None = None  # None: these parameters are plain
         self._updated: list[tuple[int, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
@@ -110,7 +111,8 @@ class ShardedStorage(ParameterStorage):
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
         described = [f"unit {name}: {[(list(p.shape), str(p.dtype)) for p in members]}" for name, members in units]
-        return [*described, *super().lines()]
+        kept = [f"unit {self._units.names[number]} is kept" for number in sorted(self.unit_hooks.schedule.kept)]
+        return [*described, *kept, *super().lines()]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         self._describe_unlisted([*self.parameters, *parameters])

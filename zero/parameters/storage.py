@@ -31,6 +31,7 @@ from ..core.parameter_specs import (
     replaced,
 )
 from ..core.stage import Placement
+from ..core.units import ONE_AHEAD
 from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
 from .casting import cast
@@ -45,7 +46,7 @@ Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the m
 class NoUnitHooks:
     """What `UnitHooks` are at stages without units."""
 
-    needs_gather = False
+    needs_gather, schedule = False, ONE_AHEAD
 
     def busy(self) -> bool:
         return False
@@ -394,7 +395,6 @@ class ParameterStorage:
         self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
-        flat = self._flat_of(index)
-        if is_released(self.parameters[index]):  # of an optimizer that took it over
-            return False
-        return self.parameters[index].untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+        parameter, home = self.parameters[index], self._flat_of(index).untyped_storage().data_ptr()
+        # an optimizer that took it over may have released it
+        return not is_released(parameter) and parameter.untyped_storage().data_ptr() == home

@@ -120,6 +120,7 @@ def describe(
         lambda spec: _kept(buckets[spec.index]),
         storage.unlisted_layout,
         reshard_group_size,
+        schedule=storage.unit_hooks.schedule,
         shards_are_exposed=bool(stage.gathers(1)) and units_need_gather and shard_group.memory is not None,
         states_on_disk=any(bucket.spec.device == "cpu" for bucket in buckets if bucket.states.kept()),
         host_ranks=transport.world_size // hosts if hosts > 1 else 0,
@@ -162,6 +163,7 @@ def describe(
             means_are_shown=means_are_shown,
             replicas=transport.world_size // shard_group.world_size,
             reshard_group_size=reshard_group_size,
+            schedule=storage.unit_hooks.schedule,
             hosts=hosts,
         ),
     )
