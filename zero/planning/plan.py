@@ -25,6 +25,7 @@ import torch
 from ..config import PRECISIONS, PrecisionName, dtypes_of
 from ..core.formulas import spread_of_owners
 from ..core.layout import MIB, BucketSizes, Dtypes, bucket_sizes, unit_cap_mb
+from ..core.stage import STAGES
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, ParameterShape, UnitWork
@@ -54,6 +55,7 @@ class Training:
         precision: one of `PRECISIONS`.
         optimizer: as `PlanSetting` has it.
         counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
+        prefetch_depth: at stage 3, units that are gathered ahead of their use.
     """
 
     model: Model
@@ -65,6 +67,7 @@ class Training:
     precision: PrecisionName = "bf16"
     optimizer: str = "adamw"
     counts_activations: bool = True
+    prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
         for name in ("micro", "sequence", "global_batch"):
@@ -240,6 +243,7 @@ class Planner:
         found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
+            prefetch_depth=self.training.prefetch_depth if STAGES[stage].gathers(1) else 1,
             mixed_precision=PRECISIONS[self.training.precision],
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument

@@ -18,6 +18,7 @@ from collectives import algorithm_for
 from ..config import ShardingOptions, dtypes_of
 from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, Dtypes
 from ..core.stage import Placement, units_share_buckets
+from ..core.units import UnitSchedule
 
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
 
@@ -88,6 +89,8 @@ class PlanSetting(ShardingOptions):
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
         self.reshard_group_size(self.world_size)
+        if callable(self.reshard_after_forward):
+            raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and self.device == "cpu":
             raise ValueError('Offload("cpu") with parameters on the CPU, where states are there already: leave it away')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
@@ -109,6 +112,11 @@ class PlanSetting(ShardingOptions):
     def near(self) -> int:
         """How many ranks share the copy of a unit that is kept for its backward."""
         return self.reshard_group_size(self.world_size)
+
+    @property
+    def unit_schedule(self) -> UnitSchedule:
+        """Which units may be whole at once. None lies inside another."""
+        return UnitSchedule(depth=self.prefetch_depth)
 
     @property
     def per_host(self) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...config import PRECISIONS, dtypes_of
+from ...core.stage import STAGES, check_prefetch_depth
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
 from ...planning.models.parameter_lists import of_parameter_list
@@ -62,6 +63,7 @@ def training_of(config: PlanConfig) -> Training:
     if len(given) != 1:
         found = "none" if not given else " and ".join(f"--{name}" for name in given)
         raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
+    check_prefetch_depth(config.prefetch_depth, STAGES[3])
     if config.micro < 1 or config.sequence < 1:
         raise ValueError(f"--micro {config.micro} and --sequence {config.sequence} must both be at least 1")
     try:
@@ -80,6 +82,7 @@ def training_of(config: PlanConfig) -> Training:
         config.precision,
         config.optimizer,
         counts_activations=bool(works),
+        prefetch_depth=config.prefetch_depth,
     )
 
 
