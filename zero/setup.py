@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from collectives import Choice, Transport, as_a_whole
 from collectives import build as build_collective
@@ -83,7 +83,7 @@ def build(
         ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
     """
     group = config.transport(device).fork()
-    reshard_group_size = agree_on_sharing(group, config)
+    reshard_group_size, reshard = agree_on_sharing(group, config), config.reshard_after_forward
     streams, backwards, joining = Streams(), BackwardTracker(), Joining()
     unit_order = UnitOrder(joining)
     choice = build_collective(group, config.collective, device, config.copy_ranks)
@@ -106,13 +106,14 @@ def build(
             storage = ShardedStorage(
                 transport,
                 shard_group,
-                _module_of_units(config),
+                config.module_of_units(),
                 choice.collective,
                 config.units,
                 bucket_sizes,
                 precisions,
                 post_forward_group,
-                reshard_group_size == 1 < shard_group.world_size,
+                reshard if callable(reshard) else not reshard_group_size == 1 < shard_group.world_size,
+                config.prefetch_depth,
                 materializer,
                 offload_backend if config.offload and config.offload.parameters else None,
                 streams,
@@ -166,15 +167,6 @@ def _post_forward_group(shard_group: Transport, device: torch.device, size: int)
     choice = build_collective(shard_group.sibling(3), "auto", device, size)
     shard_group.attach(choice.collective.transport, range(shard_group.world_size))
     return choice
-
-
-def _module_of_units(config: Config) -> nn.Module:
-    if config.module is None:
-        raise ValueError(
-            f"stage {config.stage} gathers parameters for the forwards of their modules: pass the module "
-            "itself, or parameters and module=model"
-        )
-    return config.module
 
 
 def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exception | None) -> None:

@@ -30,6 +30,7 @@ from ..core.parameter_specs import (
     replaced,
 )
 from ..core.stage import Placement
+from ..core.units import ONE_AHEAD
 from ..precision import Precisions
 from ..runtime.bucket import Bucket, StoredBucket, slots_of
 from ..runtime.flat_buffer import FlatBuffer
@@ -45,7 +46,7 @@ Keep = Callable[[BucketSpec, Tensor], None]  # called with whole values in the m
 class NoUnitHooks:
     """What `UnitHooks` are at stages without units."""
 
-    needs_gather = False
+    needs_gather, schedule = False, ONE_AHEAD
 
     def busy(self) -> bool:
         return False
@@ -395,6 +396,5 @@ class ParameterStorage:
         self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
-        parameter, flat = self.parameters[index], self._flat_of(index)
-        taken = is_released(parameter)  # by another optimizer
-        return not taken and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)
+        parameter, flat = self.parameters[index], self._flat_of(index)  # another optimizer may have released it
+        return not is_released(parameter) and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)
