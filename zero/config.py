@@ -24,7 +24,7 @@ from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.layout import BucketSizes, bucket_sizes
 from .core.parameter_specs import FLOATS
-from .core.stage import Placement, Stage, check_reshard, check_sharding_factor, stage_of
+from .core.stage import Placement, Stage, check_prefetch_depth, check_reshard, check_sharding_factor, stage_of
 from .core.units import ROOT, Ignored, Predicate, find_units
 from .precision import PrecisionOption, Precisions, Rule, checked
 
@@ -86,8 +86,10 @@ class ShardingOptions:
         int | None, "ranks that share one copy of what is sharded; a divisor of the number of ranks; default: all"
     ] = None
     reshard_after_forward: Annotated[
-        bool | int, "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them"
+        bool | int | Predicate,
+        "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them",
     ] = True
+    prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
     offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
     mixed_precision: Annotated[
         PrecisionOption, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
@@ -112,6 +114,7 @@ class ShardingOptions:
                 f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
                 "is for stage 3"
             )
+        check_prefetch_depth(self.prefetch_depth, self.row)
         cap = self.bucket_cap_mb
         is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
         if cap is not None and cap != "auto" and not is_number:

@@ -54,9 +54,10 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
     Raises `ValueError` on every rank if the options are invalid or differ between ranks.
     """
     elsewhere = "None" if config.offload is None else config.offload.kind
+    reshard = "a function" if callable(config.reshard_after_forward) else repr(config.reshard_after_forward)
     mine = (
         f"stage={config.stage}, sharding_factor={config.copy_ranks!r}, "
-        f"reshard_after_forward={config.reshard_after_forward!r}, offload={elsewhere}"
+        f"reshard_after_forward={reshard}, prefetch_depth={config.prefetch_depth}, offload={elsewhere}"
     )
     replies = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(replies):

@@ -69,7 +69,8 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             same. With F ranks per host, gathers stay inside a host. 1 shards nothing. Every F gives the same bits.
         reshard_after_forward: at stage 3, what a rank keeps of a unit between its forward and its backward. True: only
             its own shard. False: the whole unit, so the backward gathers nothing. A number: that many neighbouring
-            ranks (of one host, say) share the unit, and the backward gathers among them.
+            ranks (of one host, say) share it, and the backward gathers among them. A function: True or False by module.
+        prefetch_depth: at stage 3, how many units are gathered ahead of their use. Each costs a unit's memory.
         offload: tensors kept on disk, or in the host's memory if the parameters are on a GPU; see `Offload`.
         param_init_fn: initialises a model that was built under ``torch.device("meta")``. It is called with each module
             that directly holds meta tensors, in registration order, once they have memory. Default: the module's
@@ -79,7 +80,8 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             is missing. Tensors that already have values get those of the mapping, too.
         mixed_precision: compute in 16 bits, with fp32 master weights, as a whole or by module: see `MixedPrecision`.
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole just
-            before its forward and its backward. Default: the children of outermost ``ModuleList`` and ``Sequential``.
+            before its forward and its backward. It holds what no unit inside it holds. Default: the children of
+            outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
             one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). A param group may have
             its own. Default: "element", or, with a warning, "parameter" if the class is not element-wise.
@@ -111,7 +113,8 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         bucket_cap_mb: float | Literal["auto"] | None = None,
         collective: str | Algorithm = "auto",
         sharding_factor: int | None = None,
-        reshard_after_forward: bool | int = True,
+        reshard_after_forward: bool | int | Predicate = True,
+        prefetch_depth: int = 1,
         offload: Offload | None = None,
         param_init_fn: InitFunction | None = None,
         init_state_dict: StateDict | None = None,
@@ -130,6 +133,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             stage=stage,
             sharding_factor=sharding_factor,
             reshard_after_forward=reshard_after_forward,
+            prefetch_depth=prefetch_depth,
             offload=offload,
             mixed_precision=mixed_precision,
             bucket_cap_mb=bucket_cap_mb,
@@ -141,8 +145,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
         self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, merged(defaults, optimizer_kwargs))
         groups = as_groups(params, config.ignored)
         device = device_of(groups)
-        if device.type == "meta":
-            device = config.default_device()
+        device = config.default_device() if device.type == "meta" else device
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
         find_meta = partial(
             materializer_of,
@@ -216,8 +219,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
     def divisor(self) -> float:
         """The number by which the sum of all ranks' gradients is divided, once. Equal on all ranks. Local.
 
-        Set it before the first clip or `step` of an optimizer step. The division is a true one, as in
-        ``p.grad.div_(divisor)``.
+        Set it before the first clip or `step` of a step. The division is a true one, as ``p.grad.div_(divisor)``.
         """
         return self._reducer.schedule.divisor
 
@@ -338,9 +340,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
 
         First call `consolidate_state_dict`, which chooses the rank, or all ranks, that can return it; a group of one
         rank need not. With `mixed_precision` the dict also has "masters": the master weights by parameter, which
-        torch's own classes ignore.
-
-        Raises `RuntimeError` on other ranks, and after a further step.
+        torch's own classes ignore. Raises `RuntimeError` on other ranks, and after a further step.
         """
         self._engine.check_usable()
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():

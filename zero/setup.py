@@ -82,7 +82,7 @@ def build(
         ValueError, TypeError: an argument does not fit the module, the device or the group, on every rank.
     """
     group = config.transport(device).fork()
-    reshard_group_size = agree_on_sharing(group, config)
+    reshard_group_size, reshard = agree_on_sharing(group, config), config.reshard_after_forward
     streams, backwards, joining = Streams(), BackwardTracker(), Joining()
     unit_order = UnitOrder(joining)
     choice = build_collective(group, config.collective, device, config.copy_ranks)
@@ -111,7 +111,8 @@ def build(
                 bucket_sizes,
                 precisions,
                 post_forward_group,
-                reshard_group_size == 1 < shard_group.world_size,
+                reshard if callable(reshard) else not reshard_group_size == 1 < shard_group.world_size,
+                config.prefetch_depth,
                 materializer,
                 offload_backend if config.offload and config.offload.parameters else None,
                 streams,

@@ -20,7 +20,7 @@ from ..support.machine.program import (
     Uneven,
     ZeroGrad,
 )
-from ..support.machine.random_programs import Collectives, RandomPrograms
+from ..support.machine.random_programs import UNITS, Collectives, RandomPrograms
 from ..support.machine.run import run
 from ..support.machine.trees import Part
 from ..support.rows import without
@@ -33,7 +33,7 @@ THOROUGH = settings.default.max_examples > 100
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
-        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",))
+        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
         begins = (0, 1, 2) if THOROUGH else (2,)  # a load may change it
 
     OnThreads.check(150 if THOROUGH else 8, 40 if THOROUGH else 20)
@@ -47,7 +47,7 @@ def test_random_programs_in_common_memory_give_the_bits_of_the_plain_loop() -> N
     class OnSockets(RandomPrograms):
         make_backend = Sockets
         most_ranks = 4
-        collectives = Collectives(("auto", "pairwise"), ("ring",))
+        collectives = Collectives(("auto", "pairwise"), ("ring",), UNITS)
         begins = (3,)
         precisions = ("", "", "bf16", "by kind")
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from ..parameters.nested_units import ODD
+from ..support.by_module import by_kind
 from ..support.narrowed import PRECISIONS
 from ..support.pool import GlooPool
 from ..support.programs import Program, Round, Step, compare
@@ -26,6 +28,7 @@ CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
             (1, [[0, 1], [2, 3]], {"scaled": True}),
             (3, [[0, 2, 3]], {"precision": PRECISIONS["bf16"]}),
             (3, [0, 1, 2, 3], {"optimizer": "shampoo"}),
+            (3, [[0, 2], [1, 3]], {"precision": by_kind, "units": ODD["kept inside units"]}),
         ],
     ),
     ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, list)) else "-".join(value),

@@ -27,6 +27,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model
 from ..support.programs import Program, check, locked_build
 from ..support.rows import without
+from .nested_units import ODD
 
 ON_HOST = Offload("cpu", parameters="cpu")
 
@@ -53,10 +54,21 @@ ROWS = {
     "six": program(6, "sgd momentum", "", "clips"),
     "four, two copies": program(4, "adamw", "bf16", "no sync", sharding_factor=2),
     "two, kept whole": program(2, "adamw", "", "clips", reshard=False),
+    "two, units inside units": program(2, "adamw", "bf16", "clips", units=ODD["inside units"]),
+    "alone, units kept inside units": program(1, "adamw", "bf16", "no sync", units=ODD["kept inside units"]),
+    "two, units kept inside units": program(2, "adamw", "bf16", "freezes", units=ODD["kept inside units"]),
 }
+IN_CI = (
+    "alone",
+    "two by parameter",
+    "six",
+    "two, kept whole",
+    "alone, units kept inside units",
+    "two, units kept inside units",
+)
 
 
-@pytest.mark.parametrize("row", without(ROWS, "alone", "two by parameter", "six", "two, kept whole"))
+@pytest.mark.parametrize("row", without(ROWS, *IN_CI))
 def test_parameters_on_the_host_change_no_bit(row: str) -> None:
     check(ROWS[row])
 

@@ -18,10 +18,6 @@ from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
 
-def nested() -> nn.Module:
-    return nn.Sequential(nn.Sequential(nn.Linear(3, 3)))
-
-
 def linears(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
@@ -37,7 +33,22 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], dict
         STRANGER,
     ),
     "no unit": (Net, lambda *_: {"units": lambda m: False}, "units: the predicate matches no module"),
-    "units inside units": (nested, lambda *_: {"units": lambda m: True}, "inside it: units never nest"),
+    "a list as a unit": (
+        lambda: nn.Sequential(nn.ModuleList([nn.Linear(3, 3)])),
+        lambda *_: {"units": lambda m: isinstance(m, nn.ModuleList)},
+        "is never called: match its",
+    ),
+    "no bool for a unit": (
+        Net,
+        lambda *_: {"units": linears, "reshard_after_forward": lambda m: 2},
+        "must return True or False for 'first', not 2; a number of ranks is for all units",
+    ),
+    "other units are kept on one rank": (
+        Net,
+        lambda _, rank: {"reshard_after_forward": lambda module: bool(rank)},
+        DIFFERENT,
+    ),
+    "another depth on one rank": (Net, lambda _, rank: {"prefetch_depth": rank}, DIFFERENT),
     "no unit on one rank": (
         Net,
         lambda _, rank: {"units": lambda module: rank == 0 and linears(module)},

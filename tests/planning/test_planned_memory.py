@@ -86,6 +86,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "world_size": (1, 3, 8),
     "sharding_factor": (None, 1, 2, 4),
     "reshard_after_forward": (True, False, 2, 4),
+    "prefetch_depth": (1, 0, 2),
     "offload": (None, Offload(".")),
     "mixed_precision": (None, MixedPrecision(torch.bfloat16), "by module"),
     "optimizer": tuple(CLASSES),

@@ -151,6 +151,20 @@ def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
             assert found.crossed == pytest.approx(found.sent), "between hosts of one rank all that is sent crosses"
 
 
+def test_units_that_are_gathered_further_ahead_are_awaited_no_longer_and_take_more_memory() -> None:
+    row = {
+        **dict.fromkeys(SETTINGS),
+        "cluster": "cpu:1x4",
+        "stage": 3,
+        "reshard_after_forward": True,
+        "micro_batches": 2,
+    }
+    found = [simulate(program({**row, "prefetch_depth": depth})).parts["gather"] for depth in (0, 1, 2)]
+    assert found[0] > found[1] >= found[2]
+    peaks = [PLAN.of_largest(setting_of({**row, "prefetch_depth": depth})).gathered_peak for depth in (0, 1, 2)]
+    assert peaks == sorted(set(peaks))
+
+
 CALLS = [each.name for each in fields(HostCalls)]
 
 

@@ -150,6 +150,8 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     *((new(MODEL, sharding_factor=v), ValueError, FACTOR) for v in (0, 3, -1, 1.0, True, "2")),
     *((new(MODEL, stage=3, reshard_after_forward=v), ValueError, KEPT) for v in (0, 3, "2", None)),
     *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
+    *((new(MODEL, stage=3, prefetch_depth=v), ValueError, "at least 0, not ") for v in (-1, 1.0, True, None)),
+    (new(MODEL, stage=2, prefetch_depth=0), ValueError, "is for stage 3"),
     (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),

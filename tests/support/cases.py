@@ -7,9 +7,9 @@ the bits of every parameter after every step with those of `plain_loop`. Between
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -128,8 +128,8 @@ class Case:
 
     ``run`` trains on one micro-batch; with several backwards it is a generator that yields after each of them.
     ``groups`` returns the parameters to optimize. ``prepared`` is called with the new model, ``built`` after the
-    optimizer was built, ``begin`` before each step. ``lends``: the case keeps memory of a weight beyond its forward, on
-    purpose.
+    optimizer was built, ``begin`` before each step. ``arguments`` are those of the optimizer on the ranks alone.
+    ``lends``: the case keeps memory of a weight beyond its forward, on purpose.
     """
 
     build: Callable[[], nn.Module] = Net
@@ -141,6 +141,7 @@ class Case:
     units: Callable[[nn.Module], bool] | None = None
     lends: bool = False
     steps: int = 2
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self) -> nn.Module:
         """Build the model, the same every time."""
@@ -197,7 +198,7 @@ def sharded(case: Case, transport: Transport, **arguments: Any) -> tuple[Any, Ze
     given = model if case.groups is None else case.groups(model)
     divisor = TURNS * transport.world_size
     defaults = {"stage": 3, "lr": LEARNING_RATE, "bucket_cap_mb": CAP_MB, "divisor": divisor, "units": case.units}
-    arguments = {**defaults, "module": model, "process_group": transport, **arguments}
+    arguments = {**defaults, "module": model, "process_group": transport, **case.arguments, **arguments}
     optimizer = ZeroOptimizer(given, torch.optim.AdamW, **arguments)
     case.built(model)
     return model, optimizer

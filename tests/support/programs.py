@@ -6,7 +6,7 @@ micro-batches), then clips, then perhaps a step, then one of the ways to clear g
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -83,6 +83,7 @@ class Program:
     partition: str = ""  # "": by parameters for classes of `BY_PARAMETER`, by elements for others
     sharding_factor: int | None = None
     reshard: bool | int = True
+    units: Mapping[str, Any] = field(default_factory=dict)  # arguments for how units are chosen and gathered
     offload: Offload | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -203,7 +204,7 @@ def run_rank(
         stage=program.stage,
         bucket_cap_mb=program.bucket_cap_mb,
         collective=program.collective,
-        reshard_after_forward=program.reshard,
+        **{"reshard_after_forward": program.reshard, **program.units},
         offload=program.offload,
         mixed_precision=program.precision,
         partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),

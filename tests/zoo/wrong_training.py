@@ -185,6 +185,38 @@ def a_pattern_stops_at_its_module(real: Any, self: Any, name: str) -> Any:
     return own[-1]
 
 
+def an_inner_unit_releases_those_around_it(real: Any, self: Any, unit: int) -> None:
+    around, self._around = self._around, tuple(frozenset({number}) for number in range(len(self._around)))
+    try:
+        real(self, unit)
+    finally:
+        self._around = around
+
+
+def kept_units_are_resharded(real: Any, self: Any, unit: int, backward: bool) -> None:
+    schedule, self.schedule = self.schedule, replace(self.schedule, kept=frozenset())
+    try:
+        real(self, unit, backward)
+    finally:
+        self.schedule = schedule
+
+
+def one_unit_ahead_at_most(real: Any, self: Any, unit: int) -> None:
+    schedule, self.schedule = self.schedule, replace(self.schedule, depth=min(self.schedule.depth, 1))
+    try:
+        real(self, unit)
+    finally:
+        self.schedule = schedule
+
+
+def ranks_do_not_compare_what_is_kept(real: Any, self: Any) -> list[str]:
+    return [line for line in real(self) if not line.endswith(" is kept")]
+
+
+def what_experts_share_lies_in_the_first(real: Any, whose: set[int], around: Any) -> int:
+    return min(whose)
+
+
 WRONG: dict[str, Callable[..., Any]] = {
     "a-shared-module-casts-for-its-first-holder": lambda real, self, module, name, above, around: (
         self._seen[id(module)] if id(module) in self._seen else real(self, module, name, above, around)

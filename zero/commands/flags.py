@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from collectives import Algorithm
 
 from ..config import Offload
+from ..core.units import Predicate
 from ..precision import PRECISIONS, PrecisionName, PrecisionOption
 
 Settings = TypeVar("Settings")
@@ -54,7 +55,9 @@ PATH = "a path (the current folder is .)", "<path>"
 FORMS: Mapping[Any, TextForm] = {
     Path: TextForm(str, _path, _text, *PATH),
     Path | None: TextForm(str | None, _path, _text, *PATH),
-    bool | int: TextForm(str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"),
+    bool | int | Predicate: TextForm(
+        str, _reshard, lambda value: str(value).lower(), "true, false or a number of ranks"
+    ),
     float | Literal["auto"] | None: TextForm(
         str | None,
         lambda text: text if text == "auto" else float(text),

@@ -6,12 +6,13 @@ and 7. Here padding is counted, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
 from .runs import CUT, adjoins, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
+from .units import ONE_AHEAD, UnitSchedule
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ def formula_bytes(
     unlisted: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
+    schedule: UnitSchedule = ONE_AHEAD,
     shards_are_exposed: bool = False,
     states_on_disk: bool = False,
     host_ranks: int = 0,
@@ -138,7 +140,7 @@ def formula_bytes(
         rank: its number among the ranks that share a copy.
         states: returns what the rank keeps for a bucket of ``layout``.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
-        reshard_group_size: see `peak_bounds`, as for ``shards_are_exposed`` and ``host_ranks``.
+        reshard_group_size: see `peak_bounds`, as for ``schedule``, ``shards_are_exposed`` and ``host_ranks``.
         states_on_disk: see `bucket_bytes`.
     """
     found = {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -157,7 +159,13 @@ def formula_bytes(
                 found["gradients"] += here.gradients
                 found["optimizer"] += here.states + here.scalars + here.masters
     return found | peak_bounds(
-        layout, stage, unlisted, reshard_group_size, shards_are_exposed=shards_are_exposed, host_ranks=host_ranks
+        layout,
+        stage,
+        unlisted,
+        reshard_group_size,
+        schedule=schedule,
+        shards_are_exposed=shards_are_exposed,
+        host_ranks=host_ranks,
     )
 
 
@@ -167,16 +175,17 @@ def peak_bounds(
     unlisted: Layout | None = None,
     reshard_group_size: int | None = None,
     *,
+    schedule: UnitSchedule = ONE_AHEAD,
     shards_are_exposed: bool = False,
     host_ranks: int = 0,
 ) -> dict[str, int]:
     """Return upper bounds of the bytes of gathered units, "gathered_peak", and of buckets in flight, "scratch_peak".
 
-    The first is the root's rest, the two largest units, and the shards that are kept for the backward; where shards are
-    rounded master weights (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered. The
-    second is three of the largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units.
-    A bucket of whole parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many,
-    one of each rank.
+    The first is that of `UnitSchedule.at_once` (the root's rest and the two largest units, if no unit lies inside
+    another), and the shards that are kept for the backward; where shards are rounded master weights
+    (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered. The second is three of the
+    largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket of whole
+    parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of each rank.
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
     dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in
@@ -187,13 +196,15 @@ def peak_bounds(
         stage: the row of the stage table.
         unlisted: the parameters that are stored beside those of ``layout`` and not updated.
         reshard_group_size: the result of `check_reshard`; None means all ranks.
+        schedule: which units may be whole at once.
         shards_are_exposed: whether peers read this rank's shards in place, in its memory.
         host_ranks: L if sums are folded over hosts; else 0.
     """
     units, rounded = unit_bytes(layout, unlisted), _copied_bytes(layout, unlisted)
     all_units = sum(units.values())
-    gathered, copies = (of.get(0, 0) + sum(sorted(of[n] for n in of if n)[-2:]) for of in (units, rounded))
-    exposed = sharded_bytes(gathered, layout.world_size) if shards_are_exposed else 0
+    gathered, copies = schedule.at_once(units), schedule.at_once(rounded)
+    under_way = replace(schedule, kept=frozenset()).at_once(units)  # whose gathers may be: peers read no others
+    exposed = sharded_bytes(under_way, layout.world_size) if shards_are_exposed else 0
     if reshard_group_size == 1 < layout.world_size:
         gathered, copies = all_units, sum(rounded.values())
     elif reshard_group_size is not None and reshard_group_size < layout.world_size:
@@ -286,13 +297,6 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
     return found
 
 
-def units_kept_for_backward(units: Iterable[int]) -> set[int]:
-    """Return which of these units, by number, are still gathered when a backward begins: the root's rest, and the last
-    one."""
-    found = set(units)
-    return found & {0, max(found, default=0)}
-
-
 def formula_traffic(
     layout: Layout,
     stage: Stage,
@@ -304,6 +308,7 @@ def formula_traffic(
     means_are_shown: bool = True,
     replicas: int = 1,
     reshard_group_size: int | None = None,
+    schedule: UnitSchedule = ONE_AHEAD,
     hosts: int = 1,
 ) -> int:
     """Return the payload bytes that a step sends, summed over the ranks, with one forward for each backward.
@@ -312,9 +317,9 @@ def formula_traffic(
     + gathers x padded elements of all units). Between replicas each sum travels twice: once through all of them, and
     once back. If sums are folded over H ``hosts`` of L ranks, each reduction sends contributions H (L - 1) times,
     inside hosts, and the sums H - 1 times between these; then those of all hosts but the last one go home. A reduction
-    after the first sends those of all hosts but the first one to it, too. What stays gathered
-    (`units_kept_for_backward`) is gathered only for the forward. The formula assumes that a forward enters every unit
-    once, in order of registration, and that a backward reaches every unit.
+    after the first sends those of all hosts but the first one to it, too. What is whole when a backward begins
+    (`UnitSchedule`) is gathered only for the forward. The formula assumes that a forward enters every unit once, in
+    order of registration, and that a backward reaches every unit.
 
     Args:
         layout: the parameters that the optimizer updates.
@@ -327,6 +332,7 @@ def formula_traffic(
         replicas: the number of groups that each hold one copy.
         reshard_group_size: how many ranks take part in a gather for the backward (the result of `check_reshard`); None
             means all W.
+        schedule: which units may be whole at once.
         hosts: over how many sums are folded; 1 if they are not.
     """
     trainable = [bucket for bucket in layout.buckets if layout.parameters[bucket.slots[0].parameter].trainable]
@@ -339,7 +345,7 @@ def formula_traffic(
         passes * bucket.numel * bucket.dtypes.itemsize(which) for which, passes in kinds.items() for bucket in trainable
     )
     units = unit_bytes(layout, unlisted) if units_need_gather else {}
-    still_here = sum(units[unit] for unit in units_kept_for_backward(units))
+    still_here = sum(units[unit] for unit in schedule.whole_when_a_backward_begins(units))
     ranks, forwards = layout.world_size, stage.gathers(backwards) // 2
     near = ranks if reshard_group_size is None else reshard_group_size
     again = forwards * (sum(units.values()) - still_here) * (near - 1) * (ranks // near)

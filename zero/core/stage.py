@@ -6,6 +6,7 @@ optimizers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -174,11 +175,11 @@ def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> 
         raise ValueError(f"stage {stage.number} shards nothing: leave sharding_factor={factor} out")
 
 
-def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> int:
+def check_reshard(reshard: bool | int | Callable[..., bool], sharding_factor: int, stage: Stage) -> int:
     """Return how many ranks share the copy of a unit that is kept between its forward and its backward.
 
-    That is ``sharding_factor`` if the unit is resharded after the forward, and 1 if it is kept whole. Raises
-    `ValueError` for an invalid ``reshard``.
+    That is ``sharding_factor`` if the unit is resharded after the forward (a function says for which units that is so),
+    and 1 if it is kept whole. Raises `ValueError` for an invalid ``reshard``.
     """
     divisors = [number for number in range(1, sharding_factor + 1) if sharding_factor % number == 0]
     if reshard is not True and stage.parameters is Placement.WHOLE:
@@ -186,11 +187,22 @@ def check_reshard(reshard: bool | int, sharding_factor: int, stage: Stage) -> in
             f"reshard_after_forward={reshard!r} with stage {stage.number}, where every rank holds whole parameters: it "
             "is for stage 3"
         )
-    if isinstance(reshard, bool):
+    if isinstance(reshard, bool) or callable(reshard):
         return sharding_factor if reshard else 1
     if not isinstance(reshard, int) or reshard not in divisors:
         raise ValueError(
-            f"reshard_after_forward must be True, False, or a number that divides the {sharding_factor} ranks that "
-            f"share a copy, so one of {divisors}, not {reshard!r}"
+            "reshard_after_forward must be True, False, a function of a unit's module, or a number that divides the "
+            f"{sharding_factor} ranks that share a copy, so one of {divisors}, not {reshard!r}"
         )
     return reshard
+
+
+def check_prefetch_depth(depth: int, stage: Stage) -> None:
+    """Raise `ValueError` unless ``depth`` units can be gathered ahead of their use."""
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"prefetch_depth must be a number of units, at least 0, not {depth!r}")
+    if depth != 1 and stage.parameters is Placement.WHOLE:
+        raise ValueError(
+            f"prefetch_depth={depth} with stage {stage.number}, where every rank holds whole parameters: it is for "
+            "stage 3"
+        )

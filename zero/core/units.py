@@ -9,13 +9,15 @@ Knows: modules. Does not know: ranks, memory, hooks.
         1                      unit 2
       norm, head
 
-Without a predicate, units are the children of the outermost `ModuleList`s and `Sequential`s.
+Without a predicate, units are the children of the outermost `ModuleList`s and `Sequential`s. A predicate may choose
+modules that contain each other: a unit then has the parameters that no unit inside it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,6 +27,8 @@ from .parameter_specs import is_laid_out
 
 Predicate = Callable[[nn.Module], bool]
 Given = nn.Module | Tensor | Iterable[nn.Module | Tensor]
+Around = tuple[frozenset[int], ...]
+_Parts = dict[int, tuple[str, nn.Module]]  # names and modules, by id
 ROOT = 0  # the number of the root's rest
 
 
@@ -79,8 +83,8 @@ class Ignored:
 class UnitModule:
     """A module whose forward needs units.
 
-    ``needs`` has the module's own unit, and the root's rest if the forward uses that. It is empty if only modules below
-    this one need units.
+    ``needs`` has the module's own unit, and those around it (the root's rest, say) if the forward uses their
+    parameters. It is empty if only modules below this one need units.
     """
 
     name: str
@@ -96,21 +100,63 @@ class Units:
         names: the name of each unit; ROOT is first.
         parameters: the parameters of each unit, in order of registration.
         entries: the modules whose forwards need units.
+        around: the units whose modules contain that of each unit, and the unit itself; never ROOT.
     """
 
     names: tuple[str, ...]
     parameters: tuple[tuple[Tensor, ...], ...]
     entries: tuple[UnitModule, ...]
+    around: Around
 
     def numbers(self) -> dict[int, int]:
         """Return id of a parameter -> its unit. Valid as long as the parameters live."""
         return {id(p): number for number, members in enumerate(self.parameters) for p in members}
 
 
+@dataclass(frozen=True)
+class UnitSchedule:
+    """Which units that are gathered may be whole at the same time.
+
+    Attributes:
+        around: see `Units`; () if no unit lies inside another.
+        kept: those that stay whole between a forward and its backward, beside those of `whole_when_a_backward_begins`.
+        depth: how many units are gathered ahead of their use.
+    """
+
+    around: Around = ()
+    kept: frozenset[int] = frozenset()
+    depth: int = 1
+
+    def _chain(self, unit: int) -> frozenset[int]:
+        return self.around[unit] if self.around else frozenset({unit})
+
+    def at_once(self, sizes: Mapping[int, int]) -> int:
+        """Return the most bytes of units that are whole at once. ``sizes``: the bytes of each unit.
+
+        They are the root's rest, the units that are kept, one unit with those around it, and the largest others.
+        """
+        moving = sorted((unit for unit in sizes if unit != ROOT and unit not in self.kept), key=lambda u: -sizes[u])
+        most = 0
+        for unit in moving:
+            chain = [other for other in self._chain(unit) if other in sizes and other not in self.kept]
+            ahead = islice((other for other in moving if other not in chain), self.depth)
+            most = max(most, sum(sizes[other] for other in (*chain, *ahead)))
+        return sizes.get(ROOT, 0) + sum(sizes.get(unit, 0) for unit in self.kept) + most
+
+    def whole_when_a_backward_begins(self, units: Iterable[int]) -> set[int]:
+        """Return which of these units are whole: the root's rest, the last one with those around it, the kept ones."""
+        found = set(units)
+        last = max(found, default=ROOT)
+        return found & {ROOT, *self.kept, *(() if last == ROOT else self._chain(last))}
+
+
+ONE_AHEAD = UnitSchedule()
+
+
 def find_units(root: nn.Module, predicate: Predicate | None = None, ignored: Ignored | None = None) -> Units:
     """Return the units of ``root``, without what is ``ignored``.
 
-    Raises `ValueError` if a predicate matches no module, or nested modules.
+    Raises `ValueError` if a predicate matches no module, or one without a forward.
     """
     left = Ignored() if ignored is None else ignored
     if predicate is not None and not callable(predicate):
@@ -120,34 +166,78 @@ def find_units(root: nn.Module, predicate: Predicate | None = None, ignored: Ign
     else:
         found = list(_children_of_lists(root, "", _is_list(root), left))
     chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
+    numbers = {id(module): number for number, (_, module) in enumerate(chosen, start=1)}
+    parts = [
+        {id(part): (below, part) for below, part in _outside(module, name, numbers)}
+        for name, module in (("", root), *chosen)
+    ]
+    around = _around([module for _, module in chosen], numbers)
     users: dict[int, set[int]] = {}
-    for number, (_, module) in enumerate(chosen, start=1):
-        for parameter in _sharded(module, left):
+    for number, of_unit in enumerate(parts):
+        for parameter in _own(of_unit.values(), left):
             users.setdefault(id(parameter), set()).add(number)
-    units = {id(module) for _, module in chosen}
-    outside = {id(part): (name, part) for name, part in _outside(root, "", units)}
-    for _, part in outside.values():
-        for parameter in _own(part, left):
-            users.setdefault(id(parameter), set()).add(ROOT)
+    homes = {key: _home(whose, around) for key, whose in users.items()}
     members: list[list[Tensor]] = [[] for _ in range(len(chosen) + 1)]
     for parameter in _sharded(root, left):
-        whose = users[id(parameter)]
-        members[next(iter(whose)) if len(whose) == 1 else ROOT].append(parameter)
-    of_root = {id(parameter) for parameter in members[ROOT]}
-    entries = [UnitModule("", root, (ROOT,))]
-    for name, part in outside.values():
-        if part is not root and _own(part, left):
-            entries.append(UnitModule(name, part, (ROOT,)))
-        elif part is not root and has_forward(part) and any(id(below) in units for below in part.modules()):
-            entries.append(UnitModule(name, part, ()))  # its forward runs the forwards of several units
+        members[homes[id(parameter)]].append(parameter)
+    entries = [UnitModule("", root, (ROOT,)), *_entries_outside(root, parts[ROOT], numbers, left)]
     for number, (name, module) in enumerate(chosen, start=1):
-        shares = any(id(parameter) in of_root for parameter in _sharded(module, left))
-        entries.append(UnitModule(name, module, (ROOT, number) if shares else (number,)))
+        elsewhere = {homes[id(parameter)] for parameter in _own(parts[number].values(), left)} - {number}
+        entries.append(UnitModule(name, module, (*sorted(elsewhere), number)))
     names = ("the root's rest", *(name for name, _ in chosen))
-    return Units(names, tuple(tuple(m) for m in members), tuple(entries))
+    return Units(names, tuple(tuple(m) for m in members), tuple(entries), around)
 
 
-def _outside(module: nn.Module, name: str, units: set[int]) -> Iterator[tuple[str, nn.Module]]:
+def _around(modules: Sequence[nn.Module], numbers: Mapping[int, int]) -> Around:
+    """Return the units around each unit. ``modules``: of all units but ROOT; ``numbers``: of them, by id."""
+    found: list[set[int]] = [set() for _ in range(len(modules) + 1)]
+    for number, module in enumerate(modules, start=1):
+        for part in module.modules():
+            if id(part) in numbers:
+                found[numbers[id(part)]].add(number)
+    return tuple(frozenset(units) for units in found)
+
+
+def _home(whose: set[int], around: Around) -> int:
+    """Return the unit of a parameter that several use: the innermost unit that contains all of them."""
+    if len(whose) == 1:
+        return next(iter(whose))
+    common = frozenset.intersection(*(around[unit] for unit in whose))
+    return max(common, key=lambda unit: (len(around[unit]), unit), default=ROOT)
+
+
+def _entries_outside(
+    root: nn.Module, outside: _Parts, numbers: Mapping[int, int], left: Ignored
+) -> Iterator[UnitModule]:
+    """Yield the modules outside all units whose forwards use the root's rest, or run those of several units."""
+    for name, part in outside.values():
+        if part is not root and _own([(name, part)], left):
+            yield UnitModule(name, part, (ROOT,))
+        elif part is not root and has_forward(part) and any(id(below) in numbers for below in part.modules()):
+            yield UnitModule(name, part, ())
+
+
+def kept_units(units: Units, resharded: Predicate | bool) -> frozenset[int]:
+    """Return the units that stay whole between a forward and its backward.
+
+    ``resharded``: whether units are resharded after a forward, or a function of a unit's module that says so. Raises
+    `TypeError` if this returns neither True nor False.
+    """
+    if isinstance(resharded, bool):
+        return frozenset() if resharded else frozenset(range(ROOT + 1, len(units.names)))
+    found = {}
+    for entry in units.entries:
+        if entry.needs and entry.needs[-1] != ROOT:
+            found[entry.needs[-1]] = answer = resharded(entry.module)
+            if not isinstance(answer, bool):
+                raise TypeError(
+                    f"reshard_after_forward: the function must return True or False for {entry.name!r}, not "
+                    f"{answer!r}; a number of ranks is for all units"
+                )
+    return frozenset(unit for unit, answer in found.items() if not answer)
+
+
+def _outside(module: nn.Module, name: str, units: Container[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are reached from ``module`` without entering a unit. A unit may contain them, too."""
     yield name, module
     for below, child in named_children(module, name):
@@ -160,8 +250,9 @@ def _sharded(module: nn.Module, left: Ignored) -> list[Tensor]:
     return [parameter for parameter in module.parameters() if parameter not in left and is_laid_out(parameter)]
 
 
-def _own(module: nn.Module, left: Ignored) -> list[Tensor]:
-    own = module.parameters(recurse=False)
+def _own(parts: Iterable[tuple[str, nn.Module]], left: Ignored) -> list[Tensor]:
+    """Return the sharded parameters that modules, given with their names, have themselves."""
+    own = (parameter for _, part in parts for parameter in part.parameters(recurse=False))
     return [parameter for parameter in own if parameter not in left and is_laid_out(parameter)]
 
 
@@ -173,11 +264,6 @@ def _matching(root: nn.Module, predicate: Predicate, left: Ignored) -> list[tupl
     for name, module in found:
         if not has_forward(module):
             raise ValueError(f"units: {name!r} is a {type(module).__name__}, which is never called: match its children")
-        for other_name, other in found:
-            if other is not module and any(part is other for part in module.modules()):
-                raise ValueError(
-                    f"units: the predicate matches {name!r} and {other_name!r} inside it: units never nest"
-                )
     return found
 
 

@@ -22,7 +22,7 @@ from ..core.flags import where
 from ..core.layout import BucketSizes, BucketSpec, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
-from ..core.units import Ignored, Predicate, find_units
+from ..core.units import Ignored, Predicate, UnitSchedule, find_units, kept_units
 from ..precision import Precisions
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket
@@ -67,7 +67,8 @@ class ShardedStorage(ParameterStorage):
         bucket_sizes: BucketSizes,
         precisions: Precisions,
         post_forward_group: Choice | None,
-        keeps_unsharded: bool,
+        resharded: Predicate | bool,
+        prefetch_depth: int,
         materializer: Materializer | None,
         offload_backend: OffloadBackend | None,
         streams: Streams,
@@ -77,9 +78,9 @@ class ShardedStorage(ParameterStorage):
         ignored: Ignored,
     ) -> None:
         """``post_forward_group``: the ranks, of those that share a copy, that share the shards kept for a backward;
-        None: all of them; ``keeps_unsharded``: each keeps the whole. ``materializer``: of tensors on the meta device;
-        ``offload_backend``: the memory of the shards, if they are offloaded;
-        ``unit_order``: of the units that this rank uses beside its training."""
+        None: all of them; ``resharded``: which units are resharded after a forward; ``prefetch_depth``: how many are
+        gathered ahead. ``materializer``: of tensors on the meta device; ``offload_backend``: the memory of the shards,
+        if they are offloaded; ``unit_order``: of the units that this rank uses beside its training."""
         super().__init__(transport, shard_group, module, precisions, materializer, ignored)
         self._offload_backend = offload_backend
         self._root, self._bucket_sizes, self._streams, self._joining = module, bucket_sizes, streams, joining
@@ -95,9 +96,8 @@ class ShardedStorage(ParameterStorage):
             weakly(self._needed_in_backward),
             joining,
         )
-        self.unit_hooks = UnitHooks(
-            self._units, self.manager, streams, backwards, unit_order, keeps_unsharded=keeps_unsharded
-        )
+        schedule = UnitSchedule(self._units.around, kept_units(self._units, resharded), prefetch_depth)
+        self.unit_hooks = UnitHooks(self._units, self.manager, streams, backwards, unit_order, schedule)
         self._unlisted: Sequence[StoredBucket] | None = None  # None: these parameters are plain
         self._updated: list[tuple[int, int, Buffer]] = []  # of each buffer: its bucket, and its first slot there
 
@@ -114,7 +114,8 @@ class ShardedStorage(ParameterStorage):
     def lines(self) -> list[str]:
         units = zip(self._units.names, self._units.parameters, strict=True)
         described = [f"unit {name}: {[(list(p.shape), str(p.dtype)) for p in members]}" for name, members in units]
-        return [*described, *super().lines()]
+        kept = [f"unit {self._units.names[number]} is kept" for number in sorted(self.unit_hooks.schedule.kept)]
+        return [*described, *kept, *super().lines()]
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         self._describe_unlisted([*self.parameters, *parameters])

@@ -388,6 +388,5 @@ class ParameterStorage:
         self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
-        parameter, flat = self.parameters[index], self._flat_of(index)
-        taken = is_released(parameter)  # by another optimizer
-        return not taken and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)
+        parameter, flat = self.parameters[index], self._flat_of(index)  # another optimizer may have released it
+        return not is_released(parameter) and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)

@@ -3,22 +3,23 @@
 Knows: forwards, saved tensors, and in which order units were used. Does not know: when a backward begins and ends
 (`runtime/backward_tracker`), memory or ranks; to unshard, install, uninstall and reshard is `UnitManager`'s work.
 
-    forward    enters u      reshard the unit before, install u, prefetch the unit that the last forward used next
+    forward    enters u      reshard the unit before, install u, prefetch the units that the last forward used next
                leaves u      uninstall u; it stays whole until another unit is entered (the last: until the backward)
                leaves the outermost module with nothing to differentiate: reshard everything
     backward   reaches u     by the graph of u's outputs, or by a tensor that u's forward saved: as above, in reverse
                ends          reshard everything
 
-So at most the root's own unit, the running unit and the prefetched one are gathered, and the memory that is kept of the
-others for the backward. Therefore one thread at a time may be inside forwards, or inside a backward; another one that
-begins either gets an error. Which thread that is may change whenever none is inside.
+A unit that contains u stays as it is while u runs, in a backward, too. So at most the root's own unit, the running unit
+with those around it and the prefetched ones are gathered, and the memory that is kept of the others for the backward.
+Therefore one thread at a time may be inside forwards, or inside a backward; another one that begins either gets an
+error. Which thread that is may change whenever none is inside.
 
 A graph holds no parameter of a unit that travels: a tensor that the unit's forward saved brings it back. Of a resident
 unit a graph holds the parameter itself, and only the graph of the unit's outputs tells that a backward reaches it. So
 two kinds of resident units stay installed longer:
 
     its output hides tensors in an object that is not opened     from its forward until the backward or step ends
-    its forward runs another unit's forward                      in a backward, until that ends
+    its forward runs the forward of a unit that is outside it    in a backward, until that ends
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 
 from collectives.torch_internals import call_impl, wrapped_call_impl
 
-from ..core.units import ROOT, Units
+from ..core.units import ROOT, Units, UnitSchedule
 from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd, in_backward, runs
 from ..runtime.streams import Streams
 from ..runtime.unit_order import UnitOrder
@@ -65,20 +66,18 @@ class UnitHooks:
         streams: Streams,
         backwards: BackwardTracker,
         unit_order: UnitOrder,
-        *,
-        keeps_unsharded: bool,
+        schedule: UnitSchedule,
     ) -> None:
         """Create hooks, of which no module has any before `watch`.
 
-        ``unit_order``: of the units that are used beside training; ``keeps_unsharded``: units that a forward gathered
-        stay unsharded for its backward.
+        ``unit_order``: of the units that are used beside training; ``schedule``: which of them may be whole at once.
         """
-        self.manager, self._streams, self._keeps_unsharded = manager, streams, keeps_unsharded
-        self._unit_order, self._entries, self._units = unit_order, units.entries, len(units.names)
-        self._order = PrefetchOrder(self._units)
+        self.manager, self._streams, self.schedule = manager, streams, schedule
+        self._unit_order, self._entries, self._around = unit_order, units.entries, units.around
+        self._order = self._new_order()
         self._running: list[_Forward] = []  # forwards under way, the outermost first
-        self._current: int | None = None  # the unit that runs, or ran last
-        self._ahead: int | None = None  # the unit that was prefetched
+        self._current: list[int] = []  # the unit that runs, or ran last, after those around it that run or ran
+        self._ahead: list[int] = []  # the units that were prefetched
         self._backwards = backwards
         backwards.watch_units(self)
         self._starting = False  # a backward began, and no unit was needed yet
@@ -130,7 +129,10 @@ class UnitHooks:
             self.manager.abandon()
         else:
             self.end_iteration()
-        self._order = PrefetchOrder(self._units)
+        self._order = self._new_order()
+
+    def _new_order(self) -> PrefetchOrder:
+        return PrefetchOrder(self._around, max(self.schedule.depth, 1))
 
     # -- which thread -------------------------------------------------------------------------------------------------
 
@@ -209,10 +211,11 @@ class UnitHooks:
         self.manager.enter(forward.hooks.needs)
 
     def _note_enclosing(self, hooks: ModuleHooks) -> None:
-        """Remember the units whose forwards run this one."""
+        """Remember the units whose forwards run this one, and that do not contain it."""
+        around = {outer for unit in hooks.needs for outer in self._around[unit]}
         for outer in self._running[:-1]:
             if hooks.needs and outer.hooks.needs != hooks.needs:
-                self._enclosing.update(self._resident(outer.hooks))
+                self._enclosing.update(unit for unit in self._resident(outer.hooks) if unit not in around)
 
     def _resident(self, hooks: ModuleHooks) -> list[int]:
         return [unit for unit in hooks.needs if not self.manager.units[unit].is_gathered]
@@ -260,7 +263,7 @@ class UnitHooks:
             self.manager.abandon()
         elif not backward:
             for unit in forward.hooks.needs:
-                if unit not in (ROOT, self._current):
+                if unit not in (ROOT, *self._current):
                     self._has_run(unit, backward)
                 elif unit not in self._opaque:
                     self.manager.uninstall(unit)
@@ -289,7 +292,7 @@ class UnitHooks:
             return
         if backward or not torch.is_grad_enabled():
             self.manager.reshard(unit)
-        elif self._keeps_unsharded:
+        elif unit in self.schedule.kept:
             self.manager.uninstall(unit)
         else:
             self.manager.reshard(unit, after_forward=True)
@@ -309,31 +312,34 @@ class UnitHooks:
     # -- which unit, and which next -----------------------------------------------------------------------------------
 
     def _demand(self, unit: int) -> None:
-        """Install a unit, and prefetch the one that will probably follow."""
-        if unit != ROOT and (unit != self._current or self._starting):
-            self._starting, backward, any_gathered = False, in_backward(), self.manager.any_gathered
-            before, expected, self._current, self._ahead = self._current, self._ahead, unit, None
-            if backward or any_gathered:  # else the unit before was released when its forward ended
-                for number in (before, expected):
-                    if number is not None and number != unit:
-                        self._has_run(number, backward)
-            if any_gathered:
-                self._unshard(unit, backward)
+        """Install a unit, and prefetch those that will probably follow."""
+        if unit != ROOT and (unit not in self._current or self._starting):
+            self._change_to(unit)
         self.manager.install(unit)
 
-    def _unshard(self, unit: int, backward: bool) -> None:
-        self.manager.unshard(unit)
-        following = (self._order.backward if backward else self._order.forward)(unit)
-        if following is not None and following != unit and self._expects_next_unit(backward):
-            self._ahead = following
-            self.manager.unshard(following)
-
-    def _expects_next_unit(self, backward: bool) -> bool:
-        """False if a unit is called alone and gradients are off: no other unit is expected."""
-        return backward or len(self._running) > 1 or torch.is_grad_enabled()
+    def _change_to(self, unit: int) -> None:
+        self._starting, backward, any_gathered = False, in_backward(), self.manager.any_gathered
+        before = [*self._current, *self._ahead]
+        self._current = [*(number for number in self._current if number in self._around[unit] - {unit}), unit]
+        following: list[int] = []
+        if any_gathered:
+            following = self._order.backward(unit, self._ahead) if backward else self._order.forward(unit)
+        if not (backward or len(self._running) > 1 or torch.is_grad_enabled()):  # it is called alone
+            following = []
+        self._ahead = following[: self.schedule.depth]
+        self._ahead += [n for n in following if n in before and unit in self._around[n] and n not in self._ahead]
+        if backward or any_gathered:  # else the unit before was released when its forward ended
+            for number in before:
+                if number in self._ahead:
+                    self.manager.uninstall(number)
+                elif number not in self._current:
+                    self._has_run(number, backward)
+        if any_gathered:
+            for number in (unit, *self._ahead):
+                self.manager.unshard(number)
 
     def _reshard_all(self) -> None:
-        self._current = self._ahead = None
+        self._current, self._ahead = [], []
         self.manager.reshard_all()
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -349,7 +355,7 @@ class UnitHooks:
         self._begin()
         try:
             for unit in units:
-                if unit != self._current or self._starting or not self.manager.units[unit].installed:
+                if unit not in self._current or self._starting or not self.manager.units[unit].installed:
                     self._demand(unit)
         except BaseException:
             if self.manager.shard_group.broken:

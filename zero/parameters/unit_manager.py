@@ -27,6 +27,7 @@ from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
+from ..core.units import ONE_AHEAD
 from ..runtime.backward_tracker import callers
 from ..runtime.joining import Joining
 from ..runtime.profiler_ranges import ProfilerRange
@@ -331,7 +332,7 @@ def _in_recomputation() -> bool:
 class NoUnitHooks:
     """What `UnitHooks` are at stages without units."""
 
-    needs_gather = False
+    needs_gather, schedule = False, ONE_AHEAD
 
     def busy(self) -> bool:
         return False

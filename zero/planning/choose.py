@@ -91,6 +91,8 @@ def name_of(setting: PlanSetting) -> str:
     kept = setting.reshard_after_forward
     if kept is not True:
         parts.append("kept whole" if kept is False else f"kept over {kept}")
+    if setting.prefetch_depth != 1:
+        parts.append(f"{setting.prefetch_depth} ahead")
     if setting.offload:
         parts.append(f"states on {setting.states_on}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:

@@ -152,6 +152,7 @@ class MemoryPlan:
             means_are_shown=setting.shows_means,
             replicas=setting.replicas,
             reshard_group_size=setting.near,
+            schedule=setting.unit_schedule,
             hosts=setting.folded_hosts,
         )
         if not setting.row.parameters_are_gathered:
@@ -179,6 +180,7 @@ class MemoryPlan:
             laid_out.layout,
             setting.row,
             reshard_group_size=setting.near,
+            schedule=setting.unit_schedule,
             shards_are_exposed=setting.exposes_slices,
             host_ranks=setting.per_host if setting.folded_hosts > 1 else 0,
         )

@@ -24,6 +24,7 @@ import torch
 
 from ..core.formulas import spread_of_owners
 from ..core.layout import MIB, BucketSizes, bucket_sizes, unit_cap_mb
+from ..core.stage import STAGES
 from ..precision import MixedPrecision, Patterns, PrecisionName, named_precision, param_dtype_of
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
@@ -55,6 +56,7 @@ class Training:
         fp32_modules: patterns of names of modules that compute in fp32, whatever the precision is.
         optimizer: as `PlanSetting` has it.
         counts_activations: whether ``works`` say what the units keep; if not, activations count as none.
+        prefetch_depth: at stage 3, units that are gathered ahead of their use.
     """
 
     model: Model
@@ -67,6 +69,7 @@ class Training:
     optimizer: str = "adamw"
     counts_activations: bool = True
     fp32_modules: tuple[str, ...] = ()
+    prefetch_depth: int = 1
 
     def __post_init__(self) -> None:
         for name in ("micro", "sequence", "global_batch"):
@@ -248,6 +251,7 @@ class Planner:
         found = PlanSetting(
             stage=stage,
             world_size=cluster.ranks,
+            prefetch_depth=self.training.prefetch_depth if STAGES[stage].gathers(1) else 1,
             mixed_precision=self.training.rule,
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument

@@ -16,6 +16,7 @@ from collectives import algorithm_for
 from ..config import ShardingOptions
 from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.stage import Placement, units_share_buckets
+from ..core.units import UnitSchedule
 from ..precision import MixedPrecision, Patterns
 
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
@@ -91,6 +92,8 @@ class PlanSetting(ShardingOptions):
                 "mixed_precision: a function needs modules, and a plan has names alone: give patterns of names"
             )
         self.reshard_group_size(self.world_size)
+        if callable(self.reshard_after_forward):
+            raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.offload and self.offload.parameters:
             raise ValueError("Offload(parameters='cpu'): a plan has no formula for its copies yet")
         if self.states_on == "host" and self.device == "cpu":
@@ -114,6 +117,11 @@ class PlanSetting(ShardingOptions):
     def near(self) -> int:
         """How many ranks share the copy of a unit that is kept for its backward."""
         return self.reshard_group_size(self.world_size)
+
+    @property
+    def unit_schedule(self) -> UnitSchedule:
+        """Which units may be whole at once. None lies inside another."""
+        return UnitSchedule(depth=self.prefetch_depth)
 
     @property
     def per_host(self) -> int:

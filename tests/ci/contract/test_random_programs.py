@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from ...support.machine.backends import Processes
 from ...support.machine.hosts import ThreadsOnHosts
-from ...support.machine.random_programs import Collectives, RandomPrograms
+from ...support.machine.random_programs import UNITS, Collectives, RandomPrograms
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
 
@@ -26,7 +26,7 @@ KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -> None:
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
-        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",))
+        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
         begins, precisions = KINDS[kind]
 
     OnThreads.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
@@ -38,7 +38,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
-        collectives = Collectives(("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"))
+        collectives = Collectives(("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS)
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 
     OnProcesses.check(40 if THOROUGH else 8, 30 if THOROUGH else 20)

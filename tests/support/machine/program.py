@@ -30,6 +30,7 @@ class Setting(Source):
     sharding_factor: int | None = None
     reshard: bool | int = True
     offload: bool = False  # states are on disk
+    units: str = ""  # at stage 3, a key of `ranks.UNIT_ARGUMENTS`
 
 
 class Config(Source):

@@ -18,6 +18,7 @@ from ..programs import BY_PARAMETER, CLASSES
 from . import program as p
 from .backends import Backend
 from .program import Command, Config, Setting
+from .ranks import UNIT_ARGUMENTS
 from .run import Run
 from .trees import LEAVES, WRAPPERS, Part
 
@@ -101,24 +102,33 @@ OPTIONS = st.fixed_dictionaries(
 
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 STAGES = (0, 1, 2, 3)
+UNITS = ("", "", *UNIT_ARGUMENTS)
 
 
 @dataclass(frozen=True)
 class Collectives:
     """The algorithms of a machine.
 
-    ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact.
+    ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact. ``units``: how units are
+    chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`.
     """
 
     exact: tuple[str, ...]
     in_any_order: tuple[str, ...]
+    units: tuple[str, ...] = ("",)
 
     def names(self, integer: bool) -> tuple[str, ...]:
         return (*self.exact, *self.in_any_order) if integer else self.exact
 
 
 @st.composite
-def settings(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: tuple[str, ...]) -> Setting:
+def settings(
+    draw: st.DrawFn,
+    stages: Sequence[int],
+    most_ranks: int,
+    collectives: tuple[str, ...],
+    units: tuple[str, ...] = ("",),
+) -> Setting:
     stage, ranks = draw(st.sampled_from(stages)), draw(st.integers(1, most_ranks))
     factors = [None, *(factor for factor in range(1, ranks + 1) if stage and ranks % factor == 0)]
     factor = draw(st.sampled_from(factors))
@@ -132,6 +142,7 @@ def settings(draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collective
         factor,
         draw(st.sampled_from(reshard)),
         draw(st.booleans()),
+        draw(st.sampled_from(units)) if stage == 3 and len(units) > 1 else units[0],
     )
 
 
@@ -142,7 +153,7 @@ def configs(
     precision = draw(st.sampled_from(precisions))
     integer = not precision and draw(st.sampled_from([False, False, True]))
     return Config(
-        draw(settings(stages, most_ranks, collectives.names(integer))),
+        draw(settings(stages, most_ranks, collectives.names(integer), collectives.units)),
         draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
         draw(st.sampled_from([1, 2, 4, 9, 17])),
         integer,
@@ -260,7 +271,11 @@ def programs(
 ) -> tuple[Config, list[Command]]:
     """Draw a program. ``count``: how many commands, whole steps and loads are drawn for it."""
     config = draw(configs(stages, most_ranks, collectives, precisions))
-    loads = st.builds(p.Load, settings(STAGES, most_ranks, collectives.names(config.integer)), st.booleans())
+    loads = st.builds(
+        p.Load,
+        settings(STAGES, most_ranks, collectives.names(config.integer), collectives.units),
+        st.booleans(),
+    )
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS)
     size = draw(st.sampled_from([1, count // 2, *[count] * 14]))  # the first ones are for a failure that is shortened
     written = Written(config)

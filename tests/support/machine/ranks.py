@@ -19,8 +19,19 @@ from ..sides import OnRank
 from . import program as p
 from .player import Player
 from .program import Config, Setting
-from .trees import PlannedError
+from .trees import Leaf, PlannedError, Wrapper
 
+UNIT_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "inside units": {"units": lambda module: isinstance(module, (Leaf, Wrapper))},
+    "inside units, none ahead": {"units": lambda module: isinstance(module, (Leaf, Wrapper)), "prefetch_depth": 0},
+    "inside units, kept": {
+        "units": lambda module: isinstance(module, (Leaf, Wrapper)),
+        "prefetch_depth": 2,
+        "reshard_after_forward": lambda module: isinstance(module, Leaf),
+    },
+    "three ahead": {"prefetch_depth": 3},
+}
+"""How the units of a tree may be chosen and gathered, by name."""
 Saved = tuple[dict[str, Any], dict[str, Any]]  # the state dicts of the model and of the optimizer
 
 
@@ -51,7 +62,7 @@ class Rank(OnRank, Player):
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=self.algorithms.get(setting.collective, setting.collective),
             sharding_factor=setting.sharding_factor,
-            reshard_after_forward=setting.reshard,
+            **self._units(config, setting),
             offload=Offload(tempfile.gettempdir()) if setting.offload else None,
             mixed_precision=config.mixed,
             **arguments,
@@ -67,6 +78,12 @@ class Rank(OnRank, Player):
             optimizer.load_state_dict(saved[1])
         self.listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.kept = []
+
+    @staticmethod
+    def _units(config: Config, setting: Setting) -> dict[str, Any]:
+        """Return the arguments that say how units are chosen and gathered."""
+        reshard = {"reshard_after_forward": setting.reshard}
+        return reshard if not (setting.units and config.parts) else reshard | UNIT_ARGUMENTS[setting.units]
 
     def run(self, rank: int, backwards: list[Any], sync: bool) -> None:
         with nullcontext() if sync else self.optimizer.no_sync():

@@ -174,7 +174,7 @@ def _beside(choice: PlannedSetting) -> str:
     return f", with {_gb(choice.offloaded)} GB {place} for each rank" if place else ""
 
 
-def _kind(choice: PlannedSetting) -> tuple[int, int, bool | int]:
+def _kind(choice: PlannedSetting) -> tuple[int, int, object]:
     """Return what tells settings apart beside buckets and where states are."""
     return choice.setting.stage, choice.setting.factor, choice.setting.reshard_after_forward
 

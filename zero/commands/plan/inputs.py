@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ...core.stage import STAGES, check_prefetch_depth
 from ...parameters.casting import put_casts
 from ...planning.hardware import Cluster, Hardware, presets, read_hardware
 from ...planning.model import Model, UnitWork
@@ -63,6 +64,7 @@ def training_of(config: PlanConfig) -> Training:
     if len(given) != 1:
         found = "none" if not given else " and ".join(f"--{name}" for name in given)
         raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
+    check_prefetch_depth(config.prefetch_depth, STAGES[3])
     if config.micro < 1 or config.sequence < 1:
         raise ValueError(f"--micro {config.micro} and --sequence {config.sequence} must both be at least 1")
     try:
@@ -85,6 +87,7 @@ def training_of(config: PlanConfig) -> Training:
         config.optimizer,
         counts_activations=bool(works),
         fp32_modules=patterns,
+        prefetch_depth=config.prefetch_depth,
     )
 
 

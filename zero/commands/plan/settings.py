@@ -59,6 +59,7 @@ class PlanConfig:
     optimizer: Annotated[
         str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest"
     ] = "adamw"
+    prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
     tokens: Annotated[float | None, "tokens of the whole training: prints its days"] = None
     price: Annotated[float | None, "$ per GPU-hour: prints $ per billion tokens"] = None
     all: Annotated[bool, "print every setting, including those that do not fit or that another one beats"] = False

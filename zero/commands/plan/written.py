@@ -93,6 +93,7 @@ def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
             "world_size": setting.world_size,
             "sharding_factor": setting.sharding_factor,
             "reshard": setting.reshard_after_forward,
+            "prefetch_depth": setting.prefetch_depth,
             "offload": setting.states_on,
             "bucket_bytes": setting.bucket_bytes,
             "precision": found.training.precision,
@@ -146,13 +147,15 @@ def start_of(config: PlanConfig, setting: PlanSetting, cluster: Cluster, micro_b
     return " ".join(flags)
 
 
-def _sharding(setting: PlanSetting) -> dict[str, int]:
+def _sharding(setting: PlanSetting) -> dict[str, object]:
     """Return the arguments that say who owns what, without defaults."""
-    found = {"stage": setting.stage}
+    found: dict[str, object] = {"stage": setting.stage}
     if setting.sharding_factor is not None:
         found["sharding_factor"] = setting.factor
     if setting.reshard_after_forward is not True:
         found["reshard_after_forward"] = setting.reshard_after_forward
+    if setting.prefetch_depth != 1:
+        found["prefetch_depth"] = setting.prefetch_depth
     return found
 
 

@@ -1,8 +1,12 @@
-"""A prediction of the unit that will be needed next."""
+"""A prediction of the units that will be needed next."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
+
+from ...core.units import Around
 
 
 class PrefetchOrder:
@@ -12,8 +16,10 @@ class PrefetchOrder:
     same units.
     """
 
-    def __init__(self, units: int) -> None:
-        self._forward = list(range(1, units))  # units in the last forward of the root; at first a guess
+    def __init__(self, around: Around, most: int) -> None:
+        """``around``: see `Units`; ``most``: how many units are predicted."""
+        self._around, self._most = around, most
+        self._forward = list(range(1, len(around)))  # units in the last forward of the root; at first a guess
         self._position = 0
         self._path: list[int] = []  # units entered by forwards since the last backward or step
         self._closed = False
@@ -28,25 +34,39 @@ class PrefetchOrder:
         self._closed = True
 
     def begin_backward(self) -> None:
-        self._back = self._path[::-1]
+        """Begin a backward. It leaves a unit last that a forward enters before the units inside it."""
+        self._back, open_ = [], list[int]()
+        for unit in self._path:
+            while open_ and open_[-1] not in self._around[unit] - {unit}:
+                self._back.append(open_.pop())
+            open_.append(unit)
+        self._back = [*self._back, *reversed(open_)][::-1]
         self.close()
 
-    def forward(self, unit: int) -> int | None:
-        """Note that a forward enters ``unit``; return the unit that will probably follow, or None."""
+    def forward(self, unit: int) -> list[int]:
+        """Note that a forward enters ``unit``; return the units that will probably follow, the next one first."""
         position, self._position = self._position, self._position + 1
         if self._closed:
             self._path, self._closed = [], False
         if torch.is_grad_enabled():
             self._path.append(unit)
-        known = self._forward[position : position + 2]
+        known = self._forward[position : position + 1 + self._most]
         if known[:1] == [unit]:
-            return known[1] if len(known) > 1 else None
+            return _others(known, unit)
         self._forward[position:] = [unit]
-        return None
+        return []
 
-    def backward(self, unit: int) -> int | None:
-        """Note that a backward reaches ``unit``; return the unit that will probably follow, or None."""
+    def backward(self, unit: int, expected: list[int]) -> list[int]:
+        """Note that a backward reaches ``unit``; return the units that will probably follow, the next one first.
+
+        ``expected``: those that were predicted before. They follow a unit inside another one that was none of them: a
+        checkpoint computes such units anew in the order of a forward.
+        """
         if unit not in self._back:
-            return None
+            return expected if len(self._around[unit]) > 1 else []
         del self._back[: self._back.index(unit) + 1]
-        return next((other for other in self._back if other != unit), None)
+        return _others(self._back, unit)[: self._most]
+
+
+def _others(units: Iterable[int], unit: int) -> list[int]:
+    return [other for other in dict.fromkeys(units) if other != unit]

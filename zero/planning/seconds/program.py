@@ -85,6 +85,7 @@ class StepProgram:
         gathers_in_flight: of updated parameters; 0: no limit.
         means_each_time: means are gathered at the end of each backward that reduces, not once a step.
         kept: units stay whole between forward and backward, each in memory of its own.
+        ahead: units that are gathered ahead of their use.
         streams: compute runs beside the host.
         control: seconds of the messages on which ranks agree, which the host waits for.
         synchronises: the host waits for the device before the update, as for the norm of a clip.
@@ -103,6 +104,7 @@ class StepProgram:
     gathers_in_flight: int = GATHERS_IN_FLIGHT
     means_each_time: bool = True
     kept: bool = False
+    ahead: int = 1
     streams: bool = True
     control: float = 0.0
     synchronises: bool = False

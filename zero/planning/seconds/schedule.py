@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...core.cuts import EvenCuts
-from ...core.formulas import units_kept_for_backward
 from ...core.layout import Dtypes, Layout
 from ...core.stage import buckets_in_flight, sums_under_way
+from ...core.units import ONE_AHEAD
 from ..setting import PlanSetting
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
@@ -140,6 +140,7 @@ def program_of(
         in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)) + sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
         kept=gathers and setting.near == 1,
+        ahead=setting.prefetch_depth,
         streams=wires.on_gpu,
         control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
         host=wires.cluster.calls.step,
@@ -188,7 +189,7 @@ class _Costs:
             for costs, group in ((gather, self.group), (again, around)):
                 cost = self._in_all_groups(bucket, width, group)
                 costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
-        stay = units_kept_for_backward(range(len(units))) if gathered and near > 1 else range(len(units))
+        stay = ONE_AHEAD.whole_when_a_backward_begins(range(len(units))) if gathered and near > 1 else range(len(units))
         return tuple(
             UnitStep(passes, gather[unit], None if unit in stay else again[unit]) for unit, passes in enumerate(slowed)
         )

@@ -66,7 +66,7 @@ class _Rank:
         self._program, self.state = program, _State()
         self._events: list[TraceEvent] | None = [] if trace else None
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
-        self._used = deque([0.0, 0.0], maxlen=2)  # when the last two gathered units were last used
+        self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
         self._arriving: dict[int, tuple[float, float]] = {}  # unit -> end of its gather under way, seconds of a copy
         self._flying: deque[tuple[float, float]] = deque()  # reductions: end, seconds of the fold
@@ -158,17 +158,16 @@ class _Rank:
         shift = times * (self.state.compute - before.compute)
         self.state.repeat(before, times)
         self._sending = deque((start + shift, end + shift) for start, end in self._sending)
-        self._used = deque((time + shift for time in self._used), maxlen=2)
+        self._used = deque((time + shift for time in self._used), maxlen=self._used.maxlen)
         self._last_use = [time + shift for time in self._last_use]
 
     def _forward(self) -> None:
         units = self._program.units
-        self._gather(0, units[0].gather, ahead=False)
+        self._gather(0, units[0].gather)
         self._await_unit(0)
         for unit in range(1, len(units)):
-            self._gather(unit, units[unit].gather, ahead=False)
-            if unit + 1 < len(units):
-                self._gather(unit + 1, units[unit + 1].gather, ahead=True)
+            for ahead, other in enumerate(range(unit, min(unit + 1 + self._program.ahead, len(units)))):
+                self._gather(other, units[other].gather, ahead)
             self._await_unit(unit)
             self._compute(unit)
         self._compute(0)
@@ -191,13 +190,14 @@ class _Rank:
         if unit and not stays and self._program.units[unit].gather.seconds > 0.0:
             self._used.append(self.state.compute)
 
-    def _gather(self, unit: int, cost: WireCost | None, *, ahead: bool) -> None:
-        """Launch the gather of a unit, unless it is under way. Two units have memory, besides the rest: that of the
-        unit two before it in the order of use. ``ahead``: the unit before it is in use."""
+    def _gather(self, unit: int, cost: WireCost | None, ahead: int = 0) -> None:
+        """Launch the gather of a unit, unless it is under way. Besides the rest, one unit and those ahead of it have
+        memory: with one ahead, that of the unit two before it in the order of use. ``ahead``: how many units are used
+        before it, the one in use included."""
         if cost is None or (cost.seconds <= 0.0 and cost.fold <= 0.0) or unit in self._arriving:
             return
         own = self._program.kept or unit == 0
-        free = self._last_use[unit] if own else self._used[-1 if ahead else 0]
+        free = self._last_use[unit] if own else self._used[ahead]
         self._arriving[unit] = (self._send(cost, free, f"gather {unit}"), cost.fold)
 
     def _await_unit(self, unit: int) -> None:
@@ -214,9 +214,8 @@ class _Rank:
             self._next = len(self._program.reductions)
         self._differentiate(0, reduces)
         for unit in range(len(units) - 1, 0, -1):
-            self._gather(unit, units[unit].again, ahead=False)
-            if unit > 1:
-                self._gather(unit - 1, units[unit - 1].again, ahead=True)
+            for ahead, other in enumerate(range(unit, max(unit - 1 - self._program.ahead, 0), -1)):
+                self._gather(other, units[other].again, ahead)
             self._await_unit(unit)
             self._differentiate(unit, reduces)
         if reduces:

@@ -1,0 +1,127 @@
+"""Models whose units lie inside units: blocks with experts, layers of experts, and weights that they share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..support.cases import WIDTH, Block, Case, Net, net_of
+
+
+class Expert(nn.Module):
+    """A unit inside a block, with a unit inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH + 3), nn.Linear(WIDTH + 3, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Mixture(Block):
+    """A block with parameters before, between and after its experts. It uses the router again after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList([Expert() for _ in range(2)])
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        weights = self.router(self.norm(x)).softmax(1)
+        mixed = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mixed = mixed + weights[:, number, None] * expert(x)
+        return super().forward(self.last(mixed)) + self.router(mixed).sum()
+
+
+class Recomputed(Mixture):
+    """A block that a checkpoint computes anew, with its experts."""
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class OneOfTwo(Mixture):
+    """A block that runs one expert twice, or the other one once; another one in each step, the same on all ranks."""
+
+    step = 0
+
+    def forward(self, x: Tensor) -> Any:
+        if self.step % 2:
+            return Block.forward(self, self.experts[1](x))
+        return Block.forward(self, self.experts[0](self.last(self.experts[0](x))))
+
+
+def nested(module: nn.Module) -> bool:
+    """Choose blocks, and the experts in them."""
+    return isinstance(module, (Block, Expert))
+
+
+def deeply_nested(module: nn.Module) -> bool:
+    """Choose blocks, the experts in them, and a layer in each of these."""
+    return nested(module) or (isinstance(module, nn.Linear) and module.out_features == WIDTH + 3)
+
+
+def layers_in_layers(module: nn.Module) -> bool:
+    """Choose the linear layers of `Odd`, and the layer with two of them inside it."""
+    return isinstance(module, (nn.Linear, nn.Sequential))
+
+
+def outer_layers(module: nn.Module) -> bool:
+    """Return whether a unit of `layers_in_layers` is resharded: a layer with layers inside it."""
+    return isinstance(module, nn.Sequential)
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "inside units": {"units": layers_in_layers, "prefetch_depth": 2},
+    "kept inside units": {
+        "units": layers_in_layers,
+        "prefetch_depth": 0,
+        "reshard_after_forward": outer_layers,
+    },
+}
+"""Arguments for units inside units of the model of `programs`."""
+
+
+def tie_inside(model: Any) -> None:
+    """Share weights of experts with the other expert, with their block, with another block, and with the root."""
+    first, second, third = model.blocks
+    first.experts[1].up.weight = first.experts[0].up.weight
+    second.experts[0].down.bias = second.last.bias
+    third.experts[1].down.weight = second.experts[1].down.weight
+    third.experts[0].down.bias = model.norm.bias
+    third.experts[0].up = third.experts[1].up
+
+
+def choose_expert(model: Any, step: int) -> None:
+    for block in model.blocks:
+        block.step = step
+
+
+def freeze_inside(model: Any) -> None:
+    model.blocks[0].experts.requires_grad_(False)
+    model.blocks[1].norm.requires_grad_(False)
+    model.blocks[1].experts[0].requires_grad_(False)
+    model.blocks[2].last.requires_grad_(False)
+
+
+def held_twice(model: Any) -> None:
+    """Let two blocks hold the same expert."""
+    model.blocks[2].experts[0] = model.blocks[0].experts[0]
+
+
+NESTED: dict[str, Case] = {
+    "experts in blocks": Case(net_of(Mixture), units=nested),
+    "three deep": Case(net_of(Mixture), units=deeply_nested),
+    "ties among them": Case(net_of(Mixture), units=nested, prepared=tie_inside),
+    "an expert in two blocks": Case(net_of(Mixture), units=nested, prepared=held_twice),
+    "recomputed": Case(net_of(Recomputed), units=deeply_nested),
+    "used twice, or never": Case(net_of(OneOfTwo), units=nested, begin=choose_expert, steps=3),
+    "frozen parts": Case(net_of(Mixture), units=nested, prepared=freeze_inside),
+    "all modules": Case(Net, units=lambda module: not isinstance(module, nn.ModuleList)),
+}
