@@ -89,7 +89,7 @@ def allowed(row: Row) -> bool:
             # of other classes numbers become infinite in fp16
             row["numbers"] not in ("fp16", "ends in fp16") or row["optimizer"] in ("adamw", "adamw fused"),
             row["optimizer"] not in BY_PARAMETER or row["whole"],
-            row["habit"] != "module zeros" or not row["lends"],  # these zeros are gradients, which do not move
+            row["habit"] != "module zeros" or not row["lends"],  # zeros that no step used do not move
             row["optimizer"] != "sgd fused" or row["habit"] == "clips",  # torch's fails where a first use comes later
         )
     )

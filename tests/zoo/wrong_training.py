@@ -165,9 +165,9 @@ def the_divisor_is_the_classs(real: Any, self: Any, value: float) -> None:
     type(self.schedule).divisor = value
 
 
-def a_parameter_is_known_by_its_address(real: Any, module: Any) -> Any:
+def a_parameter_is_known_by_its_address(real: Any, *arguments: Any) -> Any:
     first: dict[int, Any] = {}
-    found = list(real(module))
+    found = list(real(*arguments))
     return [replace(each, parameter=first.setdefault(each.parameter.data_ptr(), each.parameter)) for each in found]
 
 
