@@ -83,7 +83,6 @@ class Program:
     partition: str = ""  # "": by parameters for classes of `BY_PARAMETER`, by elements for others
     sharding_factor: int | None = None
     reshard: bool | int = True
-    units: Mapping[str, Any] = field(default_factory=dict)  # arguments for how units are chosen and gathered
     offload: Offload | None = None
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
@@ -92,6 +91,7 @@ class Program:
     lends: bool = False  # the device between two steps
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
     seed: int = 0
+    units: Mapping[str, Any] = field(default_factory=dict)  # arguments for how units are chosen and gathered
 
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return (CLASSES | FOR_LOOP | BY_PARAMETER)[self.optimizer]

@@ -22,7 +22,16 @@ class PlanConfig:
     GROUPS: ClassVar = {
         "Model": ("config", "parameters", "module", "preset"),
         "Cluster": ("cluster", "nic", "fabric", "hardware"),
-        "Training": ("micro", "sequence", "global_batch", "recompute", "precision", "fp32_modules", "optimizer"),
+        "Training": (
+            "micro",
+            "sequence",
+            "global_batch",
+            "recompute",
+            "precision",
+            "fp32_modules",
+            "optimizer",
+            "prefetch_depth",
+        ),
         "Cost": ("tokens", "price"),
         "Output": ("all", "trace", "out"),
     }
