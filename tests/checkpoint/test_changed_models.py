@@ -15,8 +15,9 @@ from collectives import Transport, on_threads
 from zero import MixedPrecision, ZeroOptimizer, load, save
 
 from ..support.errors import error_of
+from ..support.loops import code_of
 from ..support.models import seeded
-from ..support.plain import assert_same_bits, assert_same_value
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 
 WIDTH, OLD, NEW = 5, 7, 10
 BF16 = MixedPrecision(torch.bfloat16)
@@ -169,6 +170,22 @@ def test_training_goes_on_as_in_the_plain_loop_of_the_changed_model(stage: int, 
         assert model.new_counts.tolist() == [1, 1]
 
     on_threads(world, program)
+
+
+@pytest.mark.contract
+def test_the_recipe_does_the_same(tmp_path: Path) -> None:
+    saved(tmp_path / "saved")
+
+    def program(transport: Transport) -> dict[str, Tensor]:
+        model, optimizer = of(transport, New, 2, 1)
+        exec(code_of("Into a changed model"), {"checkpoint": tmp_path / "saved", "optimizer": optimizer})
+        other, again = of(transport, New, 2, 1)
+        load(tmp_path / "saved", again, **LOADED)
+        assert_same_model(model, other)
+        return dict(model.named_parameters())
+
+    found = on_threads(2, program)[0]
+    assert not torch.equal(found["words.weight"], seeded(1, New).words.weight)
 
 
 @pytest.mark.parametrize("precision", [None, BF16], ids=["", "bf16"])
