@@ -208,6 +208,13 @@ def test_master_weights_and_averages_have_old_rows_as_they_were_saved_and_new_on
         train(model, optimizer, range(transport.rank, transport.rank + 1), transport.world_size, 1, NEW)
         fresh = {name: optimizer.full_master(p) for name, p in model.named_parameters()}
         load(tmp_path / "saved", optimizer, **LOADED)
+        optimizer.consolidate_state_dict(None)
+        states = optimizer.state_dict()["state"]
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            assert (number in states) == (name in GROWN or name.startswith("body")), name
+            if name in GROWN:
+                assert states[number]["exp_avg"].shape == parameter.shape
+                assert not states[number]["exp_avg"][OLD:].count_nonzero(), "new rows begin with 0"
         return [fresh, {name: optimizer.full_master(p) for name, p in model.named_parameters()}]
 
     for world in (1, 2, 3):
