@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..support.errors import error_of
 from ..support.loops import code_of
 from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
+from ..support.pool import GlooPool
 
 WIDTH, OLD, NEW = 5, 7, 10
 BF16 = MixedPrecision(torch.bfloat16)
@@ -112,14 +113,14 @@ def plain_of_both(steps: int) -> tuple[New, torch.optim.AdamW]:
 
 
 def of(
-    transport: Transport, make: Callable[[], nn.Module], stage: int, seed: int, precision: Any = None
+    group: Any, make: Callable[[], nn.Module], stage: int, seed: int, precision: Any = None
 ) -> tuple[Any, ZeroOptimizer]:
     model = seeded(seed, make)
     optimizer = ZeroOptimizer(
         model,
         torch.optim.AdamW,
         stage=stage,
-        process_group=transport,
+        process_group=group,
         bucket_cap_mb=0.0001,
         divisor=12,
         mixed_precision=precision,
@@ -147,29 +148,38 @@ def is_grown(name: str, before: tuple[int, ...], now: tuple[int, ...]) -> bool:
 LOADED = {"strict": False, "rename": RENAMED, "resize": is_grown, "rng": False}
 
 
+def goes_on(group: Any, rank: int, world: int, stage: int, folder: Path) -> tuple[list[Tensor], Any]:
+    """Restore into the new model and take two steps. Return its tensors, and on rank 0 the states."""
+    model, optimizer = of(group, New, stage, 1)
+    found = load(folder, optimizer, **LOADED)
+    assert sorted(found.missing_keys) == ["added.bias", "added.weight", "new_counts"]
+    assert found.unexpected_keys == ("left_out",)
+    assert found.mismatched_keys == ("other_shape",)
+    assert sorted(found.resized_keys) == sorted(GROWN)
+    train(model, optimizer, range(rank, rank + 1), world, 2, NEW)
+    optimizer.consolidate_state_dict()
+    states = optimizer.state_dict()["state"] if rank == 0 else None
+    optimizer.close()
+    return [tensor.detach() for tensor in model.state_dict().values()], states
+
+
+def assert_plain(results: Sequence[tuple[list[Tensor], Any]]) -> None:
+    plain, theirs = plain_of_both(2)
+    assert_same_value(results[0][1], theirs.state_dict()["state"], "states")
+    for tensors, _ in results:
+        for mine, (name, other) in zip(tensors, plain.state_dict().items(), strict=True):
+            assert_same_bits(mine, other, name)
+
+
 @pytest.mark.parametrize(("stage", "world"), [(0, 2), (1, 3), (2, 1), (2, 4), (3, 1), (3, 3), (3, 6)])
 def test_training_goes_on_as_in_the_plain_loop_of_the_changed_model(stage: int, world: int, tmp_path: Path) -> None:
-    saved(tmp_path / "saved")
-    plain, theirs = plain_of_both(2)
+    folder = saved(tmp_path / "saved")
+    assert_plain(on_threads(world, lambda t: goes_on(t, t.rank, world, stage, folder)))
 
-    def program(transport: Transport) -> None:
-        model, optimizer = of(transport, New, stage, 1)
-        found = load(tmp_path / "saved", optimizer, **LOADED)
-        assert sorted(found.missing_keys) == ["added.bias", "added.weight", "new_counts"]
-        assert found.unexpected_keys == ("left_out",)
-        assert found.mismatched_keys == ("other_shape",)
-        assert sorted(found.resized_keys) == sorted(GROWN)
-        train(model, optimizer, range(transport.rank, transport.rank + 1), world, 2, NEW)
-        optimizer.consolidate_state_dict()
-        if transport.rank == 0:
-            assert_same_value(optimizer.state_dict()["state"], theirs.state_dict()["state"], "states")
-        optimizer.close()
-        for (name, mine), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            assert_same_bits(mine, other, name)
-        assert model.counts.tolist() == [0, 1, 2, 3]
-        assert model.new_counts.tolist() == [1, 1]
 
-    on_threads(world, program)
+def test_so_it_does_on_processes(gloo: GlooPool, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    assert_plain(gloo.run(goes_on, 3, 3, folder, ranks=(0, 1, 2)))
 
 
 @pytest.mark.contract
