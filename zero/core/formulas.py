@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
+from .layout import BucketSpec, Layout, ParameterSpec
 from .runs import CUT, adjoins, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
 from .units import ONE_AHEAD, UnitSchedule
@@ -101,14 +102,14 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces, whole = bucket.pieces(low, high), specs[0].one_owner
+    pieces, alone = bucket.pieces(low, high), specs[0].alone
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
         [states.stepped[piece.slot] for piece in pieces],
-        lambda index: not whole and adjoins(pieces, groups, scalars, index),
+        lambda index: not alone and adjoins(pieces, groups, scalars, index),
     )
-    is_cut = not whole and bucket.device == "cpu"
+    is_cut = not alone and bucket.device == "cpu"
     return sum(
         len(
             part_begins(
@@ -211,8 +212,8 @@ def peak_bounds(
         gathered += sharded_bytes(all_units, reshard_group_size)
 
     def in_flight(bucket: BucketSpec) -> int:
-        is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
-        evened = layout.world_size * bucket.cuts.largest() if is_whole or host_ranks else 0
+        is_uneven = layout.parameters[bucket.slots[0].parameter].alone
+        evened = layout.world_size * bucket.cuts.largest() if is_uneven or host_ranks else 0
         return max(bucket.numel, evened)
 
     def folded(bucket: BucketSpec) -> int:
@@ -272,6 +273,11 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     return "\n".join(lines)
 
 
+def sharded_bytes(nbytes: int, world_size: int) -> int:
+    """Return ``nbytes`` / W, rounded: the bytes of a shard."""
+    return round(Fraction(nbytes, world_size))
+
+
 def unit_bytes(layout: Layout, unlisted: Layout | None = None) -> dict[int, int]:
     """Return the bytes of each gathered unit, padding included."""
     found: dict[int, int] = {}
@@ -291,7 +297,7 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
         for bucket in which.buckets:
             spec = which.parameters[bucket.slots[0].parameter]
             if bucket.offloaded or keeps_masters_alone(bucket, trainable=which is layout and spec.trainable):
-                uneven = spec.one_owner or not bucket.on_accelerator
+                uneven = spec.alone or not bucket.on_accelerator
                 largest = bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
                 found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
     return found
