@@ -20,7 +20,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
-from ..core.runs import PieceState
+from ..core.runs import PieceState, Rules, part_of
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
@@ -53,8 +53,8 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shard_group.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        kinds = [inner.kinds for inner in self._user_optimizers]
-        found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds)
+        kinds, rules = zip(*((inner.kinds, inner.rules) for inner in self._user_optimizers), strict=True)
+        found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds, rules)
         if found is not None:
             self._consolidated = found
 
@@ -98,7 +98,8 @@ class PlainDicts:
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
-        scatter(state_dict["state"], mapping, groups, buckets, names)
+        rules = [inner.rules for inner in user_optimizers]
+        scatter(state_dict["state"], mapping, groups, buckets, names, rules)
         if MASTERS in state_dict:
             scatter_masters(state_dict[MASTERS], mapping, buckets)
         for number, found in names.items():
@@ -272,7 +273,7 @@ def _check(
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
                 shape = by_index[index].shape
-                if value is None or by_index[index].one_owner:  # a whole parameter may have states of any shape
+                if value is None or by_index[index].alone:  # it may have states of any shape
                     continue
                 large = name in elementwise.get(by_index[index].optimizer_class, ())
                 if large and tuple(value.shape) != shape:
@@ -297,6 +298,7 @@ def scatter(
     groups: Sequence[Options],
     buckets: Sequence[Bucket],
     elementwise: Mapping[int, frozenset[str]],
+    rules: Sequence[Rules],
 ) -> None:
     """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
     for bucket in buckets:
@@ -317,7 +319,10 @@ def scatter(
             names = []
             for name, value in values.items():
                 large = lies_flat(name, value, spec, elementwise)
-                if not large or (spec.one_owner and tuple(value.stride()) != spec.stride):
+                if not large or (spec.alone and tuple(value.stride()) != spec.stride):
+                    if spec.blocks:
+                        place, of_class = (piece.begin - slot.offset, piece.end - slot.offset), spec.optimizer_class
+                        value = part_of({name: value}, *place, spec.numel, rules[of_class])[name]
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
@@ -340,7 +345,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     return (
         name in elementwise.get(spec.optimizer_class, ())
         and value is not None
-        and (not spec.one_owner or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
+        and (not spec.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
     )
 
 

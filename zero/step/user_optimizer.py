@@ -19,6 +19,7 @@ from torch import Tensor
 
 from collectives.torch_internals import foreach_copy_
 
+from ..core.runs import BlockRule
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
@@ -71,6 +72,7 @@ class UserOptimizer:
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
+        self.rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
 
     @property
     def name(self) -> str:
@@ -89,6 +91,10 @@ class UserOptimizer:
     def note_kinds(self, kinds: Mapping[str, Rebuild]) -> None:
         """Note the tensor subclasses among states."""
         self.kinds |= kinds
+
+    def note_rules(self, rules: Mapping[str, BlockRule]) -> None:
+        """Note how the states of parameters that are cut between blocks are divided."""
+        self.rules |= rules
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.
