@@ -152,6 +152,18 @@ def whole_like(states: Mapping[str, Any], numel: int, shape: Sequence[int], rule
     return {name: whole(value, name) for name, value in states.items()}
 
 
+def misfit(states: Mapping[str, Any], numel: int, rules: Rules) -> str | None:
+    """Return the name of a divided tensor that is not that of a parameter of ``numel`` elements; None if all are."""
+    for name, value in states.items():
+        inner, _ = flattened(value) if isinstance(value, Tensor) else ((), None)
+        found = misfit({f"{name}.{key}": getattr(value, key) for key in inner}, numel, rules)
+        if found is not None:
+            return found
+        if name in rules and (not isinstance(value, Tensor) or value.numel() != -(-numel // rules[name].per)):
+            return name
+    return None
+
+
 def _of_shape(like: Any, parts: dict[str, Any], facts: Any, shape: Sequence[int]) -> Any:
     """Return a tensor subclass as ``like``, of another shape, that wraps ``parts``."""
     stride = torch.empty(tuple(shape), device="meta").stride()

@@ -20,7 +20,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
-from ..core.runs import PieceState, Rules, part_of
+from ..core.runs import PieceState, Rules, misfit, part_of
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
@@ -217,7 +217,8 @@ def fitted(
     _check_form(state_dict, groups, listed)
     found = completed(state_dict, groups, user_optimizers, listed)
     elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
-    return found, elementwise, _check(found, groups, listed, elementwise)
+    rules = [inner.rules for inner in user_optimizers]
+    return found, elementwise, _check(found, groups, listed, elementwise, rules)
 
 
 def _check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
@@ -246,6 +247,7 @@ def _check(
     groups: Sequence[Options],
     listed: Sequence[ParameterSpec],
     elementwise: Mapping[int, frozenset[str]],
+    rules: Sequence[Rules],
 ) -> dict[int, int]:
     """Check a plain dict that has passed `_check_form`, and return this optimizer's index -> the dict's index."""
     mapping: dict[int, int] = {}
@@ -272,16 +274,20 @@ def _check(
                     f"dict, but the parameter has {by_index[index].shape}: it belongs to another model"
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
-                shape = by_index[index].shape
-                if value is None or by_index[index].alone:  # it may have states of any shape
+                spec, shape = by_index[index], by_index[index].shape
+                if value is None or spec.one_owner:  # a whole parameter may have states of any shape
                     continue
-                large = name in elementwise.get(by_index[index].optimizer_class, ())
+                large = name in elementwise.get(spec.optimizer_class, ())
+                if spec.blocks and (found := misfit({name: value}, spec.numel, rules[spec.optimizer_class])):
+                    raise ValueError(
+                        f"state {found!r} of {spec.name!r} is that of another number of elements than {spec.numel:,}"
+                    )
                 if large and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
                         f"but the parameter has {shape}: it belongs to another model"
                     )
-                if not large and isinstance(value, Tensor) and value.numel() != 1:
+                if not (large or spec.blocks) and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
 
