@@ -63,6 +63,8 @@ def test_pieces_give_the_bits_of_the_plain_loop_and_whole_dicts(ranks: int, stag
     def run(model: nn.Module, transport: Transport) -> tuple[nn.Module, Any]:
         zeros = made_by(model, transport, stage, sharding_factor=None if copies == ranks else copies)
         train(model, zeros, range(2))
+        with pytest.raises(ValueError, match=r"'momentum.codes' of 'first.weight' is that of another number"):
+            zeros.load_state_dict({**begun, "state": {0: {"momentum": Blocks.of(torch.zeros(2 * PIECE), True)}}})
         zeros.load_state_dict(begun)
         train(model, zeros, range(2, 3))
         told = zeros.describe()
