@@ -19,8 +19,6 @@ from ..support.plain import assert_same_model, assert_same_states
 from ..support.rows import rows
 from .whole import made, on_ranks, train, train_plainly
 
-pytestmark = pytest.mark.contract
-
 PIECE = 4096  # elements: pieces begin at multiples of it, and are not shorter
 
 
