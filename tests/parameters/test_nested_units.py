@@ -32,7 +32,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import share
 from ..support.programs import Program, check
 from ..support.rows import only, without
-from .nested_units import NESTED, ODD, Expert, Mixture, Net, deeply_nested, held_twice, nested, tie_inside
+from .nested_units import NESTED, ODD, EndsInside, Expert, Mixture, Net, deeply_nested, held_twice, nested, tie_inside
 from .worlds import check_in, on, size_of
 
 EXPERTS_KEPT = {"prefetch_depth": 0, "reshard_after_forward": lambda module: not isinstance(module, Expert)}
@@ -94,6 +94,8 @@ def test_a_unit_holds_what_no_unit_inside_it_holds_and_what_several_share_lies_a
 DEEP = 4
 FLAT = Case(net_of(Block, DEEP))
 MIXED = Case(net_of(Mixture, DEEP), units=nested)
+THREE_DEEP = Case(net_of(Mixture, DEEP), units=deeply_nested)
+ENDS_INSIDE = Case(net_of(EndsInside, DEEP), units=lambda module: isinstance(module, (EndsInside, Expert)))
 MEASURED: dict[str, tuple[Case, dict[str, Any], bool]] = {  # whether the bound is reached
     "none ahead": (FLAT, {"prefetch_depth": 0}, True),
     "two ahead": (FLAT, {"prefetch_depth": 2}, True),
@@ -102,12 +104,16 @@ MEASURED: dict[str, tuple[Case, dict[str, Any], bool]] = {  # whether the bound 
     "nested": (MIXED, {}, True),
     "nested, none ahead": (MIXED, {"prefetch_depth": 0}, True),
     "nested, three ahead": (MIXED, {"prefetch_depth": 3}, False),
+    "three deep": (THREE_DEEP, {}, True),
+    "three deep, none ahead": (THREE_DEEP, {"prefetch_depth": 0}, True),
+    "blocks end inside": (ENDS_INSIDE, {}, False),
+    "blocks end inside, two ahead": (ENDS_INSIDE, {"prefetch_depth": 2}, False),
     "nested, experts kept": (MIXED, EXPERTS_KEPT, True),
     "nested, blocks kept": (MIXED, {**BLOCKS_KEPT, "prefetch_depth": 1}, True),
 }
 
 
-@pytest.mark.parametrize("name", only(MEASURED, "two ahead", "nested", "nested, experts kept"))
+@pytest.mark.parametrize("name", only(MEASURED, "two ahead", "three deep", "blocks end inside", "nested, experts kept"))
 def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
     """No bucket of a unit is here longer than it must be, and none is gathered twice for a forward or a backward."""
     case, arguments, is_reached = MEASURED[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -56,8 +56,9 @@ class PrefetchOrder:
         self._forward[position:] = [unit]
         return []
 
-    def backward(self, unit: int, expected: list[int]) -> list[int]:
-        """Note that a backward reaches ``unit``; return the units that will probably follow, the next one first.
+    def backward(self, unit: int, here: Sequence[int], expected: list[int]) -> list[int]:
+        """Note that a backward reaches ``unit``; return the units that will probably follow, the next one first, then
+        those that are ``here`` and will follow later.
 
         ``expected``: those that were predicted before. They follow a unit inside another one that was none of them: a
         checkpoint computes such units anew in the order of a forward.
@@ -65,7 +66,8 @@ class PrefetchOrder:
         if unit not in self._back:
             return expected if len(self._around[unit]) > 1 else []
         del self._back[: self._back.index(unit) + 1]
-        return _others(self._back, unit)[: self._most]
+        following = _others(self._back, unit)
+        return [*following[: self._most], *(other for other in here if other in following[self._most :])]
 
 
 def _others(units: Iterable[int], unit: int) -> list[int]:
