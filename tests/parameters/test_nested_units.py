@@ -32,6 +32,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import share
 from ..support.programs import Program, check
 from ..support.rows import only, without
+from ..support.sides import Side, same_as_plain
 from .nested_units import NESTED, ODD, EndsInside, Expert, Mixture, Net, deeply_nested, held_twice, nested, tie_inside
 from .worlds import check_in, on, size_of
 
@@ -138,6 +139,26 @@ def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
     results = on("several", program)
     for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
         assert [sum(total)] * size_of("several") == [formula for _, formula in results], step
+
+
+def test_a_rank_that_has_left_a_join_gathers_them_for_the_others() -> None:
+    """In each step ranks have no, one and two micro-batches."""
+
+    def loop(side: Side) -> list[torch.Tensor]:
+        norms = []
+        for step in range(2):
+            batches = batches_of(step, 3)
+            with side.join():
+                for turn in range(TURNS):
+                    ranks = [rank for rank in side.ranks if turn < (rank + step) % 3]
+                    side.train(lambda model, rank, of=batches[3 * turn :]: loss_of(model, of[rank]), ranks=ranks)  # type: ignore[misc]
+            norms.append(side.clip(0.5))
+            side.step()
+            side.clear()
+        return norms
+
+    settings = {"stage": 3, "units": deeply_nested, "prefetch_depth": 2}
+    same_as_plain(loop, Case(net_of(Mixture, 2)).make, torch.optim.AdamW, 3, settings=settings)
 
 
 @pytest.mark.parametrize("depth", only([0, 1, 3], 3))

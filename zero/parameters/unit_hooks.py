@@ -305,7 +305,7 @@ class UnitHooks:
                 f"stage 3: the graph of a compiled call is broken at {hooks.name or 'the model'!r}, whose parameters "
                 "are gathered and released there. Gradients may be summed in another order than in the plain loop "
                 "compiled in the same way, so bits may differ: compile each unit by itself, as in `for block in "
-                "model.blocks: block.compile()`",
+                "model.blocks: block.compile()`; of units inside units, the innermost ones",
                 stacklevel=2,
             )
 
