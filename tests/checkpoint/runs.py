@@ -14,7 +14,6 @@ from torch import nn
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload, ZeroOptimizer, open_checkpoint
 
-from ..parameters.nested_units import ODD
 from ..support.models import Odd, odd_batches, odd_loss
 from ..support.programs import locked_build
 
@@ -30,7 +29,18 @@ def used_by_every_batch(module: nn.Module) -> bool:
     return inside or isinstance(module, nn.Sequential)
 
 
-UNITS = {name: {**arguments, "units": used_by_every_batch} for name, arguments in ODD.items()}
+def contains_another(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential)
+
+
+UNITS: dict[str, dict[str, Any]] = {
+    "inside units": {"units": used_by_every_batch, "prefetch_depth": 2},
+    "kept inside units": {
+        "units": used_by_every_batch,
+        "prefetch_depth": 0,
+        "reshard_after_forward": contains_another,
+    },
+}
 
 
 @dataclass(frozen=True)
