@@ -40,7 +40,7 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"batches": [{"scale": 0.5, "inputs": torch.ones(2, 3)}] * 2},
     {"build_model": verified.with_dropout, "loss_fn": verified.seeded_by_the_batch},
     {"optimizer_class": SGD, "lr": torch.tensor(0.1), "optimizer_kwargs": {"momentum": 0.9}},
-    {"units": verified.is_linear},
+    {"units": verified.layers_in_layers, "reshard_after_forward": verified.is_linear, "prefetch_depth": 2},
     {"collective": "pairwise", "bucket_cap_mb": "auto", "device": "cpu"},
     {"collective": verified.Pairs},
     {"build_model": verified.Masked},
@@ -56,6 +56,10 @@ FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"batches": verified.pairs, "micro_batches": 3},
         "the plain loop, batches: ValueError: batches has 4 micro-batches, and a step",
+    ),
+    (
+        {"units": verified.is_linear, "reshard_after_forward": verified.answers_nothing},
+        r"stage 3 on 1 rank, ZeroOptimizer\(\.\.\.\): TypeError: reshard_after_forward: the function must return",
     ),
     ({"batches": dict}, "the plain loop, batches: TypeError: batches must be a sequence"),
     ({"build_model": dict}, r"build_model\(\): TypeError: build_model\(\) must return an nn.Module, not"),
@@ -99,6 +103,10 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
         "collective is <lambda>, which other processes cannot import by name",
     ),
     ({"mixed_precision": lambda *_: PRECISIONS["bf16"]}, "mixed_precision is <lambda>, which other processes cannot"),
+    ({"prefetch_depth": -1}, "prefetch_depth must be a number of units, at least 0, not -1"),
+    ({"prefetch_depth": 2, "stages": (1, 2)}, "prefetch_depth=2 with stage 2, where every rank holds whole parameters"),
+    ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False, a function of a unit's module, or a"),
+    ({"reshard_after_forward": lambda _: True}, "reshard_after_forward is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
@@ -108,7 +116,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 11, 16))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
+from zero.runtime.backward_tracker import in_backward
 
 
 def then(work: Any, call: Callable[[], object]) -> Any:
@@ -191,6 +192,17 @@ def an_inner_unit_releases_those_around_it(real: Any, self: Any, unit: int) -> N
         real(self, unit)
     finally:
         self._around = around
+
+
+def what_is_still_here_is_gathered_again(real: Any, self: Any, unit: int, here: Any, expected: list[int]) -> list[int]:
+    return real(self, unit, [], expected)  # type: ignore[no-any-return]
+
+
+def what_lies_around_is_gathered_twice(real: Any, self: Any, unit: int) -> None:
+    for number in self._ahead if in_backward() else ():
+        if number in self._around[unit] - {unit}:
+            self.manager.reshard(number)
+    real(self, unit)
 
 
 def kept_units_are_resharded(real: Any, self: Any, unit: int, backward: bool) -> None:

@@ -276,7 +276,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         bucket_cap_mb=spec.bucket_cap_mb,
         collective=spec.algorithm,
         mixed_precision=spec.precision,
-        units=resolve(spec.units) if spec.units else None,
+        **spec.unit_arguments(stage),
         optimizer_kwargs=spec.defaults,
     )
     found = _differences(folder, workload, optimizer, step)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from collectives import Algorithm
 
-from ...core.stage import STAGES
+from ...core.stage import STAGES, check_prefetch_depth, check_reshard
+from ...core.units import Predicate
 from ...optimizer import ZeroOptimizer
 from ...precision import MixedPrecision, PrecisionOption, checked
 from ...step.arguments import check_class, merged
@@ -94,7 +95,9 @@ def verify(
     mesh: Sequence[int] | None = None,
     micro_batches: int | None = None,
     max_norm: float | None = None,
-    units: Callable[[nn.Module], bool] | None = None,
+    units: Predicate | None = None,
+    reshard_after_forward: bool | int | Predicate = True,
+    prefetch_depth: int = 1,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
@@ -132,7 +135,8 @@ def verify(
         micro_batches: the number of micro-batches per step, over all ranks, by which the summed gradient is divided.
             None: the least common multiple of ``world_sizes``.
         max_norm: clip the gradients to this norm, in the plain loop by `zero.clip_grad_norm_`; None: no clipping.
-        units, bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
+        units, reshard_after_forward, prefetch_depth: arguments of `ZeroOptimizer` at stage 3.
+        bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
@@ -162,6 +166,10 @@ def verify(
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
     arguments = merged(defaults, optimizer_kwargs)
     _dry_run(optimizer_class, stage_numbers, ours, arguments)
+    most_sharded = STAGES[max(stage_numbers)]
+    check_prefetch_depth(prefetch_depth, most_sharded)
+    for ranks in sizes if shape is None else shape[-1:]:
+        check_reshard(reshard_after_forward, ranks, most_sharded)
     spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -170,6 +178,10 @@ def verify(
         optimizer_class=reference(optimizer_class, "optimizer_class"),
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
+        reshard_after_forward=reference(reshard_after_forward, "reshard_after_forward")
+        if callable(reshard_after_forward)
+        else reshard_after_forward,
+        prefetch_depth=prefetch_depth,
         param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
         defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
