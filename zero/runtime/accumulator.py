@@ -230,7 +230,7 @@ class GradAccumulator:
             self._local = narrow
         before = self.running_sum()
         start = None if before is None else before.data.to(self.bucket.device, non_blocking=True)
-        if self._home is not None:
+        if self._home is not None and before is not None:  # else it may be the contribution of a single rank
             self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
 
