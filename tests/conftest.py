@@ -139,6 +139,16 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the host's memory for that of another device: `Offload("cpu")` makes each copy, and waits for none."""
+    from zero.runtime.offload import HostOffload
+
+    monkeypatch.setattr("zero.runtime.offload.OffloadedStates._is_elsewhere", lambda self, flat: True)
+    monkeypatch.setattr("zero.setup.backend_for", lambda offload, device: HostOffload(device))
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda *_: None)
+
+
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, gathers means
     while a backward runs, and steps buckets in groups."""

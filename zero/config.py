@@ -109,7 +109,7 @@ class ShardingOptions:
         object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
-        if self.offload and self.offload.parameters and self.row.parameters is Placement.WHOLE:
+        if self.offloads_parameters and self.row.parameters is Placement.WHOLE:
             raise ValueError(
                 f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
                 "is for stage 3"
@@ -125,6 +125,11 @@ class ShardingOptions:
     def row(self) -> Stage:
         """The row of the stage table."""
         return stage_of(self.stage)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards of parameters on a device lie in the host's memory."""
+        return self.offload is not None and self.offload.parameters is not None
 
     @property
     def copy_ranks(self) -> int | None:
@@ -198,7 +203,7 @@ class Config(ShardingOptions):
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,
-            units_are_gathered=self.row.parameters is Placement.SHARD and ranks > 1,
+            units_are_gathered=self.row.parameters is Placement.SHARD and (ranks > 1 or self.offloads_parameters),
             ranks=ranks,
             hosts=hosts,
             largest_unit=max((_bytes(unit, device, precisions) for unit in units), default=0),

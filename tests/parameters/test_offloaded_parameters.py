@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save, setup
+from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save
 from zero.parameters.gathered.buffers import GatheredBuffer
-from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.runtime.staging import Staging
 
 from ..contract.space import HABITS
@@ -32,11 +31,7 @@ from .nested_units import ODD
 ON_HOST = Offload("cpu", parameters="cpu")
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the host's memory for that of another device."""
-    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload(device))
+pytestmark = pytest.mark.usefixtures("copied_from_the_host")
 
 
 def program(ranks: int, optimizer: str, precision: str, habit: str, **others: Any) -> Program:

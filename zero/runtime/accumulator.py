@@ -303,6 +303,8 @@ class GradAccumulator:
         if not self.has_sum:
             if self._whole is None and (self._stage.grads_replicated or not self._sum_apart):
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
+            if self._home is not None:
+                self._kept_sum = FlatBuffer(self._home, Placement.SHARD, self.low)
             self.has_sum = True
             for kept in (self._sum().data, *self.tensors()):
                 kept.fill_(-0.0)
@@ -387,7 +389,10 @@ class GradAccumulator:
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers that are kept between steps."""
-        return [buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None]
+        here = [buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None]
+        if self._home is not None and self._specs[0].trainable and all(each is not self._home for each in here):
+            here.append(self._home)
+        return here
 
     def _empty(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
         return self._made(self._shard_group.empty, placement, dtype)
