@@ -139,13 +139,12 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the host's memory for that of another device: `Offload("cpu")` makes each copy, and waits for none."""
-    from zero.runtime.offload import HostOffload
+def copied_from_the_host() -> Iterator[None]:
+    """Take the host's memory for that of another device."""
+    from .support.offloaded import copied_from_the_host
 
-    monkeypatch.setattr("zero.runtime.offload.OffloadedStates._is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr("zero.setup.backend_for", lambda offload, device: HostOffload(device))
-    monkeypatch.setattr("torch.accelerator.synchronize", lambda *_: None)
+    with copied_from_the_host():
+        yield
 
 
 @pytest.fixture

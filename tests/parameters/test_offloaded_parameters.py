@@ -48,6 +48,9 @@ ROWS = {
     "three, scaled": program(3, "adamw", "fp16", "scales"),
     "six": program(6, "sgd momentum", "", "clips"),
     "four, two copies": program(4, "adamw", "bf16", "no sync", sharding_factor=2),
+    "alone, kept whole": program(1, "adamw", "bf16", "no sync", reshard=False),
+    "five": program(5, "adamw fused", "bf16", "clips", collective="auto"),
+    "four copies": program(4, "sgd momentum", "bf16", "clips", sharding_factor=1),
     "two, kept whole": program(2, "adamw", "", "clips", reshard=False),
     "two, units inside units": program(2, "adamw", "bf16", "clips", units=ODD["inside units"]),
     "alone, units kept inside units": program(1, "adamw", "bf16", "no sync", units=ODD["kept inside units"]),
@@ -55,6 +58,9 @@ ROWS = {
 }
 IN_CI = (
     "alone",
+    "alone, kept whole",
+    "five",
+    "four copies",
     "two by parameter",
     "six",
     "two, kept whole",
