@@ -90,7 +90,11 @@ class ShardingOptions:
         "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them",
     ] = True
     prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
-    offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
+    offload: Annotated[
+        Offload | None,
+        "folder on disk for each rank's optimizer states; cpu: the host's memory for a GPU's; cpu,parameters=cpu: for "
+        "parameters, too, at stage 3",
+    ] = None
     mixed_precision: Annotated[
         PrecisionOption, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
     ] = None

@@ -70,6 +70,7 @@ FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
+ON_HOST = zero.Offload("cpu", parameters="cpu")
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": lambda: None}, "build_model is <lambda>, which other processes cannot import by name: define it"),
     ({"build_model": verified.pairs.__get__(1)}, "build_model is pairs, which other processes"),
@@ -100,6 +101,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"mixed_precision": lambda *_: PRECISIONS["bf16"]}, "mixed_precision is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
+    ({"offload": ON_HOST}, "offload: parameters='cpu' with stage 0, where forwards use whole parameters in place"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
 
@@ -137,6 +139,15 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
     monkeypatch.setattr(sys, "argv", ["zero", "verify", "tests.commands.verified:not_deterministic"])
     assert cli.main() == 1
     assert "The model itself is not deterministic" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process", "copied_from_the_host")
+def test_parameters_in_the_hosts_memory_are_an_argument_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone(stages=(3,), offload=ON_HOST, mixed_precision=PRECISIONS["bf16"]).ok
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
+    flags = ("--stages=3", "--offload=cpu,parameters=cpu")
+    assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")
