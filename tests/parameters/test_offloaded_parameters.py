@@ -134,7 +134,25 @@ def test_a_shard_is_copied_for_its_gather_and_for_its_step_and_stays_nowhere(mon
     optimizer.close()
 
 
-def test_a_checkpoint_goes_on_without_it_and_comes_from_without_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_stage_1_goes_on_in_the_hosts_memory_of_more_ranks(tmp_path: Path) -> None:
+    model, optimizer = build(solo(), mixed_precision=PRECISIONS["bf16"], offload=None, stage=1)
+    train(model, optimizer, range(2))
+    save(tmp_path / "saved", optimizer)
+    train(model, optimizer, range(2, 4))
+    optimizer.close()
+
+    def resumed(transport: Transport) -> Any:
+        model, optimizer = build(transport, mixed_precision=PRECISIONS["bf16"])
+        load(tmp_path / "saved", optimizer)
+        train(model, optimizer, range(2, 4))
+        optimizer.close()
+        return model
+
+    for found in on_threads(2, resumed, timeout=BOUND):
+        assert_same_model(found, model)
+
+
+def test_a_checkpoint_goes_on_without_it_and_elsewhere(tmp_path: Path) -> None:
     def saved(transport: Transport) -> None:
         model, optimizer = build(transport, mixed_precision=PRECISIONS["bf16"])
         train(model, optimizer, range(2))

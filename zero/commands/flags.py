@@ -53,13 +53,10 @@ def _path(text: str) -> Path:
 
 def _offload(text: str) -> Offload:
     """Return the arguments of `Offload` that are written with commas between them. "./cpu" is a folder."""
-    states, _, parameters = text.partition(PARAMETERS)
-    return Offload("cpu" if states == "cpu" else _path(states), "cpu" if parameters == "cpu" else _nothing(parameters))
-
-
-def _nothing(text: str) -> None:
-    if text:
+    states, given, parameters = text.partition(PARAMETERS)
+    if given and parameters != "cpu":
         raise ValueError
+    return Offload("cpu" if states == "cpu" else _path(states), "cpu" if given else None)
 
 
 def _written_offload(value: Offload | None) -> str | None:
