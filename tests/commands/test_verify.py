@@ -74,6 +74,7 @@ FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
+ON_HOST = zero.Offload("cpu", parameters="cpu")
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": lambda: None}, "build_model is <lambda>, which other processes cannot import by name: define it"),
     ({"build_model": verified.pairs.__get__(1)}, "build_model is pairs, which other processes"),
@@ -108,6 +109,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False, a function of a unit's module, or a"),
     ({"reshard_after_forward": lambda _: True}, "reshard_after_forward is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
+    ({"offload": ON_HOST}, "offload: parameters='cpu' with stage 0, where forwards use whole parameters in place"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
 
@@ -145,6 +147,15 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
     monkeypatch.setattr(sys, "argv", ["zero", "verify", "tests.commands.verified:not_deterministic"])
     assert cli.main() == 1
     assert "The model itself is not deterministic" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process", "copied_from_the_host")
+def test_parameters_in_the_hosts_memory_are_an_argument_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone(stages=(3,), offload=ON_HOST, mixed_precision=PRECISIONS["bf16"]).ok
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
+    flags = ("--stages=3", "--offload=cpu,parameters=cpu")
+    assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")

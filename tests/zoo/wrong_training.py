@@ -24,9 +24,9 @@ def then(work: Any, call: Callable[[], object]) -> Any:
     return SimpleNamespace(wait=lambda: (work.wait(), call()))
 
 
-def the_sum_is_divided_at_each_reduction(real: Any, self: Any) -> None:
-    real(self)
-    self._sum().data.div_(self.bucket.world_size)
+def the_sum_is_divided_at_each_reduction(real: Any, self: Any, then: Any) -> None:
+    real(self, lambda: self._sum().data.div_(self.bucket.world_size))
+    then()
 
 
 def reductions_stay_local(real: Any, self: Any, source: Any, bounds: Any, out: Any, *, start: Any, tag: Any) -> Any:

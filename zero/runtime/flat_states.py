@@ -331,7 +331,7 @@ class BucketStates:
     def evict(self) -> None:
         """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
         if self._store is not None:
-            flats = self._flats()
+            flats = self._flats() if self._store.staged else {}  # the weights of frozen ones need no masters
             self._store.evict(flats)
             self._point_to({name: flats[name] for name in self._store.staged})
 

@@ -251,7 +251,10 @@ def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
     states, gradient = update.states, update.gradient
     states.plan(update.present, cut)
     states.ready()
-    wide = None if gradient is None else gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype)
+    wide = None
+    if gradient is not None:  # in the host's memory it stays as it is until the step is over
+        device, dtype = states.bucket.device, states.bucket.dtypes.master_dtype
+        wide = gradient.data.to(device, dtype, non_blocking=True)
     for run in states.runs:
         assert wide is not None
         run.parameter.grad = run.of(wide)

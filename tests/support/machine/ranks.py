@@ -38,10 +38,12 @@ Saved = tuple[dict[str, Any], dict[str, Any]]  # the state dicts of the model an
 class Rank(OnRank, Player):
     """Plays one rank, over a transport or a process group.
 
-    ``algorithms``: names for a setting's ``collective`` beside those of `collectives`.
+    ``algorithms``: names for a setting's ``collective`` beside those of `collectives`. ``offload_at_stage_3``: instead
+    of what a setting says.
     """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
+    offload_at_stage_3: ClassVar[Offload | None] = None
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.config, self.setting, self.rank = config, setting, rank
@@ -63,7 +65,7 @@ class Rank(OnRank, Player):
             collective=self.algorithms.get(setting.collective, setting.collective),
             sharding_factor=setting.sharding_factor,
             **self._units(config, setting),
-            offload=Offload(tempfile.gettempdir()) if setting.offload else None,
+            offload=self._offload(setting),
             mixed_precision=config.mixed,
             **arguments,
         )
@@ -78,6 +80,11 @@ class Rank(OnRank, Player):
             optimizer.load_state_dict(saved[1])
         self.listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.kept = []
+
+    def _offload(self, setting: Setting) -> Offload | None:
+        if setting.stage == 3 and self.offload_at_stage_3:
+            return self.offload_at_stage_3
+        return Offload(tempfile.gettempdir()) if setting.offload else None
 
     @staticmethod
     def _units(config: Config, setting: Setting) -> dict[str, Any]:

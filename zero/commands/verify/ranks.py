@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import collectives
 import zero
 
-from ... import ZeroOptimizer
+from ... import Offload, ZeroOptimizer
 from ...core.names import named_parameters
 from ...core.parameter_specs import is_copied
 from ..runner import process_group, record_error, run_rank
@@ -276,6 +276,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         bucket_cap_mb=spec.bucket_cap_mb,
         collective=spec.algorithm,
         mixed_precision=spec.precision,
+        offload=None if spec.offload is None else Offload(**spec.offload),
         **spec.unit_arguments(stage),
         optimizer_kwargs=spec.defaults,
     )

@@ -34,8 +34,8 @@ RESULTS = "runs.jsonl"
 @dataclass(frozen=True)
 class VerifySpec:
     """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list,
-    ``reshard_after_forward`` a name or the value, ``collective`` the name of an algorithm or of its class, and
-    ``mixed_precision`` as `written_precision` has it."""
+    ``reshard_after_forward`` a name or the value, ``collective`` the name of an algorithm or of its class,
+    ``mixed_precision`` as `written_precision` has it, and ``offload`` the arguments of `zero.Offload`."""
 
     build_model: str
     batches: str | list[Any]
@@ -54,6 +54,7 @@ class VerifySpec:
     bucket_cap_mb: float | Literal["auto"] | None
     collective: str
     mixed_precision: str | dict[str, Any] | list[tuple[str, dict[str, Any]]] | None
+    offload: dict[str, Any] | None
     threads: int
     timeout: float
     device: str

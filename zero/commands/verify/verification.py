@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from collectives import Algorithm
 
+from ...config import Offload, ShardingOptions
 from ...core.stage import STAGES, check_prefetch_depth, check_reshard
 from ...core.units import Predicate
 from ...optimizer import ZeroOptimizer
@@ -102,6 +103,7 @@ def verify(
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
     mixed_precision: PrecisionOption = None,
+    offload: Offload | None = None,
     threads: int = 1,
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
@@ -141,6 +143,7 @@ def verify(
             ``optimizer_class``. Default: one group of all parameters.
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
             fp32 weights.
+        offload: argument of `ZeroOptimizer`; with ``parameters="cpu"`` for ``stages=(3,)``.
         threads: intra-op threads per process; their number changes bits.
         timeout: the most seconds for building the model, for a micro-batch, or for an update.
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
@@ -165,6 +168,8 @@ def verify(
     whole = rule if isinstance(rule, MixedPrecision) else None  # the throw-away module has none of the user's modules
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
     arguments = merged(defaults, optimizer_kwargs)
+    for stage in stage_numbers:
+        ShardingOptions(stage=stage, offload=offload)
     _dry_run(optimizer_class, stage_numbers, ours, arguments)
     most_sharded = STAGES[max(stage_numbers)]
     check_prefetch_depth(prefetch_depth, most_sharded)
@@ -192,6 +197,7 @@ def verify(
         bucket_cap_mb=bucket_cap_mb,
         collective=collective if isinstance(collective, str) else reference(collective, "collective"),
         mixed_precision=written_precision(rule),
+        offload=None if offload is None else {**asdict(offload), "states": os.fspath(offload.states)},
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         device=place,
@@ -206,6 +212,7 @@ def verify(
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
     settings += "" if shape is None else f"; mesh: {' x '.join(map(str, shape))}"
     settings += "" if collective == "auto" else f"; collective: {spec.collective}"
+    settings += "" if offload is None else f"; {offload.kind}"
     settings += "" if place == "cpu" else "; on GPUs"
     if note is not None:
         spec.tell(note)
