@@ -181,7 +181,6 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all_of_them_and_training_goes
         assert torch.equal(norm, found[0][1])
 
 
-@pytest.mark.parametrize(("stage", "how"), rows([(3, "a mesh")], [(1, "a group")]))
 def of_stage(transport: Transport, stage: int, parts: int) -> tuple[Part, ZeroOptimizer, Transport, Transport]:
     """Return a rank's part of two stages, its optimizer, and the groups along tensors and along the pipeline."""
     data, tensor, pipeline = groups_of_stages(transport, 2, parts)
@@ -269,6 +268,7 @@ def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others
         assert words[refused] in error
 
 
+@pytest.mark.parametrize(("stage", "how"), rows([(3, "a mesh")], [(1, "a group")]))
 def test_parts_on_the_processes_of_a_mesh_have_the_whole_models_norm(gloo: GlooPool, stage: int, how: str) -> None:
     whole = Part(0, 1)
     expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 2))

@@ -99,11 +99,21 @@ def loss_of(model: Any, step: int, number: int) -> Tensor:
     return loss
 
 
+def freeze(model: Sparse) -> None:
+    """Freeze a dense parameter and one of each expert."""
+    model.last.bias.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("outer.bias"):
+            parameter.requires_grad_(False)
+
+
 def plain_loop(
-    steps: int, precision: MixedPrecision | None = None, max_norm: float = 0.1
+    steps: int, precision: MixedPrecision | None = None, max_norm: float = 0.1, *, frozen: bool = False
 ) -> tuple[Sparse, list[Tensor]]:
     """Train all experts in one process; return the model and the norms."""
     model = sparse()
+    if frozen:
+        freeze(model)
     loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.01), 1, precision, MICRO_BATCHES)
     norms = []
     for step in range(steps):
@@ -116,26 +126,41 @@ def plain_loop(
 
 
 class Pair:
-    """A rank's model, the optimizer of its dense parameters over all ranks, and that of its experts over fewer."""
+    """A rank's model, the optimizer of its dense parameters over all ranks, and that of its experts over fewer.
+
+    A single rank has all experts."""
 
     def __init__(
         self, transport: Transport, stages: tuple[int, int], precision: MixedPrecision | None = None, **dense: Any
     ) -> None:
         """``stages``: of the two; ``dense``: further arguments of the first."""
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.expert = transport.rank % EXPERTS
-        self.model = sparse([self.expert])
+        alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == transport.rank % EXPERTS]
+        places = {"process_group": transport}, {"process_group": transport.split(alike)}
+        self.build(transport.rank, transport.world_size, places, stages, precision, **dense)
+
+    def build(
+        self,
+        rank: int,
+        world_size: int,
+        places: tuple[dict[str, Any], dict[str, Any]],
+        stages: tuple[int, int],
+        precision: MixedPrecision | None = None,
+        *,
+        frozen: bool = False,
+        **dense: Any,
+    ) -> None:
+        """``places``: the arguments that name the ranks of each optimizer."""
+        self.rank, self.world_size, self.expert = rank, world_size, rank % EXPERTS
+        self.model = sparse([self.expert] if world_size > 1 else range(EXPERTS))
+        if frozen:
+            freeze(self.model)
         for layer in self.model.layers:
-            layer.offset += transport.rank  # type: ignore[operator]
+            layer.offset += rank  # type: ignore[operator]
         experts = self.model.experts()
         common: dict[str, Any] = {"lr": 0.01, "bucket_cap_mb": 0.0003, "mixed_precision": precision}
         common["divisor"] = MICRO_BATCHES
-        alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == self.expert]
-        group = transport.split(alike)
-        self.dense = ZeroOptimizer(
-            self.model, stage=stages[0], process_group=transport, **{**common, "ignored": experts, **dense}
-        )
-        self.own = ZeroOptimizer(experts, stage=stages[1], process_group=group, **common)
+        self.dense = ZeroOptimizer(self.model, stage=stages[0], **places[0], **{**common, "ignored": experts, **dense})
+        self.own = ZeroOptimizer(experts, stage=stages[1], **places[1], **common)
 
     def train(self, steps: range, max_norm: float = 0.1) -> list[Tensor]:
         norms = []

@@ -41,6 +41,7 @@ class VerifySpec:
     loss_fn: str | None
     units: str | None
     param_groups: str | None
+    ignored: str | None
     defaults: dict[str, Any]
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]

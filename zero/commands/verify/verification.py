@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from collectives import Algorithm
 
 from ...core.stage import STAGES
+from ...core.units import Given
 from ...optimizer import ZeroOptimizer
 from ...precision import MixedPrecision, PrecisionOption, checked
 from ...step.arguments import check_class, merged
@@ -96,6 +97,7 @@ def verify(
     max_norm: float | None = None,
     units: Callable[[nn.Module], bool] | None = None,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    ignored: Callable[[nn.Module], Given] | None = None,
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
     mixed_precision: PrecisionOption = None,
@@ -135,6 +137,7 @@ def verify(
         units, bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
+        ignored: a function that takes the model and returns the argument of `ZeroOptimizer`. No loop trains these.
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
             fp32 weights.
         threads: intra-op threads per process; their number changes bits.
@@ -171,6 +174,7 @@ def verify(
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
         param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
+        ignored=None if ignored is None else reference(ignored, "ignored"),
         defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
