@@ -57,11 +57,10 @@ class Rank(OnRank, Player):
             config.groups(model),
             cls,
             module=model,
-            process_group=group,
+            **self._places(setting, group),
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=self.algorithms.get(setting.collective, setting.collective),
-            sharding_factor=setting.sharding_factor,
             **self._units(config, setting),
             offload=Offload(tempfile.gettempdir()) if setting.offload else None,
             mixed_precision=config.mixed,
@@ -78,6 +77,13 @@ class Rank(OnRank, Player):
             optimizer.load_state_dict(saved[1])
         self.listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.kept = []
+
+    @staticmethod
+    def _places(setting: Setting, group: Any) -> dict[str, Any]:
+        """Return the arguments that say which ranks there are, and which share a copy."""
+        if setting.mesh:
+            return {"mesh": group}
+        return {"process_group": group, "sharding_factor": setting.sharding_factor}
 
     @staticmethod
     def _units(config: Config, setting: Setting) -> dict[str, Any]:
