@@ -289,6 +289,11 @@ WRONG: dict[str, Callable[..., Any]] = {
     "a-norm-along-two-groups-counts-replicas-twice": lambda real, self: replace(
         real(self), own=self.own.merge(self.shared).merge(self.shared)
     ),
+    "only-the-first-group-is-added-up": lambda real, self, groups: real(
+        self, groups[:1] if isinstance(groups, list) else groups
+    ),
+    "a-refused-argument-stays-on-its-rank": lambda real, self, replicated, problem: real(self, replicated, None),
+    "what-is-ignored-is-listed": lambda real, params, ignored=(): real(params),
     "an-argument-with-a-name-of-ours-is-dropped": lambda real, arguments, kwargs: (
         {key: value for key, value in real(arguments, kwargs).items() if key != "stage"}
     ),
