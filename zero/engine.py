@@ -142,7 +142,7 @@ class Engine(WholeTensorCalls):
         """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them.
 
         ``problem``: an error that this rank has found in its arguments; all these ranks raise one."""
-        with self.model_part.over(over), _reported(problem):
+        with self.model_part.over(over) as wrong, _reported(problem := problem or wrong):
             self.check()
             return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated, problem))
 

@@ -239,7 +239,7 @@ def test_an_error_along_one_group_reaches_the_ranks_of_the_other_one() -> None:
     assert [error.startswith("ValueError") for error in errors] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("refused", ["closed", "no_sync", "max_norm", "also"])
+@pytest.mark.parametrize("refused", ["closed", "no_sync", "max_norm", "also", "no group"])
 def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others_at_once(refused: str) -> None:
     """Part 1 refuses; so does one rank of it alone, where arguments differ."""
 
@@ -256,6 +256,8 @@ def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others
                 arguments["max_norm"] = -1.0
             if refused == "also" and transport.rank == 1:
                 arguments["also"] = []
+            if refused == "no group":
+                arguments["over"] = []
             return error_of(optimizer.clip_grad_norm_, **arguments)
 
     words = {
@@ -263,6 +265,7 @@ def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others
         "no_sync": "inside no_sync()",
         "max_norm": "ValueError: max_norm must be at least 0 (math.inf to measure without clipping), not -1.0",
         "also": "clip_grad_norm_() takes over= or also=",
+        "no group": "ValueError: over=[] has no group",
     }
     for error in on_threads(4, program, timeout=BOUND):
         assert words[refused] in error

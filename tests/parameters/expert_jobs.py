@@ -22,13 +22,13 @@ class OnMesh(Pair):
     ``places``: of `places_of`.
     """
 
-    def __init__(self, places: tuple[dict[str, Any], dict[str, Any]], count: int, *arguments: Any, **more: Any) -> None:
-        self.build(dist.get_rank(), count, places, *arguments, **more)
+    def __init__(self, places: tuple[dict[str, Any], dict[str, Any]], ranks: int, *arguments: Any, **more: Any) -> None:
+        self.build(dist.get_rank(), ranks, places, *arguments, **more)
 
 
-def places_of(count: int, how: str) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return the arguments that name the ranks of each optimizer, the first ``count`` processes, which are 1 or
-    an even number. All processes.
+def places_of(count: int, how: str, experts: int = EXPERTS) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the arguments that name the ranks of each optimizer, the first ``count`` processes: 1, or a multiple of
+    the ``experts``. All processes.
 
     None on the others. ``how``: the ranks of the first optimizer as "a mesh" of two dimensions, "a row" of one, or "a
     group".
@@ -37,7 +37,7 @@ def places_of(count: int, how: str) -> tuple[dict[str, Any], dict[str, Any]] | N
     of_group, row = {"process_group": group}, DeviceMesh("cpu", ranks)
     if count == 1:
         return None if row.get_coordinate() is None else (of_group, of_group)
-    mesh = DeviceMesh("cpu", ranks.view(-1, EXPERTS), mesh_dim_names=("same", "experts"))
+    mesh = DeviceMesh("cpu", ranks.view(-1, experts), mesh_dim_names=("same", "experts"))
     if mesh.get_coordinate() is None:
         return None
     return {"a mesh": {"mesh": mesh}, "a row": {"mesh": row}, "a group": of_group}[how], {"mesh": mesh["same"]}
@@ -53,7 +53,7 @@ def train(
     more: dict[str, Any],
 ) -> tuple[Sparse, list[Tensor]] | None:
     """Train on the first ``count`` processes. Return the model and the norms; None on the others."""
-    if (places := places_of(count, how)) is None:
+    if (places := places_of(count, how, more.get("count", EXPERTS))) is None:
         return None
     pair = OnMesh(places, count, stages, **more)
     norms = pair.train(range(steps))

@@ -1,6 +1,6 @@
 """A model of which each rank has some experts alone, trained by two optimizers, and the plain loop over all experts.
 
-Micro-batch j uses expert j modulo `EXPERTS`. So where ranks are a multiple of that, a rank needs one expert.
+Micro-batch j uses expert j modulo their number. So where ranks are a multiple of that, a rank needs one expert.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class Layer(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Layers with experts, between dense ones."""
+    """Layers with experts, between dense ones. ``count``: of all experts."""
 
-    def __init__(self, held: Sequence[int]) -> None:
+    def __init__(self, held: Sequence[int], count: int) -> None:
         super().__init__()
+        self.count = count
         self.first = nn.Linear(3, WIDTH)
         self.layers = nn.ModuleList([])
         self.last = nn.Linear(WIDTH, 2)
@@ -88,14 +89,14 @@ class Sparse(nn.Module):
         return nn.ModuleList([layer.experts for layer in self.layers])  # type: ignore[misc]
 
 
-def sparse(held: Sequence[int] = range(EXPERTS)) -> Sparse:
-    return seeded(7, lambda: Sparse(held))
+def sparse(held: Sequence[int] | None = None, count: int = EXPERTS) -> Sparse:
+    return seeded(7, lambda: Sparse(range(count) if held is None else held, count))
 
 
 def loss_of(model: Any, step: int, number: int) -> Tensor:
     """Return the loss of a micro-batch."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * step + number))
-    loss: Tensor = model(x.to(model.first.weight.dtype), number % EXPERTS).float().square().mean()
+    loss: Tensor = model(x.to(model.first.weight.dtype), number % model.count).float().square().mean()
     return loss
 
 
@@ -108,10 +109,15 @@ def freeze(model: Sparse) -> None:
 
 
 def plain_loop(
-    steps: int, precision: MixedPrecision | None = None, max_norm: float = 0.1, *, frozen: bool = False
+    steps: int,
+    precision: MixedPrecision | None = None,
+    max_norm: float = 0.1,
+    *,
+    frozen: bool = False,
+    count: int = EXPERTS,
 ) -> tuple[Sparse, list[Tensor]]:
-    """Train all experts in one process; return the model and the norms."""
-    model = sparse()
+    """Train all experts, ``count`` in a layer, in one process; return the model and the norms."""
+    model = sparse(count=count)
     if frozen:
         freeze(model)
     loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.01), 1, precision, MICRO_BATCHES)
@@ -147,11 +153,12 @@ class Pair:
         precision: MixedPrecision | None = None,
         *,
         frozen: bool = False,
+        count: int = EXPERTS,
         **dense: Any,
     ) -> None:
-        """``places``: the arguments that name the ranks of each optimizer."""
-        self.rank, self.world_size, self.expert = rank, world_size, rank % EXPERTS
-        self.model = sparse([self.expert] if world_size > 1 else range(EXPERTS))
+        """``places``: the arguments that name the ranks of each optimizer; ``count``: of experts in a layer."""
+        self.rank, self.world_size, self.expert = rank, world_size, rank % count
+        self.model = sparse([self.expert] if world_size > 1 else None, count)
         if frozen:
             freeze(self.model)
         for layer in self.model.layers:

@@ -177,15 +177,23 @@ class ModelPart:
         return {"replicated": found}
 
     @contextmanager
-    def over(self, groups: Group | Sequence[Group]) -> Iterator[None]:
+    def over(self, groups: Group | Sequence[Group]) -> Iterator[Exception | None]:
         """Return a context in which `whole` is over the ranks of one or several groups, too. Collective among them.
 
-        An error inside is one on all of these ranks.
+        An error inside is one on all of these ranks. The context's value is an error that one of the groups is none to
+        use, of which the ranks of this optimizer do not know yet.
         """
         several = groups if isinstance(groups, (list, tuple)) else [groups]
-        self._groups, self._told = [self._connected(group) for group in several], 0
+        self._groups, self._told, problem = [], 0, None
         try:
-            yield
+            if not several:
+                raise ValueError("over=[] has no group: pass that of the ranks with the other parts of the model")
+            for group in several:
+                self._groups.append(self._connected(group))
+        except (TypeError, ValueError) as error:
+            problem = error
+        try:
+            yield problem
         except Exception as error:
             for group in self._groups[self._told :]:
                 if not group.broken:

@@ -32,6 +32,9 @@ def six() -> Iterator[GlooPool]:
         (4, (2, 0), "a mesh", {"precision": PRECISIONS["bf16"]}),
         (4, (3, 3), "a group", {"sharding_factor": 2, "frozen": True}),
         (2, (3, 1), "a row", {"precision": PRECISIONS["bf16"], "frozen": True}),
+        (6, (3, 3), "a mesh", {"count": 3}),
+        (5, (2, 3), "a row", {"count": 5, "frozen": True}),
+        (3, (3, 1), "a mesh", {"count": 3, "precision": PRECISIONS["bf16"]}),
         (1, (3, 2), "a group", {}),
     ],
     ids=lambda value: str(value).replace(" ", "") if isinstance(value, (int, tuple, str)) else "-".join(value),
@@ -39,7 +42,7 @@ def six() -> Iterator[GlooPool]:
 def test_experts_on_processes_train_the_bits_of_one_plain_loop_with_one_norm(
     six: GlooPool, ranks: int, stages: tuple[int, int], how: str, more: dict[str, Any]
 ) -> None:
-    plain, expected = plain_loop(2, more.get("precision"), frozen="frozen" in more)
+    plain, expected = plain_loop(2, more.get("precision"), frozen="frozen" in more, count=more.get("count", 2))
     for model, norms in six.run(jobs.train, ranks, stages, how, 2, more, ranks=range(6))[:ranks]:
         assert_trained(model, plain)
         for mine, theirs in zip(norms, expected, strict=True):
