@@ -17,7 +17,7 @@ from ..support.limits import BOUND
 from ..support.narrowed import PRECISIONS
 from ..support.pool import GlooPool
 from ..support.rows import rows
-from ..support.sides import AsPlain
+from ..support.sides import AsPlain, Loop
 from . import jobs
 from .spread import (
     OnPart,
@@ -49,8 +49,9 @@ def test_the_norm_over_all_parts_is_that_of_the_whole_model(
     assert_same_parts(clipped(), parts, copies, stage=stage, **more)
 
 
-@pytest.mark.parametrize(("stage", "counts"), rows([(1, (2, 0, 3))], [(0, (1, 3)), (3, (3, 1))]))
-def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: tuple[int, ...]) -> None:
+def joined(counts: tuple[int, ...]) -> Loop:
+    """Return a loop inside `join`, in which the ranks of each part have these numbers of batches."""
+
     def loop(side: Any) -> list[Tensor]:
         norms = list[Tensor]()
         with side.join():
@@ -62,7 +63,12 @@ def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: 
                 side.clear()
         return norms[: min(counts)]
 
-    assert_same_parts(loop, 2, len(counts), stage=stage)
+    return loop
+
+
+@pytest.mark.parametrize(("stage", "counts"), rows([(1, (2, 0, 3))], [(0, (1, 3)), (3, (3, 1))]))
+def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: tuple[int, ...]) -> None:
+    assert_same_parts(joined(counts), 2, len(counts), stage=stage)
 
 
 def overflow_once(parameter: Tensor) -> None:
@@ -189,17 +195,21 @@ def of_stage(transport: Transport, stage: int, parts: int) -> tuple[Part, ZeroOp
     return model, ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, process_group=data, stage=stage), tensor, pipeline
 
 
-@pytest.mark.parametrize(("stage", "parts", "copies"), rows([(2, 2, 2)], [(3, 3, 1), (0, 2, 1)]))
+@pytest.mark.parametrize(
+    ("stage", "parts", "copies", "loop"),
+    rows([(2, 2, 2, clipped())], [(3, 3, 1, clipped()), (0, 2, 1, clipped()), (1, 2, 2, joined((1, 2)))]),
+    ids=lambda value: str(value) if isinstance(value, int) else value.__qualname__.partition(".")[0],
+)
 def test_a_norm_that_each_part_of_a_stage_has_counts_once_where_a_model_is_cut_in_two_ways(
-    stage: int, parts: int, copies: int
+    stage: int, parts: int, copies: int, loop: Loop
 ) -> None:
     """The stages have parameters of the same names, which are others."""
     whole = Stages(2, parts)
-    expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), copies))
+    expected = loop(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), copies))
 
     def program(transport: Transport) -> tuple[nn.Module, Any]:
         model, optimizer, tensor, pipeline = of_stage(transport, stage, parts)
-        found = clipped()(OnPart(model, optimizer, [tensor, pipeline], is_shared))
+        found = loop(OnPart(model, optimizer, [tensor, pipeline], is_shared))
         optimizer.close()
         return model, found
 
