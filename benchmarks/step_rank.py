@@ -21,10 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .dials import DIALS
 from .models import trainable
 from .rank import as_rank, forget_peak, live_storages, proportional_set_size, resident
-from .systems import SYSTEMS, How, Training
+from .systems import SYSTEMS, How, System, Training
 
+KNOWN: dict[str, System] = SYSTEMS | DIALS
 CAP_MB = 25.0  # MiB of a bucket, the default of DistributedDataParallel
 
 
@@ -70,7 +72,7 @@ class Steps:
     def __init__(self, job: StepJob) -> None:
         self._model = trainable(job.model)
         self._generator = torch.Generator().manual_seed(dist.get_rank())
-        self.training: Training = SYSTEMS[job.system].build(self._model.build(), How(CAP_MB, job.narrow, job.muon))
+        self.training: Training = KNOWN[job.system].build(self._model.build(), How(CAP_MB, job.narrow, job.muon))
         self.loss = torch.zeros(())
 
     def backward(self) -> None:
@@ -93,8 +95,8 @@ class Steps:
 def train(job: StepJob) -> Trained:
     """Run the steps, and measure what is held after a further backward."""
     forget_peak()  # the imports have raised it
-    if SYSTEMS[job.system].needs:
-        importlib.import_module(SYSTEMS[job.system].needs)
+    if KNOWN[job.system].needs:
+        importlib.import_module(KNOWN[job.system].needs)
     start, before = resident("VmRSS"), live_storages()
     steps = Steps(job)
     seconds = list(steps.seconds(job.warm + job.steps))[job.warm :]

@@ -15,6 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from PIL import Image
 
+from .dials import PAIRS
 from .models import MODELS
 from .step_rank import Trained
 from .systems import DDP, FLOOR
@@ -56,7 +57,8 @@ class Summary:
     """A system on a model, over all rounds.
 
     ``seconds``: the median, ``low`` and ``high``: the quartiles. ``of_ddp``, ``of_floor``: the ratio to DDP's time and
-    to the floor's in the same round, the median; None if these were not run. Bytes are as in `Run`: the largest, and
+    to the floor's in the same round, the median; None if these were not run. ``of_fsdp2``: of a system with an option,
+    the ratio to FSDP2's time with the same option. Bytes are as in `Run`: the largest, and
     the medians of ``peak`` and ``proportional``.
     """
 
@@ -75,6 +77,7 @@ class Summary:
     states: int
     peak: int
     proportional: int
+    of_fsdp2: float | None = None
 
 
 def summaries(runs: Sequence[Run]) -> list[Summary]:
@@ -105,6 +108,7 @@ def _summary(runs: Sequence[Run], found: dict[tuple[str, str], dict[int, Run]]) 
         of_ddp=ratio(DDP),
         of_floor=ratio(FLOOR),
         loss=first.loss,
+        of_fsdp2=next((ratio(theirs) for theirs, ours in PAIRS.values() if ours == first.system), None),
         **{kind: max(getattr(run, kind) for run in runs) for kind in BYTES[:-1]},
         **{kind: round(median(getattr(run, kind) for run in runs)) for kind in ("peak", "proportional")},
     )
@@ -150,6 +154,23 @@ def by_system(results: Sequence[Summary]) -> Iterator[Table]:
     columns = [*BYTES, "ms ÷ floor", "loss", *(f"job, {name}" for name in models)]
     rows = [[name, *_bytes(found[model, name]), *(_job(found.get((m, name))) for m in models)] for name in systems]
     yield Table(f"MB of a rank on {model}, and of each whole job", ["system", *columns], rows)
+
+
+def by_option(results: Sequence[Summary]) -> Iterator[Table]:
+    """Yield a table for each model, with a row for each option that was run under both libraries."""
+    found = {(result.model, result.system): result for result in results}
+    columns = ["option", "FSDP2, ms", "zero 3, ms", "zero ÷ FSDP2", "MB of a rank", "peak", "of the job", "losses"]
+    for model in dict.fromkeys(result.model for result in results):
+        rows = []
+        for option, names in PAIRS.items():
+            both = [found[model, name] for name in names if (model, name) in found]
+            if len(both) == 2:
+                held = [megabytes(each.parameters + each.gradients + each.states) for each in both]
+                peaks, jobs = ([megabytes(getattr(each, of)) for each in both] for of in ("peak", "proportional"))
+                losses = " / ".join("–" if each.loss is None else f"{each.loss:.6f}" for each in both)
+                times = [f"{milliseconds(each.seconds)} ({spread(each.low, each.high)})" for each in both]
+                rows.append([option, *times, two(both[1].of_fsdp2), *map(" / ".join, (held, peaks, jobs)), losses])
+        yield Table(f"{model}, {results[0].ranks} ranks, rounds: {results[0].rounds}; FSDP2 / zero", columns, rows)
 
 
 def _times(result: Summary | None) -> list[str]:

@@ -25,6 +25,7 @@ except ModuleNotFoundError as absent:
     sys.exit(f"error: this benchmark needs {absent.name}: python -m pip install -e '.[cli]'")
 
 from . import step_tables, tables
+from .dials import DIALS
 from .models import MODELS, trainable
 from .processes import RankError, Ranks, run_ranks, started
 from .report import Report
@@ -114,6 +115,9 @@ def main(
     optimizer: Annotated[str, typer.Option(help="adamw; muon: Muon for matrices of blocks, AdamW for the rest.")] = (
         "adamw"
     ),
+    dials: Annotated[
+        bool, typer.Option("--dials", help="Options that FSDP2 and this library both have, instead of systems.")
+    ] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds and steps: to see that it works.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for steps.json and .png (steps-bf16, steps-muon).")] = Path(
         "zero-bench"
@@ -127,8 +131,8 @@ def main(
     checked([optimizer], ("adamw", "muon"), "optimizer")
     how = {"narrow": precision == "bf16", "muon": optimizer == "muon"}
     stem = "-".join(["steps", *(name for name in (precision, optimizer) if name not in ("fp32", "adamw"))])
-    stem += "-in-turn" if in_turn else ""
-    here = {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
+    stem += "-in-turn" if in_turn else "-dials" if dials else ""
+    here = DIALS if dials else {name: found for name, found in SYSTEMS.items() if found.is_here and not found.alone}
     here = {n: f for n, f in here.items() if (f.in_bf16 or not how["narrow"]) and (f.with_muon or not how["muon"])}
     usual = (QUICK_IN_TURN if quick else IN_TURN) if in_turn else QUICK if quick else FULL
     numbers, failed = (rounds or usual[0], *usual[1:]), False
@@ -158,8 +162,11 @@ def main(
         found = [step_tables.in_turn([Turn(**part) for part in report.parts])]
     else:
         results = [Summary(**part) for part in report.parts]
-        step_tables.draw(out / f"{stem}.png", results, report.line().replace("`", ""))
-        found = list(step_tables.by_system(results))
+        if dials:
+            found = list(step_tables.by_option(results))
+        else:
+            step_tables.draw(out / f"{stem}.png", results, report.line().replace("`", ""))
+            found = list(step_tables.by_system(results))
     tables.show(report.line(), found, markdown, console)
     console.print(f"written to {out}", markup=False)
     if failed:

@@ -207,9 +207,14 @@ def _fsdp2(reshard: bool) -> Build:
 
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if how.narrow else MixedPrecisionPolicy()
         fully_sharded(model, model.blocks, reshard_after_forward=reshard, mp_policy=policy)
-        return _training(model, model, _optimizer(model, how))
+        return fsdp2_training(model, how)
 
     return build
+
+
+def fsdp2_training(model: nn.Module, how: How) -> Training:
+    """Return the training of a model that FSDP2 shards."""
+    return _training(model, model, _optimizer(model, how))
 
 
 def _deepspeed(stage: int) -> Build:
@@ -263,16 +268,21 @@ def _ours(stage: int, fused: bool) -> Build:
         optimizer = ZeroOptimizer(
             params, torch.optim.AdamW, module=model, stage=stage, mixed_precision=precision, **arguments
         )
-        training = _training(model, model, optimizer)
-        storage: Any = optimizer._storage
-        training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.unlisted_buckets())]
-        training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
-        training.buckets = lambda: len(storage.buckets)
-        if stage == 3:
-            training.common = lambda: storage.manager.resident.in_common()
-        return training
+        return zero_training(model, optimizer, shared=stage == 3)
 
     return build
+
+
+def zero_training(model: nn.Module, optimizer: Any, *, shared: bool) -> Training:
+    """Return the training of a model under this library. ``shared``: its ranks may share the memory of parameters."""
+    training = _training(model, model, optimizer)
+    storage: Any = optimizer._storage
+    training.parameters = lambda: [b.weights.data for b in (*storage.buckets, *storage.unlisted_buckets())]
+    training.states = lambda: [tensor for bucket in storage.buckets for tensor in bucket.states.tensors()]
+    training.buckets = lambda: len(storage.buckets)
+    if shared:
+        training.common = lambda: storage.manager.resident.in_common()
+    return training
 
 
 PLAIN, FLOOR, DDP, FSDP2 = "plain", "floor", "DDP", "FSDP2"

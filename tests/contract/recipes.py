@@ -131,7 +131,17 @@ EXAMPLES = {
     "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
 ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
-OTHERS = ("Start", "Data", "Saving", "Loading", "Checkpoints", *ON_MESHES, "From FSDP2", "To FSDP2")
+OTHERS = (
+    "Start",
+    "Data",
+    "Saving",
+    "Loading",
+    "Checkpoints",
+    "Into a changed model",
+    *ON_MESHES,
+    "From FSDP2",
+    "To FSDP2",
+)
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:

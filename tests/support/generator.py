@@ -1,4 +1,5 @@
-"""A lock around torch's default random generator, for ranks that are threads.
+"""A lock around torch's default random generator, for ranks that are threads: around each call, and around each block
+of `torch.random.fork_rng` that builds something, from whose numbers another rank would draw.
 
 `Generator.get_state` holds the generator's lock while it creates a Python object. A garbage collection at that moment
 may free a tensor and switch to another thread. If that thread calls the generator, it waits for the generator's lock
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -33,6 +35,15 @@ def one_call_at_a_time(patch: pytest.MonkeyPatch) -> None:
 
         return wrapped
 
+    fork_rng = torch.random.fork_rng
+
+    @contextmanager
+    def forked(*arguments: Any, **named: Any) -> Iterator[None]:
+        recomputes = "enabled" in named  # `torch.utils.checkpoint`, where ranks meet in gathers
+        with nullcontext() if recomputes else lock, fork_rng(*arguments, **named):
+            yield
+
+    patch.setattr(torch.random, "fork_rng", forked)
     for name in CALLS:
         wrapped = alone(getattr(torch, name))
         for module in (torch, torch.random):

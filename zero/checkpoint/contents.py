@@ -184,6 +184,11 @@ class Contents:
                 found.append(SavedParameter(stored.name, names, stored.shape, dtype, group, trainable))
         return tuple(found)
 
+    @property
+    def names(self) -> list[list[str]]:
+        """The names of each param group's parameters, in torch.optim's order."""
+        return [self._names.get(number, []) for number in range(len(self.groups))]
+
     def param_groups(self) -> list[Any]:
         """Return the param groups as JSON: the options, the class, and under "params" the names of the parameters.
 
@@ -196,7 +201,7 @@ class Contents:
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = inner.qualified_name
             encoded["optimizer_module"] = inner.optimizer_class.__module__
-            found.append({**encoded, "params": self._names.get(number, [])})
+            found.append({**encoded, "params": self.names[number]})
         return found
 
     # -- the states ---------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
+from .read.differences import Differences, Rename, Resize
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
 from .sharded_optimizer import ShardedOptimizer
@@ -211,6 +212,9 @@ class CheckpointManager:
         optimizer: bool = True,
         rng: bool = True,
         reshard: Reshard | None = None,
+        strict: bool = True,
+        rename: Rename | None = None,
+        resize: Resize | None = None,
     ) -> Restored | None:
         """Load a checkpoint that was saved at any stage and number of ranks. All ranks, between two steps.
 
@@ -221,20 +225,31 @@ class CheckpointManager:
             optimizer: also load the states and the options of the param groups; False: the model only.
             rng: restore this rank's random generators, if the checkpoint was saved on the same number of ranks.
             reshard: ``reshard(states, rank, world)`` builds this rank's own state from those of all ranks that saved.
+            strict: True: every tensor of the model must be in the checkpoint and have its shape there, and the other
+                way round. False: a tensor for which the checkpoint has nothing of its shape stays as it is, and its
+                states begin anew; what else was saved is left out. The result tells which.
+            rename: saved names -> names of the model, for those that differ; None leaves a tensor out, its states too.
+                A mapping, or a function of a saved name.
+            resize: ``resize(name, saved shape, shape)`` is called for a tensor of another shape. True: the leading
+                rows that both have are read, of its states and averages, too; new rows keep the model's values, and
+                their states are 0 (a grown vocabulary). Each rank reads its own part alone.
 
         Returns:
             What was restored, a `zero.checkpoint.Restored`; None if ``step`` is None and the folder has no checkpoint.
 
         Raises:
             RuntimeError: on every rank, if any rank has gradients that no step has used. Nothing has changed.
-            ValueError: the checkpoint belongs to another model or optimizer, or it has no state under a key. Nothing
-                has changed.
+            ValueError: the checkpoint belongs to another model or optimizer, or it has no state under a key, or ranks
+                pass other arguments. Nothing has changed.
             CheckpointError: the checkpoint is broken, or this step has none. Nothing has changed.
         """
         self._check_open()
         if self._saving is not None:
             self._saving.wait()
-        restorer = Restorer(self._optimizer, state, rank_state, optimizer_too=optimizer, rng=rng, reshard=reshard)
+        allowed = Differences(strict, rename, resize)
+        restorer = Restorer(
+            self._optimizer, state, rank_state, optimizer_too=optimizer, rng=rng, reshard=reshard, allowed=allowed
+        )
         restorer.parts = self._model_parts
         restored = restorer.restore(self.directory, step)
         self._broken.update(path.name for path in restorer.broken)

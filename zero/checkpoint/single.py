@@ -17,6 +17,7 @@ from . import files
 from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
+from .read.differences import Differences, Rename, Resize
 from .read.restorer import Reshard, Restored, Restorer
 from .write.save_thread import Destination, Saving
 from .write.saver import Saver, SaveRequest
@@ -115,6 +116,9 @@ def load(
     with_states: bool = True,
     rng: bool = True,
     reshard: Reshard | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+    resize: Resize | None = None,
 ) -> Restored:
     """Load the checkpoint at ``path``, saved at any stage and number of ranks. All ranks, between two steps.
 
@@ -122,10 +126,14 @@ def load(
         path: the folder of the checkpoint.
         optimizer: the optimizer that receives the parameters and states.
         with_states: also load the states and the options of the param groups; False: the model only.
-        state, rank_state, rng, reshard: as in `CheckpointManager.restore`, which has the errors, too.
+        state, rank_state, rng, reshard, strict, rename, resize: as in `CheckpointManager.restore`, which has the
+            errors, too.
 
     Returns:
         What was restored.
     """
-    restorer = Restorer(optimizer, state, rank_state, optimizer_too=with_states, rng=rng, reshard=reshard)
+    allowed = Differences(strict, rename, resize)
+    restorer = Restorer(
+        optimizer, state, rank_state, optimizer_too=with_states, rng=rng, reshard=reshard, allowed=allowed
+    )
     return restorer.load([(restorer.parts.folder(Path(path).absolute()), None)], fall_back=False, purpose="zero.load()")

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from torch import Tensor
 from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
+from ...core.layout import Piece
 from ...core.runs import PieceState
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
@@ -52,7 +55,7 @@ class Loader:
 
     def __init__(self, contents: Contents, checkpoint: Checkpoint, fit: Fit, *, with_states: bool) -> None:
         """``fit``: of these two. ``with_states``: load also the states and the options of the param groups."""
-        self._contents, self._checkpoint, self._fit, self._with_states = contents, checkpoint, fit, with_states
+        self._contents, self._checkpoint, self.fit, self._with_states = contents, checkpoint, fit, with_states
         self._rank = contents.parts.shard_group.rank
         self._parts = PartReader(checkpoint)
         self._old: dict[str, FlatBuffer] = {}  # memory of the states of the bucket that is begun
@@ -61,9 +64,15 @@ class Loader:
         self._places: dict[tuple[int, int], dict[str, tuple[int, TensorEntry]]] = {}  # of scalars, by bucket and slot
         self._wide: dict[int, set[int]] = {}  # slots of a bucket whose master weights are read
         self._rounded: dict[int, set[int]] = {}  # those whose parameters are these, rounded
+        self._partial: set[int] = set()  # buckets some of whose master weights stay
         self._pieces = [
             {piece.slot: piece for piece in bucket.spec.pieces(*self._interval(bucket))} for bucket in contents.buckets
         ]
+        self._saved_ends = {  # of each slot, the element of its bucket behind the last one that was saved
+            stored.place: contents.buckets[stored.place[0]].spec.slots[stored.place[1]].offset + fit.numel(stored)
+            for stored in contents.model
+            if stored.place is not None
+        }
 
     def load(self) -> None:
         """Read everything. Collective."""
@@ -74,16 +83,22 @@ class Loader:
                 stored_in.setdefault(stored.place[0], []).append(stored)
         for number, bucket in enumerate(contents.buckets):
             with_states = self._with_states and number in contents.updated
+            here = stored_in.get(number, ())
             if number in contents.updated:
                 bucket.states.wait_for_copies()
                 if bucket.states.master is not None:
                     bucket.states.snapshot()
-                    bucket.states.master.forget()
+                    if all(self.fit.numel(stored) == math.prod(stored.shape) for stored in here):
+                        bucket.states.master.forget()
+                    elif bucket.states.master.exists:
+                        self._partial.add(number)
             if with_states:
                 bucket.states.snapshot()
                 self._old = dict(bucket.states.flat)
                 bucket.states.flat.clear()
-            for stored in stored_in.get(number, ()):
+            for stored in here:
+                if stored.name not in self.fit.model:
+                    continue
                 self._expect_weights(stored, number, bucket)
                 if with_states:
                     self._expect_states(stored, number, bucket)
@@ -96,15 +111,20 @@ class Loader:
             if self._with_states and number in contents.updated:
                 self._set_states(number, bucket, stored_in.get(number, ()))
         for stored in contents.model:
-            if stored.tensor is not None:
-                stored.tensor.copy_(self._checkpoint.read(*self._fit.model[stored.name]))
-        for group, options in zip(contents.groups, self._fit.groups, strict=False):
+            if stored.tensor is not None and stored.name in self.fit.model:
+                values = self._checkpoint.read(*self.fit.model[stored.name])
+                if stored.name in self.fit.resized:
+                    rows = min(len(values), len(stored.tensor))
+                    stored.tensor[:rows].copy_(values[:rows])
+                else:
+                    stored.tensor.copy_(values)
+        for group, options in zip(contents.groups, self.fit.groups, strict=False):
             group.update(options)
-        for number, names in self._fit.elementwise.items():
+        for number, names in self.fit.elementwise.items():
             contents.parts.classes[number].note_elementwise(names)
         for name, average in contents.averages.by_name.items() if self._with_states else ():
-            saved = self._fit.averages.get(name, {}).get(N_AVERAGED)
-            count = 1 if name in self._fit.averages else 0  # averages that were imported have no count
+            saved = self.fit.averages.get(name, {}).get(N_AVERAGED)
+            count = 1 if name in self.fit.averages else 0  # averages that were imported have no count
             average.n_averaged = count if saved is None else int(self._checkpoint.read(*saved))
 
     # -- which saved tensor becomes what ------------------------------------------------------------------------------
@@ -115,7 +135,7 @@ class Loader:
 
     def _expect_weights(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
         low, high = self._interval(bucket)
-        dtypes, fit = bucket.spec.dtypes, self._fit
+        dtypes, fit = bucket.spec.dtypes, self.fit
         weights = bucket.weights.interval(low, high).detach()
         narrow, widest = fit.model[stored.name], fit.widest(stored)
         has_dtype = DTYPES[narrow[1].dtype] is dtypes.param_dtype
@@ -138,9 +158,9 @@ class Loader:
     def _expect_states(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
         assert stored.place is not None
         states, slot = bucket.states, stored.place[1]
-        for name, saved in self._fit.states.get(stored.name, {}).items():
-            if self._fit.lies_flat(name, saved, stored, bucket.specs[slot]):
-                follows = saved[1].dtype == self._fit.widest(stored)[1].dtype
+        for name, saved in self.fit.states.get(stored.name, {}).items():
+            if self.fit.lies_flat(name, saved, stored, bucket.specs[slot]):
+                follows = saved[1].dtype == self.fit.widest(stored)[1].dtype
                 dtype = bucket.spec.dtypes.master_dtype if follows else DTYPES[saved[1].dtype]
                 flat = self._flat(states, name, dtype)
                 into = flat.interval(*self._interval(bucket))
@@ -152,7 +172,7 @@ class Loader:
                 self._scalars += bytes(saved[1].nbytes)
 
     def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
-        for name, tensors in self._fit.averages.items():
+        for name, tensors in self.fit.averages.items():
             into = self._contents.averages.by_name[name].room(bucket).interval(*self._interval(bucket))
             folder = averages_folder(name)
             self._expect(stored, number, bucket, folder, tensors[stored.name], f"average {name}", into)
@@ -173,6 +193,11 @@ class Loader:
         piece = self._pieces[number].get(slot)
         if piece is None or not piece.numel:
             return
+        whole, piece = piece, self._saved_part(number, piece)
+        if folder == OPTIMIZER:
+            into[piece.end - low : whole.end - low].zero_()  # new rows
+        if not piece.numel:
+            return
         target = into[piece.begin - low : piece.end - low]
         if not is_row_major(bucket.specs[slot]):
             begin = bucket.spec.slots[slot].offset
@@ -189,6 +214,22 @@ class Loader:
         then = None if direct else functools.partial(target.copy_, memory[piece.begin - low : piece.end - low])
         self._parts.want(folder, saved[1].name, slot_part(key, piece, bucket.spec, (low, high), dtype.itemsize), then)
 
+    def _saved_part(self, number: int, piece: Piece) -> Piece:
+        """Return the part of a piece of which the checkpoint has values."""
+        end = max(piece.begin, min(piece.end, self._saved_ends[number, piece.slot]))
+        return replace(piece, end=end)
+
+    def _begin_averages(self, number: int, bucket: Bucket) -> None:
+        """Let the averages of what the checkpoint lacks be the weights."""
+        master, weights = bucket.states.master, bucket.weights
+        if master is not None and master.exists:
+            weights = FlatBuffer(master.master, weights.placement, bucket.states.begin)
+        for name in self.fit.averages:
+            room = self._contents.averages.by_name[name].room(bucket)
+            for piece in self._pieces[number].values():
+                new = replace(piece, begin=self._saved_part(number, piece).end)
+                room.piece(new).copy_(weights.piece(new))
+
     def _read(self) -> None:
         """Read all that is expected."""
         self._parts.memory(_SCALARS, lambda: torch.frombuffer(self._scalars or bytearray(1), dtype=torch.uint8))
@@ -201,19 +242,22 @@ class Loader:
         """Round what must be rounded, and gather what every rank has whole. Collective."""
         parts = self._contents.parts
         wide = self._wide.get(number, set())
-        if wide:
+        if wide or number in self._partial:
             assert bucket.states.master is not None
             master = FlatBuffer(bucket.states.master.master, bucket.weights.placement, bucket.states.begin)
             for piece in self._pieces[number].values():
                 if piece.slot in self._rounded.get(number, ()):
                     bucket.weights.piece(piece).copy_(master.piece(piece))
                 elif piece.slot not in wide:
-                    master.piece(piece).copy_(bucket.weights.piece(piece))
+                    read = self._saved_part(number, piece) if number in self._partial else piece
+                    master.piece(read).copy_(bucket.weights.piece(read))
+        if number in self._contents.updated and self._with_states:
+            self._begin_averages(number, bucket)
         if parts.shard_group.world_size > 1:
             held = [bucket.weights] if bucket.weights.placement is Placement.WHOLE else []
             if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
                 held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
-                held += [self._contents.averages.by_name[name].room(bucket) for name in sorted(self._fit.averages)]
+                held += [self._contents.averages.by_name[name].room(bucket) for name in sorted(self.fit.averages)]
                 held += [FlatBuffer(bucket.states.master.master, Placement.WHOLE)] if wide else []  # type: ignore[union-attr]
             for place, whole in enumerate(held):
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)
@@ -230,13 +274,13 @@ class Loader:
         states, before, shared = bucket.states, None, None
         for index, piece in enumerate(states.pieces):
             each = by_slot[piece.slot]
-            found, spec = sorted(self._fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
-            names = tuple(n for n, saved in found if self._fit.lies_flat(n, saved, each, spec))
+            found, spec = sorted(self.fit.states.get(each.name, {}).items()), bucket.specs[piece.slot]
+            names = tuple(n for n, saved in found if self.fit.lies_flat(n, saved, each, spec))
             scalars = {
                 name: (entry, bytes(self._scalars[place : place + entry.nbytes]))
                 for name, (place, entry) in self._places.get((number, piece.slot), {}).items()
             }
-            values = self._fit.values.get(each.name, {})
+            values = self.fit.values.get(each.name, {})
             facts = [(name, entry.dtype, entry.shape, entry.stride, data) for name, (entry, data) in scalars.items()]
             now = (names, facts, repr(values), states.groups[index])
             if now != before:
@@ -253,7 +297,7 @@ class Loader:
     ) -> PieceState | None:
         if not names and not scalars and not values:
             return None
-        options = self._contents.groups[group] | self._fit.groups[group]
+        options = self._contents.groups[group] | self.fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
         device = bucket.spec.device
         tensors: dict[str, Tensor] = {}

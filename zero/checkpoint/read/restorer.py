@@ -27,6 +27,7 @@ from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import check_generators, check_keys, restored, set_generators
+from .differences import Differences
 from .file_reader import CheckpointError, threads_of_rank
 from .fit import Fit
 from .loader import Loader
@@ -44,6 +45,10 @@ class Restored:
         path: its folder.
         content: the SHA-256 that identifies the saved state.
         not_restored: what was not saved, or could not be restored, and why.
+        missing_keys: what the model has and the checkpoint does not: it is as it was, without states.
+        unexpected_keys: saved names that the model does not have, or that ``rename`` left out.
+        mismatched_keys: what has another shape in the checkpoint: it is as it was, without states.
+        resized_keys: what has another number of rows in the checkpoint: the rows that both have were read.
         state, rank_state: saved values that no object of the caller received.
     """
 
@@ -51,6 +56,10 @@ class Restored:
     path: Path
     content: str
     not_restored: tuple[str, ...] = ()
+    missing_keys: tuple[str, ...] = ()
+    unexpected_keys: tuple[str, ...] = ()
+    mismatched_keys: tuple[str, ...] = ()
+    resized_keys: tuple[str, ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
     rank_state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -63,12 +72,13 @@ class Restorer:
         optimizer: ZeroOptimizer,
         state: Mapping[str, Any] | None,
         rank_state: Mapping[str, Any] | None,
+        allowed: Differences,
         *,
         optimizer_too: bool,
         rng: bool,
         reshard: Reshard | None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizer, self._allowed = optimizer, allowed
         self._state, self._rank_state = state, rank_state
         self._with_states, self._rng, self._reshard = optimizer_too, rng, reshard
         self.parts = ModelParts(optimizer)
@@ -156,13 +166,13 @@ class Restorer:
         ShardedOptimizer(self._optimizer).agree_to_load(purpose)
         for number, (path, step) in enumerate(paths):
             loader, checkpoint, problem = self._try(path, step)
-            broken = self.parts.broken(self._agree(checkpoint, problem))
+            broken = self.parts.broken(self._agree(checkpoint, problem, loader))
             if broken is None:
                 self.parts.finished()
                 assert loader is not None
                 assert checkpoint is not None
                 ShardedOptimizer(self._optimizer).load(loader.load)
-                return self._rest(checkpoint)
+                return self._rest(checkpoint, loader.fit)
             left = [older.name for older, _ in paths[number + 1 :]]
             if not fall_back or not left:
                 raise CheckpointError(broken)
@@ -181,7 +191,7 @@ class Restorer:
             rank, world = self._optimizer.rank, self._optimizer.world_size
             checkpoint.verify_part(rank, world, threads_of_rank(world))
             contents = Contents(ShardedOptimizer(self._optimizer))
-            fit = Fit(contents, checkpoint, with_states=self._with_states)
+            fit = Fit(contents, checkpoint, self._allowed, with_states=self._with_states)
             check_keys(self._state, checkpoint.state, "state")
             self._check_rank_state(checkpoint)
             return Loader(contents, checkpoint, fit, with_states=self._with_states), checkpoint, None
@@ -206,7 +216,7 @@ class Restorer:
                 if self._rng:
                     check_generators(saved["rng"])
 
-    def _agree(self, checkpoint: Checkpoint | None, problem: Exception | None) -> str | None:
+    def _agree(self, checkpoint: Checkpoint | None, problem: Exception | None, loader: Loader | None) -> str | None:
         """Return, as text, why the checkpoint is broken; None if it can be loaded. Collective.
 
         Raises on every rank if it is whole, but does not fit.
@@ -214,25 +224,33 @@ class Restorer:
         newer = problem is not None and isinstance(problem.__cause__, VersionError)  # whole, but not readable here
         broken = isinstance(problem, (CheckpointError, OSError)) and not newer
         names = hashlib.sha256(b"" if checkpoint is None else checkpoint.manifest.to_bytes()).hexdigest()
-        mine = [None if problem is None else str(problem), broken, names]
+        taken = None if loader is None else loader.fit.digest()
+        mine = [None if problem is None else str(problem), broken, names, taken]
         told = [json.loads(data) for data in self._optimizer.exchange(json.dumps(mine).encode())]
         if problem is not None and not broken:
             raise problem
-        for rank, (theirs, is_broken, _) in enumerate(told):
+        for rank, (theirs, is_broken, _, _) in enumerate(told):
             if theirs is not None and not is_broken:
                 raise ValueError(f"rank {rank}: {theirs}")
-        found: list[str] = [theirs for theirs, _, _ in told if theirs is not None]
+        found: list[str] = [theirs for theirs, _, _, _ in told if theirs is not None]
         if found:
             return found[0]
-        for rank, (_, _, theirs) in enumerate(told):
+        for rank, (_, _, theirs, taken) in enumerate(told):
             if theirs != told[0][2]:
                 raise ValueError(f"rank {rank} sees another checkpoint than rank 0: all ranks must see one folder")
+            if taken != told[0][3]:
+                raise ValueError(f"rank {rank} passes other strict=, rename= or resize= than rank 0")
         return None
 
-    def _rest(self, checkpoint: Checkpoint) -> Restored:
+    def _rest(self, checkpoint: Checkpoint, fit: Fit) -> Restored:
         """Restore what is beside the optimizer."""
         rank, world = self._optimizer.rank, self._optimizer.world_size
         missing = [f"{name} (it could not be saved)" for name in checkpoint.not_saved]
+        missing += [f"the states of {name!r} ({why}: they begin anew)" for name, why in sorted(fit.anew.items())]
+        missing += [
+            f"the options of param group {number} (the checkpoint's groups are not those of this optimizer)"
+            for number in fit.own_options
+        ]
         mine, saved_averages = sorted(ShardedOptimizer(self._optimizer).averages.by_name), checkpoint.average_names
         if self._with_states:
             missing += [
@@ -264,4 +282,15 @@ class Restorer:
         if missing and rank == 0:
             warn_caller(f"not restored from {checkpoint.path}: {', '.join(missing)}")
         rest = restored(self._rank_state, own)
-        return Restored(checkpoint.step, checkpoint.path, checkpoint.content, tuple(missing), state, rest)
+        return Restored(
+            checkpoint.step,
+            checkpoint.path,
+            checkpoint.content,
+            tuple(missing),
+            tuple(fit.missing),
+            tuple(fit.unexpected),
+            tuple(fit.mismatched),
+            tuple(fit.resized),
+            state=state,
+            rank_state=rest,
+        )

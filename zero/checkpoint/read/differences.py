@@ -1,0 +1,78 @@
+"""In what a checkpoint may differ from the model: names, tensors that only one of the two has, and rows.
+
+Knows: names, shapes, what the caller allows. Does not know: files, optimizers, memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+
+from ...core.names import known_as
+
+Shape = tuple[int, ...]
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+Resize = Callable[[str, Shape, Shape], bool]
+
+
+@dataclass(frozen=True)
+class Differences:
+    """What a caller allows.
+
+    Attributes:
+        strict: whether each tensor of the model must be in the checkpoint, and the other way round.
+        rename: saved name -> the model's name, or None to leave it out; a mapping has only the names that change.
+        resize: called with the model's name, the saved shape and the model's, if these differ; True: read the leading
+            rows that both have.
+    """
+
+    strict: bool = True
+    rename: Rename | None = None
+    resize: Resize | None = None
+
+    def names(self, saved: Iterable[str], known: Container[str]) -> dict[str, str]:
+        """Return saved name -> the model's name, without what is left out. ``known``: the names of the model.
+
+        Raises:
+            ValueError: a mapping has a name that was not saved, or two saved names become one.
+            TypeError: a new name is no text.
+        """
+        there = list(saved)
+        if isinstance(self.rename, Mapping):
+            for name in self.rename:
+                if name not in there:
+                    raise ValueError(f"rename: the checkpoint has no {name!r}")
+        found: dict[str, str] = {}
+        before: dict[str, str] = {}  # the other way round
+        for name in there:
+            new = self._new(name)
+            if new is None:
+                continue
+            if not isinstance(new, str):
+                raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
+            plain = known_as(new, known)
+            new = new if plain in there and plain != name else plain  # a name that is taken keeps its own
+            if new in before:
+                raise ValueError(f"rename: {before[new]!r} and {name!r} of the checkpoint would both become {new!r}")
+            found[name], before[new] = new, name
+        return found
+
+    def _new(self, name: str) -> str | None:
+        if isinstance(self.rename, Mapping):
+            return self.rename.get(name, name)
+        return name if self.rename is None else self.rename(name)
+
+    def has_rows(self, name: str, saved: Shape, shape: Shape) -> bool:
+        """Return whether the leading rows are read of a tensor with another shape.
+
+        Raises:
+            ValueError: the caller wants them, but more than the number of rows differs.
+        """
+        if self.resize is None or not self.resize(name, saved, shape):
+            return False
+        if not saved or not shape or saved[1:] != shape[1:]:
+            raise ValueError(
+                f"resize: {name!r} has shape {saved} in the checkpoint and {shape} in the model, which differ in more "
+                "than their first dimension: return False for it"
+            )
+        return True
