@@ -11,7 +11,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -138,24 +138,28 @@ class Engine(WholeTensorCalls):
             self._reducer.note_elsewhere(is_finite=whole.is_finite)
             return self._update.scale(whole.norm(), max_norm, norm_type, error_if_nonfinite)
 
-    def clip_whole_model(self, over: Any, replicated: Replicated, **clip: Any) -> Tensor:
-        """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them."""
-        self.check()
-        with self.model_part.over(over):
-            return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated))
+    def clip_whole_model(self, over: Any, replicated: Replicated, *, problem: Exception | None, **clip: Any) -> Tensor:
+        """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them.
 
-    def clip_together(self, others: Sequence[Engine], **clip: Any) -> Tensor:
-        """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it."""
+        ``problem``: an error that this rank has found in its arguments; all these ranks raise one."""
+        with self.model_part.over(over) as wrong, _reported(problem := problem or wrong):
+            self.check()
+            return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated, problem))
+
+    def clip_together(self, others: Sequence[Engine], *, problem: Exception | None, **clip: Any) -> Tensor:
+        """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it.
+
+        ``problem``: as in `clip_whole_model`."""
         self.check()
-        problem = None
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
         for engine in (self, *others):
             try:
                 engine.check()
                 engine.averages.refuse_applied("clip_grad_norm_()")
             except RuntimeError as error:  # perhaps of an optimizer that other ranks do not have
-                problem = problem or str(error)
-        with self._clipping():
-            return clip_together(self.parts, [engine.parts for engine in others], problem, **clip)
+                text = text or str(error)
+        with self._clipping(), _reported(problem):
+            return clip_together(self.parts, [engine.parts for engine in others], text, **clip)
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
@@ -300,3 +304,14 @@ class Engine(WholeTensorCalls):
             of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
             return f"{error}{of}"
         return None
+
+
+@contextmanager
+def _reported(problem: Exception | None) -> Iterator[None]:
+    """Raise ``problem``, of which all ranks know, instead of the text that they raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        if problem is None or isinstance(error, CollectiveError):
+            raise
+        raise problem from None

@@ -46,6 +46,8 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"build_model": verified.Masked},
     *({**ODD, "max_norm": 0.5, "mixed_precision": precision} for precision in PRECISIONS.values()),
     *({**ODD, "mixed_precision": BY_MODULE[name]} for name in ("ends in fp32", "by kind")),
+    {"ignored": verified.the_first_layer, "max_norm": 0.5},
+    {**ODD, "ignored": verified.the_scale, "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
@@ -118,7 +120,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16, 18))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

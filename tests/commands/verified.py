@@ -88,6 +88,14 @@ def other_at_each_call() -> Squares:
     return model
 
 
+def the_first_layer(model: Squares) -> nn.Module:
+    return model.layers[0]
+
+
+def the_scale(model: Odd) -> list[Tensor]:
+    return [model.scale]
+
+
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 

@@ -298,6 +298,14 @@ WRONG: dict[str, Callable[..., Any]] = {
         real(self, tensor) and isinstance(tensor, torch.nn.Parameter)
     ),
     "the-norm-without-the-experts": lambda real, first, also: real(first, also)[:0],
+    "a-norm-along-two-groups-counts-replicas-twice": lambda real, self: replace(
+        real(self), own=self.own.merge(self.shared).merge(self.shared)
+    ),
+    "only-the-first-group-is-added-up": lambda real, self, groups: real(
+        self, groups[:1] if isinstance(groups, list) else groups
+    ),
+    "a-refused-argument-stays-on-its-rank": lambda real, self, replicated, problem: real(self, replicated, None),
+    "what-is-ignored-is-listed": lambda real, params, ignored=(): real(params),
     "an-argument-with-a-name-of-ours-is-dropped": lambda real, arguments, kwargs: (
         {key: value for key, value in real(arguments, kwargs).items() if key != "stage"}
     ),
@@ -308,9 +316,9 @@ WRONG: dict[str, Callable[..., Any]] = {
 """The bugs that an expression makes, by name."""
 
 
-def replicated_parameters_count_in_every_part(real: Any, self: Any, part: Any, replicated: Any, arguments: Any) -> Any:
-    whole = real(self, part, replicated, arguments)
-    return replace(whole, own=whole.own.merge(whole.shared))
+def replicated_parameters_count_in_every_part(real: Any, part: Any, told: Any) -> Any:
+    whole = real(part, told)
+    return replace(whole, own=whole.own.merge(part.shared))
 
 
 def gradients_of_replicated_parameters_are_not_compared(real: Any, self: Any, positions: Any) -> Any:

@@ -52,7 +52,9 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
-        collectives = Collectives(("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS)
+        collectives = Collectives(
+            ("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS, meshes=True
+        )
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 
     OnProcesses.check(40 if THOROUGH else 8, 30 if THOROUGH else 20)

@@ -59,11 +59,10 @@ class Rank(OnRank, Player):
             config.groups(model),
             cls,
             module=model,
-            process_group=group,
+            **self._places(setting, group),
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=self.algorithms.get(setting.collective, setting.collective),
-            sharding_factor=setting.sharding_factor,
             **self._units(config, setting),
             offload=self._offload(setting),
             mixed_precision=config.mixed,
@@ -85,6 +84,13 @@ class Rank(OnRank, Player):
         if setting.stage == 3 and self.offload_at_stage_3:
             return self.offload_at_stage_3
         return Offload(tempfile.gettempdir()) if setting.offload else None
+
+    @staticmethod
+    def _places(setting: Setting, group: Any) -> dict[str, Any]:
+        """Return the arguments that say which ranks there are, and which share a copy."""
+        if setting.mesh:
+            return {"mesh": group}
+        return {"process_group": group, "sharding_factor": setting.sharding_factor}
 
     @staticmethod
     def _units(config: Config, setting: Setting) -> dict[str, Any]:

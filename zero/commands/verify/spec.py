@@ -45,6 +45,7 @@ class VerifySpec:
     reshard_after_forward: str | int
     prefetch_depth: int
     param_groups: str | None
+    ignored: str | None
     defaults: dict[str, Any]
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]

@@ -24,7 +24,7 @@ from collectives import Algorithm
 
 from ...config import Offload, ShardingOptions
 from ...core.stage import STAGES, check_prefetch_depth, check_reshard
-from ...core.units import Predicate
+from ...core.units import Given, Predicate
 from ...optimizer import ZeroOptimizer
 from ...precision import MixedPrecision, PrecisionOption, checked
 from ...step.arguments import check_class, merged
@@ -100,6 +100,7 @@ def verify(
     reshard_after_forward: bool | int | Predicate = True,
     prefetch_depth: int = 1,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    ignored: Callable[[nn.Module], Given] | None = None,
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
     mixed_precision: PrecisionOption = None,
@@ -141,6 +142,7 @@ def verify(
         bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
+        ignored: a function that takes the model and returns the argument of `ZeroOptimizer`. No loop trains these.
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
             fp32 weights.
         offload: argument of `ZeroOptimizer`; with ``parameters="cpu"`` for ``stages=(3,)``.
@@ -188,6 +190,7 @@ def verify(
         else reshard_after_forward,
         prefetch_depth=prefetch_depth,
         param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
+        ignored=None if ignored is None else reference(ignored, "ignored"),
         defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
