@@ -77,4 +77,4 @@ class ModeCheck:
         wrong = None if engine is None else engine.wrong_mode(wanted)
         if wrong is not None:
             self._engine = None
-            warnings.warn(WRONG_MODE.format(module=wanted, optimizer=wrong), RuntimeWarning, stacklevel=3)
+            warnings.warn(WRONG_MODE.format(module=wanted, optimizer=wrong), RuntimeWarning, stacklevel=5)

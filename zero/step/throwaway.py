@@ -26,7 +26,7 @@ from ..core.layout import BucketSpec, Dtypes, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .user_optimizer import BucketUpdate, Call, UserOptimizer, unhooked_step, with_state
+from .user_optimizer import BucketUpdate, Call, UserOptimizer, all_present, unhooked_step
 
 # With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
@@ -230,7 +230,7 @@ class OnRank:
 
     def call(self, call: Call) -> None:
         """Call a method of the class that is not its step."""
-        self._run([BucketUpdate(states, None, with_state(states)) for states in self._states], call)
+        self._run([BucketUpdate(states, None, all_present(states)) for states in self._states], call)
 
     def _run(self, updates: Sequence[BucketUpdate], call: Call) -> None:
         for number, options in self._inner.step(updates, dict(enumerate(self.groups)), call).items():

@@ -30,7 +30,7 @@ from ..runtime.profiler_ranges import ProfilerRange, Waited
 from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
 from .device_clip import ON_DEVICE, clip_on_device
-from .user_optimizer import BucketUpdate, Call, Mode, unhooked_step, with_state
+from .user_optimizer import BucketUpdate, Call, Mode, all_present, unhooked_step
 
 _Work = tuple[Bucket, FlatBuffer | None, bytes]  # a bucket, its gradient, and which of its pieces a call changes
 
@@ -172,7 +172,7 @@ class Update:
         """
         self._storage.loading()
         work: list[_Work] = [
-            (bucket, None, with_state(bucket.states))
+            (bucket, None, all_present(bucket.states))
             for bucket in self._storage.buckets
             if self._user_optimizers[bucket.specs[0].optimizer_class].has_modes
         ]

@@ -223,9 +223,13 @@ def _by_instance(updates: Sequence[BucketUpdate]) -> list[list[BucketUpdate]]:
     return list(found.values())
 
 
-def with_state(states: BucketStates) -> bytes:
-    """Return whether each piece has a state, in a byte, 0 or 1. Others have the same weights in both modes."""
-    return bytes([states.state_of(piece) is not None for piece in range(len(states.pieces))])
+def all_present(states: BucketStates) -> bytes:
+    """Return which pieces a call changes that is no step, in a byte each, 0 or 1: all.
+
+    None, if there are no master weights yet: the bucket is frozen, and was never stepped.
+    """
+    found = states.master is None or states.master.exists
+    return bytes([found]) * len(states.pieces)
 
 
 class NotElementwiseError(ValueError):
