@@ -50,6 +50,7 @@ ROWS = {
     "alone": program(1, "adagrad", "", "freezes"),
     "two in bf16": program(2, "adamw", "bf16", "freezes"),
     "two by parameter": program(2, "shampoo", "", "zeros"),
+    "two in bf16, evaluated": program(2, "schedule-free", "bf16", "freezes"),
     "three, scaled": program(3, "adamw", "fp16", "scales"),
     "six": program(6, "sgd momentum", "", "clips"),
     "four, two copies": program(4, "adamw", "bf16", "no sync", sharding_factor=2),
@@ -60,6 +61,7 @@ ROWS = {
 }
 IN_CI = (
     "alone",
+    "two in bf16, evaluated",
     "two by parameter",
     "six",
     "two, kept whole",

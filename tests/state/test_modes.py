@@ -303,7 +303,8 @@ def test_a_forward_in_the_wrong_mode_warns_once() -> None:
 
     with pytest.warns() as warnings:
         forwards()
-    (said,) = warnings
+    assert len(warnings) == 1
+    said = warnings[0]
     assert (said.category, said.filename) == (RuntimeWarning, __file__)
     assert "a forward in eval mode with the weights of the optimizer's train mode" in str(said.message)
     optimizer.close()

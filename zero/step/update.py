@@ -52,6 +52,9 @@ class _Parameters(Protocol):
     def stepping(self) -> None:
         """Note that buckets will be updated."""
 
+    def loading(self) -> None:
+        """Note that all parameters will change."""
+
     def stepped(self) -> None:
         """Note that all buckets were updated."""
 

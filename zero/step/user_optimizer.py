@@ -269,8 +269,9 @@ def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
     states.plan(update.present, cut)
     states.ready()
     wide = None if gradient is None else gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype)
-    for run in states.runs if wide is not None else ():
-        run.parameter.grad = run.of(wide)
+    if wide is not None:
+        for run in states.runs:
+            run.parameter.grad = run.of(wide)
 
 
 def _changed(number: int, live: Options, found: Sequence[_Stepped]) -> Options:
