@@ -14,7 +14,6 @@ from ...support.pool import GlooPool
 from ...support.programs import Program, check, compare
 from ...support.two_modes import TWO_MODES
 
-pytestmark = pytest.mark.contract
 BF16 = PRECISIONS["bf16"]
 SETTINGS = {
     **FEW,
