@@ -308,6 +308,7 @@ def test_a_forward_in_the_wrong_mode_warns_once() -> None:
     assert (said.category, said.filename) == (RuntimeWarning, __file__)
     assert "a forward in eval mode with the weights of the optimizer's train mode" in str(said.message)
     optimizer.close()
+    assert "this optimizer is closed: the model is plain again" in error_of(optimizer.eval)
     assert is_plain(model)
     with warned() as later:
         model.eval()(tokens)
