@@ -173,7 +173,8 @@ class Engine(WholeTensorCalls):
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
         problem = problem or self._user_optimizers.why_no_step(groups)
-        self._reducer.finalize_grads("step()", problem, options=self._digests(groups))
+        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
+        self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
         with as_a_whole(self._transport, "in step()", Exception):
@@ -183,9 +184,6 @@ class Engine(WholeTensorCalls):
             self._counted.update(options)
         self._reducer.schedule.stepped()
         self.dicts.forget()
-
-    def _digests(self, groups: Sequence[Options]) -> dict[str, int]:
-        return digests_of(groups, self._user_optimizers.option_names() - self._counted)
 
     # -- modes ------------------------------------------------------------------------------------------------------
 
@@ -199,7 +197,7 @@ class Engine(WholeTensorCalls):
         self._check_between_steps(purpose)
         problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose() or self._user_optimizers.changed(groups)
-        self._reducer.check_consistency(purpose, problem, options=self._digests(groups))
+        self._reducer.check_consistency(purpose, problem)
         with torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
             changed = self._update.set_mode(groups, mode)
         for number, options in changed.items():

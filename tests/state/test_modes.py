@@ -236,16 +236,30 @@ def test_calls_at_a_wrong_moment_are_refused_on_every_rank() -> None:
         assert "eval() inside a backward or inside join(): leave it first" in others[1]
 
 
-def test_parameters_that_were_replaced_are_named_on_every_rank() -> None:
+@pytest.mark.parametrize("what", ["memory", "list"])
+def test_parameters_that_were_replaced_are_named_on_every_rank(what: str) -> None:
     def program(transport: Transport) -> None:
         model, optimizer = built(transport)
-        if transport.rank == 1:
+        if transport.rank == 1 and what == "memory":
             model.first.weight.data = model.first.weight.data.clone()
+        elif transport.rank == 1:
+            optimizer.param_groups.append({**optimizer.param_groups[0], "params": [model.first.weight]})
         optimizer.train()
 
     for said in errors_on(2, program):
         assert "rank 1" in said
         assert "'first.weight'" in said
+
+
+def test_a_dict_of_the_mode_before_is_not_returned() -> None:
+    def program(transport: Transport) -> str:
+        _, optimizer = built(transport)
+        optimizer.consolidate_state_dict(None)
+        optimizer.train()
+        return error_of(optimizer.state_dict)
+
+    for said in on_threads(2, program):
+        assert "consolidate_state_dict" in said
 
 
 def test_ranks_that_change_to_different_modes_learn_of_it() -> None:

@@ -102,8 +102,8 @@ class UserOptimizers:
         return {mode for _, mode in self._modes(self.lists.groups if groups is None else groups)}
 
     def _modes(self, groups: Sequence[Options]) -> Iterator[tuple[int, Mode | None]]:
-        for number, group in enumerate(groups):
-            if self.of(number).has_modes:
+        for number, (place, group) in enumerate(zip(self._of_groups, groups, strict=False)):  # lists may be edited
+            if self._all[place].has_modes:
                 in_train_mode = group.get(TRAIN_MODE)
                 yield number, ("train" if in_train_mode else "eval") if isinstance(in_train_mode, bool) else None
 
