@@ -26,7 +26,7 @@ from ..support.programs import Program, check, locked_build
 from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side, same_as_plain
 from ..support.small import TwoVectors
-from ..support.two_modes import Centred, ScheduleFree
+from ..support.two_modes import Averaged, Centred, ScheduleFree
 from .training import TOGETHER, average_of, train, values
 
 pytestmark = pytest.mark.contract
@@ -327,6 +327,53 @@ def test_a_forward_in_the_wrong_mode_warns_once() -> None:
     with warned() as later:
         model.eval()(tokens)
     assert later == []
+
+
+def test_forwards_are_checked_for_the_newest_optimizer_and_for_classes_whose_groups_have_a_mode() -> None:
+    model: Any = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    x = torch.ones(1, 3)
+    with warned() as warnings:
+        older = ZeroOptimizer(model, ScheduleFree, process_group=solo())
+        newer = ZeroOptimizer(model, Averaged, process_group=solo())
+        model(x)
+    assert warnings == []
+    newer.close()
+    older.close()
+    optimizer = ZeroOptimizer(list(model[0].parameters()), module=model, process_group=solo())
+    optimizer.add_param_group({"params": list(model[1].parameters()), "optimizer_class": ScheduleFree})
+    with warned() as warnings:
+        model(x)
+    assert len(warnings) == 1
+
+
+def test_a_call_in_the_same_mode_sends_nothing_and_no_call_makes_masters_of_frozen_parameters() -> None:
+    def program(transport: Transport) -> None:
+        _, optimizer = built(transport, mixed_precision=BF16)
+        before = str(optimizer.describe())
+        optimizer.train()
+        sent = optimizer.traffic.control_sent
+        assert sent > 0
+        optimizer.train()
+        assert optimizer.traffic.control_sent == sent
+        assert str(optimizer.describe()) == before
+
+    on_threads(2, program)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_graph_that_is_kept_across_an_exchange_raises_as_across_a_step(world_size: int) -> None:
+    def program(transport: Transport) -> str:
+        model, optimizer = built(transport, stage=3)
+        optimizer.train()
+        backward(model, transport)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = odd_loss(model, odd_batches(1)[0])
+        optimizer.eval()
+        return error_of(loss.backward)
+
+    for said in on_threads(world_size, program):
+        assert ("modified by an inplace operation" if world_size == 1 else "changed") in said
 
 
 def test_a_class_whose_modes_look_at_whole_parameters_is_refused_by_elements() -> None:

@@ -142,7 +142,8 @@ class Trial:
                     rank.step(gradients, names)
                 if (step + 1) % self.every == 0 or step + 1 == steps:
                     self._compare_values(whole, rank, f"within {step + 1} of {steps} steps")
-        names |= self._change_modes(whole, ranks) if inner.has_modes else frozenset()
+        if inner.has_modes:
+            self._compare_modes(whole, ranks)
         kinds = self.check_states(whole)
         for rank in ranks:
             self._compare_rest(whole, rank, names)
@@ -151,20 +152,14 @@ class Trial:
                     rank.step_nothing()
         return names, kinds
 
-    def _change_modes(self, whole: FullParameters, ranks: Sequence[OnRank]) -> frozenset[str]:
-        """Let the class exchange the weights for those of an evaluation, and those for the first ones again. Compare.
-
-        Returns the names of the states that are as large as the parameter in an evaluation.
-        """
-        names: frozenset[str] = frozenset()
+    def _compare_modes(self, whole: FullParameters, ranks: Sequence[OnRank]) -> None:
+        """Let the class exchange the weights for those of an evaluation, and these for those of training. Compare."""
         for mode in ("eval", "train"):
             whole.call(methodcaller(mode))
-            names |= whole.names(of_every_shape=self.whole)
             for rank in ranks:
                 with self._refusing(f"{mode}() over {self.parts} failed"):
                     rank.call(methodcaller(mode))
                 self._compare_values(whole, rank, f"after {mode}()")
-        return names
 
     def _compare_values(self, whole: FullParameters, rank: OnRank, when: str) -> None:
         """Raise `ValueError` if the parameters differ between those that were stepped whole and those on a rank."""
