@@ -16,18 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from collectives import CollectiveError, Kind, Tag, as_a_whole
 
 from .gradients.join import Call, adopt_options, digests_of
 from .joint_clip import clip_together
 from .parts import Parts
-from .runtime.compiled_calls import untraced_context
+from .runtime.compiled_calls import untraced, untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.device_memory import DeviceMemory
 from .state.live_states import States, agree_to_forget, forget_states
+from .state.modes import ModeCheck
 from .step.model_parallel import ModelPart, Places, Replicated
+from .step.user_optimizer import Mode
 from .whole_tensor_calls import TAKEN_OVER, WholeTensorCalls, joinable
 
 
@@ -45,6 +48,8 @@ class Engine(WholeTensorCalls):
         self.model_part = ModelPart(
             parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
+        self._mode_check: RemovableHandle | None = None
+        self.check_modes()
         self._memory = DeviceMemory(self._storage, self.averages, self._transport, parts.shard_group, parts.streams)
 
     def check_may_add(self) -> None:
@@ -171,6 +176,7 @@ class Engine(WholeTensorCalls):
         free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
+        problem = problem or self._user_optimizers.why_no_step(groups)
         digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
@@ -182,6 +188,36 @@ class Engine(WholeTensorCalls):
             self._counted.update(options)
         self._reducer.schedule.stepped()
         self.dicts.forget()
+
+    # -- modes ------------------------------------------------------------------------------------------------------
+
+    @untraced
+    def set_mode(self, groups: Sequence[Options], mode: Mode) -> None:
+        """Exchange the weights for those of a mode, by the classes that have modes. Local if they are these."""
+        self.check()
+        if self._user_optimizers.modes(groups) == {mode}:
+            return
+        purpose = f"{mode}()"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        problem = problem or self._storage.diagnose() or self._user_optimizers.changed(groups)
+        self._reducer.check_consistency(purpose, problem)
+        with torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
+            changed = self._update.set_mode(groups, mode)
+        for number, options in changed.items():
+            groups[number].update(options)
+        self.dicts.forget()
+
+    def check_modes(self) -> None:
+        """Let forwards of the module be checked from now on, if a class has modes. Local."""
+        if self._mode_check is None and self.parts.module is not None and self._user_optimizers.with_modes():
+            self._mode_check = self.parts.module.register_forward_pre_hook(ModeCheck(self))
+
+    def wrong_mode(self, wanted: Mode) -> Mode | None:
+        """Return the mode of the weights if it is not the ``wanted`` one. Local."""
+        if self._closed or self.parts.superseded or self.averages.in_use:
+            return None
+        return next(iter(self._user_optimizers.modes() - {wanted, None}), None)
 
     @joinable
     def zero_grad(self, set_to_none: bool) -> None:
@@ -284,6 +320,8 @@ class Engine(WholeTensorCalls):
         finally:
             self._closed = "its parameters could not be gathered any more"
             self.parts.make_plain()
+            if self._mode_check is not None:
+                self._mode_check.remove()
             self._memory.forget()
             self.state.close()
             self._transport.pool.trim()

@@ -27,6 +27,7 @@ from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.device_memory import WithOffload
+from .state.modes import WithModes
 from .state.whole_tensors import WithWholeTensors
 from .step.arguments import merged
 from .step.classes import UserOptimizers
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
+class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -191,6 +192,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             del self.param_groups[count:]
             self._user_optimizers.forget(count)
             raise
+        self._engine.check_modes()
 
     def _append(self, group: dict[str, Any]) -> None:
         """Append a param group, with the defaults of the class that it names, if it names one."""

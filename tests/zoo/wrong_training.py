@@ -205,6 +205,23 @@ def what_lies_around_is_gathered_twice(real: Any, self: Any, unit: int) -> None:
     real(self, unit)
 
 
+def weights_of_the_mode_stay_with_their_owners(real: Any, self: Any, *arguments: Any) -> Any:
+    run, self._run = self._run, lambda work, _, groups, call: run(work, [], groups, call)
+    try:
+        return real(self, *arguments)
+    finally:
+        del self._run
+
+
+def modes_leave_parameters_without_a_gradient(real: Any, states: Any) -> bytes:
+    present, _ = states.stepped()
+    return bytes([present[piece.slot] for piece in states.pieces])
+
+
+def copies_of_a_model_are_checked(real: Any, self: Any) -> Any:
+    return type(self), (self._engine(),)
+
+
 def kept_units_are_resharded(real: Any, self: Any, unit: int, backward: bool) -> None:
     schedule, self.schedule = self.schedule, replace(self.schedule, kept=frozenset())
     try:

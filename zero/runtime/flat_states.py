@@ -170,6 +170,7 @@ class BucketStates:
         """
         for run in self.runs:
             state: dict[str, Any] = self.instance.state.get(run.parameter, {})
+            run.views = {name: view for name, view in run.views.items() if name in state}  # a class may drop states
             for name, value in state.items():
                 if value is run.views.get(name) or not is_elementwise(value, run.parameter):
                     continue
