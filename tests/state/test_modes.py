@@ -329,6 +329,7 @@ def test_a_forward_in_the_wrong_mode_warns_once() -> None:
     assert later == []
 
 
+@pytest.mark.filterwarnings("ignore:.*a newer ZeroOptimizer took over")
 def test_forwards_are_checked_for_the_newest_optimizer_and_for_classes_whose_groups_have_a_mode() -> None:
     model: Any = seeded(0, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     x = torch.ones(1, 3)
