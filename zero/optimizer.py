@@ -21,7 +21,8 @@ from .config import Config, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
 from .core.units import Given, Ignored, Predicate
 from .engine import Engine
-from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .parameters.materialize import InitFunction, materializer_of
+from .parameters.state_dicts import StateDict
 from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
