@@ -1,4 +1,4 @@
-"""`weights_of`: the weights of a folder of transformers, under the names of a model and in its shapes.
+"""The weights of a folder of transformers under the names of a model and in its shapes; what initialises the rest.
 
 Knows: the library's rules of conversion, and how `from_pretrained` applies them. Does not know: optimizers, ranks.
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel  # type: ignore[import-not-found, unused-ignore]
 
 # The rules of a model: which names change, and which tensors are fused or cut.
 from transformers.conversion_mapping import (  # type: ignore[import-not-found, unused-ignore]
@@ -48,7 +49,7 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
     model and its sources. Each rank calls it.
 
     As in ``from_pretrained``, tensors that the model lacks are left out, with a warning that names them, and
-    ``param_init_fn=model._init_weights`` initialises what the folder lacks.
+    ``param_init_fn=init_of(model)`` initialises what the folder lacks.
 
     Args:
         model: a model of transformers, built under ``torch.device("meta")`` and not yet given to an optimizer.
@@ -58,7 +59,7 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
         ValueError: the folder has no safetensors files or quantised ones, or a tensor cannot be converted; the message
             names it and the remedy.
     """
-    if not hasattr(model, "base_model_prefix"):
+    if not isinstance(model, PreTrainedModel):
         raise ValueError(f"weights_of is for a PreTrainedModel of transformers, not for a {type(model).__name__}")
     whole: Any = model
     if getattr(whole.config, "quantization_config", None) is not None:
@@ -70,13 +71,34 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
     return _Weights(whole, files, groups)
 
 
+def init_of(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Return the ``param_init_fn`` of a model of transformers: it calls ``_init_weights`` of the model of each module.
+
+    A model may have other models inside it, an image encoder, say, which initialise their own modules.
+    """
+    owners: dict[nn.Module, Any] = {}
+
+    def note(module: nn.Module, owner: nn.Module) -> None:
+        owner = module if isinstance(module, PreTrainedModel) else owner
+        owners[module] = owner
+        for child in module.children():
+            note(child, owner)
+
+    note(model, model)
+
+    def initialize(module: nn.Module) -> None:
+        owners[module]._init_weights(module)  # private: no public call initialises one module
+
+    return initialize
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the safetensors files that `from_pretrained` would read."""
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor {index.name}: {_REMEDY}, and save_pretrained")
+        raise ValueError(f"{folder} has neither model.safetensors nor {index.name}: {_REMEDY}")
     return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
