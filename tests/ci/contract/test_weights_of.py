@@ -1,4 +1,4 @@
-"""Models of transformers that are built without memory have the bits of `from_pretrained`, whatever the files' names."""
+"""Models of transformers built without memory have the bits of `from_pretrained`, whatever the names in their files."""
 
 from __future__ import annotations
 
