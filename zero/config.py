@@ -104,8 +104,8 @@ class ShardingOptions:
     collective: Annotated[str | Algorithm, "algorithm that moves the buckets"] = "auto"
     units: Annotated[Predicate | None, "at stage 3: selects the modules that are gathered as a whole"] = None
     partition: Annotated[
-        Literal["element", "parameter"] | None,
-        "whether ranks own pieces of parameters, or parameters have one owner each",
+        Literal["element", "parameter", "block"] | None,
+        "whether ranks own pieces of parameters, or parameters have one owner each; block: pieces of whole blocks",
     ] = None
 
     def __post_init__(self) -> None:

@@ -86,8 +86,11 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             before its forward and its backward. It holds what no unit inside it holds. Default: the children of
             outermost ``ModuleList`` and ``Sequential``.
         partition: "element": ranks own pieces of parameters, for element-wise classes. "parameter": each parameter has
-            one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). A param group may have
-            its own. Default: "element", or, with a warning, "parameter" if the class is not element-wise.
+            one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). "block": ranks own
+            pieces that begin at multiples of 4,096 elements, for classes whose states have a value for each block of
+            consecutive elements (8 bits); a parameter whose pieces would not have states of the same kinds has one
+            owner. A param group may have its own. Default: "element", or, with a warning, "parameter" if the class is
+            not element-wise.
         ignored: parameters and modules, parts of the module, that are neither sharded nor synchronised: each rank's own
             experts, say. Nothing about them changes, buffers included; see `clip_grad_norm_`.
         optimizer_kwargs: further arguments of ``optimizer_class``, by name. Here, an argument may have the name of an
@@ -123,7 +126,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         init_state_dict: StateDict | None = None,
         mixed_precision: PrecisionOption = None,
         units: Predicate | None = None,
-        partition: Literal["element", "parameter"] | None = None,
+        partition: Literal["element", "parameter", "block"] | None = None,
         ignored: Given | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         **defaults: Any,

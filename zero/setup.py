@@ -338,8 +338,10 @@ class _NewStates:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
         instance = self._instances[group]
         groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
-        store, one_owner = self._stores.get(spec.index), bucket.specs[0].one_owner
-        states = BucketStates(instance, spec, weights, groups, shapes, master, store, one_owner=one_owner)
+        store, first = self._stores.get(spec.index), bucket.specs[0]
+        states = BucketStates(
+            instance, spec, weights, groups, shapes, master, store, one_owner=first.one_owner, blocks=first.blocks
+        )
         user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
         states.evict()
         return states

@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.core.buckets import build
-from zero.core.layout import ALIGNMENT_BYTES, ParameterSpec, Piece, sharded_bytes
+from zero.core.cuts import CUT_EVERY
+from zero.core.formulas import sharded_bytes
+from zero.core.layout import ALIGNMENT_BYTES, Dtypes, ParameterSpec, Piece
 
-from .drawn import bucket_sizes, lists_with_units, spec, world_sizes
+from .drawn import BOUNDARIES, PLAIN, bucket_sizes, lists_with_units, spec, world_sizes
 
 many = settings(max_examples=3 * settings.default.max_examples)
 
@@ -95,3 +97,36 @@ def test_cuts_by_hand() -> None:
     assert bucket.even_cuts(3).bound(3) == bucket.numel
     assert [sharded_bytes(10, ranks) for ranks in (1, 3, 4, 6)] == [10, 3, 2, 2]
     assert sharded_bytes(3 * (2**60 + 1), 3) == 2**60 + 1, "no rounding to floating point on the way"
+
+
+@given(
+    st.lists(st.integers(2 * CUT_EVERY, 9 * CUT_EVERY) | st.just(2**31 + 5), min_size=1, max_size=9),
+    world_sizes,
+    bucket_sizes,
+    st.sampled_from(PLAIN),
+    st.sampled_from([*BOUNDARIES]),
+)
+def test_where_parameters_consist_of_blocks_every_piece_begins_with_one_and_is_large(
+    sizes: list[int], world_size: int, nbytes: int, dtypes: Dtypes, device: str
+) -> None:
+    """Whether some have one owner, and where others end, changes nothing of that."""
+    described = [
+        spec(f"p{n}", (size,), dtypes, index=n, device=device, blocks=n % 4 != 3, one_owner=n % 4 == 3)
+        for n, size in enumerate(sizes)
+    ]
+    for bucket in build(described, world_size, nbytes).buckets:
+        (blocks,) = {described[slot.parameter].blocks for slot in bucket.slots}
+        bounds = list(bucket.cuts)
+        assert (bounds[0], bounds[-1], len(bounds)) == (0, bucket.numel, world_size + 1)
+        assert bounds == sorted(bounds)
+        pieces = [piece for rank in range(world_size) for piece in bucket.pieces(*bucket.owned(rank))]
+        assert sum(piece.numel for piece in pieces) == sum(slot.numel for slot in bucket.slots)
+        for piece in pieces if blocks else ():
+            slot = bucket.slots[piece.slot]
+            assert (piece.begin - slot.offset) % CUT_EVERY == 0
+            assert piece.numel >= CUT_EVERY
+            assert piece.numel % CUT_EVERY == 0 or piece.end == slot.end
+        if blocks:
+            most = max(slot.numel - (slot.numel // CUT_EVERY - 1) * CUT_EVERY for slot in bucket.slots)
+            padding = max(bucket.numel - sum(slot.numel for slot in bucket.slots), 0)
+            assert bucket.cuts.largest() <= bucket.numel / world_size + most + padding

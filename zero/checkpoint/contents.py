@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
-from ..core.runs import PieceState
+from ..core.runs import PieceState, whole_like
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
@@ -223,15 +223,39 @@ class Contents:
             if state is not None and slots:
                 yield slots, state
 
-    def own_scalars(self) -> list[tuple[int, range, str, Tensor]]:
-        """Return the tensors of states that are not as large as their parameter, of the parameters whose first element
-        this rank writes: bucket, slots, name, value. The order is the same in two saves with equal facts."""
+    def own_scalars(self) -> list[tuple[int, range, str, int, Tensor]]:
+        """Return the tensors of states that are not as large as their parameter: bucket, slots, name, the first byte,
+        value.
+
+        They are those of the parameters whose first element this rank writes; where these are cut between blocks, the
+        parts that belong to pieces whose first element it writes. The order is the same in two saves with equal facts.
+        """
         return [
-            (number, slots, name, value)
+            (number, slots, name, begin, value)
             for number in self.updated
-            for slots, state in self.own_states(number)
+            for slots, begins, state in self._stepped_pieces(number)
             for name, value in sorted(self._other_states(self.buckets[number], slots.start, state)[1].items())
+            if (begin := begins(name, value.itemsize)) is not None
         ]
+
+    def _stepped_pieces(self, number: int) -> Iterator[tuple[range, Callable[[str, int], int | None], PieceState]]:
+        """Yield slots of a bucket, a function, and their state. Given the name and the itemsize of a tensor of the
+        state, the function returns the first byte that this rank writes; None if it writes nothing of it."""
+        bucket = self.buckets[number]
+        if not bucket.specs[0].blocks:
+            yield from ((slots, lambda *_: 0, state) for slots, state in self.own_states(number))
+            return
+        low, high = self.writers.interval(bucket.spec, self.transport.rank)
+        rules = self.parts.classes[bucket.specs[0].optimizer_class].rules
+        for index, piece in enumerate(bucket.states.pieces):
+            state = bucket.states.state_of(index)
+            if state is not None and low <= piece.begin < high:
+                first = piece.begin - bucket.spec.slots[piece.slot].offset
+
+                def begins(name: str, itemsize: int, first: int = first) -> int | None:
+                    return first // rules[name].per * itemsize if name in rules else None if first else 0
+
+                yield range(piece.slot, piece.slot + 1), begins, state
 
     def describe(self) -> bytes:
         """Return this rank's part of the facts: see `merge`. Raises `TypeError` naming a state that cannot be saved."""
@@ -247,6 +271,11 @@ class Contents:
 
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
         elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
+        if bucket.specs[slot].blocks:
+            piece, rules = bucket.states.piece_of(slot), self.parts.classes[bucket.specs[slot].optimizer_class].rules
+            assert piece is not None
+            numel = bucket.states.pieces[piece].numel
+            state = PieceState(state.elementwise, whole_like(state.scalars, numel, bucket.specs[slot].shape, rules))
         values, tensors = self._other_states(bucket, slot, state)
         shapes = {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
         spec = bucket.specs[slot]

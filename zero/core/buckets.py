@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from .cuts import EvenCuts, OwnerCuts
+from .cuts import BlockCuts, EvenCuts, OwnerCuts
 from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
 from .owners import choose_owners
 
@@ -27,9 +27,9 @@ def build(
 
     ``first_bytes``: of the bucket that a backward completes first, if it has another size.
 
-    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`), class and, without
-    ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in which a
-    backward completes them.
+    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`, `blocks`), class and,
+    without ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in
+    which a backward completes them.
 
     With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
     This is for ranks between which no unit travels: they launch fewer reductions. A bucket of whole parameters is of
@@ -64,7 +64,7 @@ def _buckets(
     begun = False  # the bucket that a backward completes first is full
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.one_owner or not across_units else 0
-        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.one_owner, spec.optimizer_class)
+        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.one_owner, spec.blocks, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > (first_bytes if spec.trainable and not begun else bucket_bytes):
             complete.append(filling)
@@ -111,6 +111,9 @@ def _bucket(
     )
     spec = members[0][1]
     numel = _bucket_numel(offsets[-1], spec, world_size)
+    if spec.blocks:
+        blocks = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
+        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, blocks, spec.offloaded)
     if not spec.one_owner:
         even = EvenCuts(numel, world_size, spec.dtypes.alignment)
         return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even, spec.offloaded)
@@ -126,9 +129,9 @@ def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:
 
     A bucket whose slots are empty gets padding, so that they have one owner, too. On an accelerator the end is padded
     until all ranks own equally much: collectives then read and write the bucket in place. Slots that have one owner
-    each need no such padding.
+    each, or are cut between blocks, need no such padding.
     """
     align = spec.dtypes.slot_alignment(spec.device)
-    if is_accelerator(spec.device) and not spec.one_owner:
+    if is_accelerator(spec.device) and not spec.alone:
         align = math.lcm(align, world_size * spec.dtypes.alignment)
     return -(-max(end, 1) // align) * align

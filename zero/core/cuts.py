@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+CUT_EVERY = 1 << 12  # elements: a multiple of the blocks of 8-bit and 4-bit classes, and the least that they quantize
+
 
 class Cuts(Sequence[int]):
     """The rule of cuts. Rank r owns the elements ``[bound(r), bound(r + 1))``.
@@ -82,6 +84,28 @@ class OwnerCuts(Cuts):
     def bound(self, rank: int) -> int:
         place = bisect.bisect_left(self.owners, rank)
         return self.begins[place] if place < len(self.begins) else self.numel
+
+
+@dataclass(frozen=True)
+class BlockCuts(Cuts):
+    """Cuts between slots, and within a slot at multiples of `CUT_EVERY` elements from its start.
+
+    The last piece of a slot has at least so many elements, too. ``offsets``, ``sizes``: the first element of each slot,
+    ascending from 0, and how many it has.
+    """
+
+    numel: int
+    world_size: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def bound(self, rank: int) -> int:
+        if rank >= self.world_size:
+            return self.numel
+        even = self.numel * rank // self.world_size
+        slot = bisect.bisect_right(self.offsets, even) - 1
+        last = max(self.sizes[slot] // CUT_EVERY - 1, 0)
+        return self.offsets[slot] + CUT_EVERY * min((even - self.offsets[slot]) // CUT_EVERY, last)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
-from .layout import BucketSpec, Layout, ParameterSpec, sharded_bytes
+from .layout import BucketSpec, Layout, ParameterSpec
 from .runs import CUT, adjoins, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
 from .units import ONE_AHEAD, UnitSchedule
@@ -101,14 +102,14 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces, whole = bucket.pieces(low, high), specs[0].one_owner
+    pieces, alone = bucket.pieces(low, high), specs[0].alone
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
         [states.stepped[piece.slot] for piece in pieces],
-        lambda index: not whole and adjoins(pieces, groups, scalars, index),
+        lambda index: not alone and adjoins(pieces, groups, scalars, index),
     )
-    is_cut = not whole and bucket.device == "cpu"
+    is_cut = not alone and bucket.device == "cpu"
     return sum(
         len(
             part_begins(
@@ -212,8 +213,8 @@ def peak_bounds(
         gathered += sharded_bytes(all_units, reshard_group_size)
 
     def in_flight(bucket: BucketSpec) -> int:
-        is_whole = layout.parameters[bucket.slots[0].parameter].one_owner
-        evened = layout.world_size * bucket.cuts.largest() if is_whole or host_ranks else 0
+        is_uneven = layout.parameters[bucket.slots[0].parameter].alone
+        evened = layout.world_size * bucket.cuts.largest() if is_uneven or host_ranks else 0
         return max(bucket.numel, evened)
 
     def folded(bucket: BucketSpec) -> int:
@@ -276,6 +277,11 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     return "\n".join(lines)
 
 
+def sharded_bytes(nbytes: int, world_size: int) -> int:
+    """Return ``nbytes`` / W, rounded: the bytes of a shard."""
+    return round(Fraction(nbytes, world_size))
+
+
 def unit_bytes(layout: Layout, unlisted: Layout | None = None) -> dict[int, int]:
     """Return the bytes of each gathered unit, padding included."""
     found: dict[int, int] = {}
@@ -302,7 +308,7 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
 
 def _largest(bucket: BucketSpec, layout: Layout) -> int:
     """Return the most elements of a bucket that a rank owns."""
-    uneven = layout.parameters[bucket.slots[0].parameter].one_owner or not bucket.on_accelerator
+    uneven = layout.parameters[bucket.slots[0].parameter].alone or not bucket.on_accelerator
     return bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
 
 

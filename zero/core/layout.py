@@ -17,7 +17,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -124,6 +123,7 @@ class ParameterSpec:
         one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
         offloaded: whether ranks keep their shards of it in the host's memory.
+        blocks: whether it is cut between blocks of elements alone, and each rank's piece is stepped by itself.
     """
 
     names: tuple[str, ...]
@@ -138,6 +138,12 @@ class ParameterSpec:
     one_owner: bool = False
     optimizer_class: int = 0
     offloaded: bool = False
+    blocks: bool = False
+
+    @property
+    def alone(self) -> bool:
+        """Whether no run has elements of this parameter and of another one."""
+        return self.one_owner or self.blocks
 
     @property
     def name(self) -> str:
@@ -164,14 +170,11 @@ class ParameterSpec:
 
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
-        dtypes = self.dtypes
-        described = ",".join(
-            str(d) for d in (dtypes.param_dtype, dtypes.reduce_dtype, dtypes.accumulate_dtype, dtypes.master_dtype)
-        )
+        described = ",".join(map(str, vars(self.dtypes).values()))
         state = "trainable" if self.trainable else "frozen"
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
-        place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ''}"
+        place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
         return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
@@ -393,8 +396,3 @@ def bucket_sizes(
     if cap_mb == "auto" and ranks >= MANY_RANKS:
         most = first = max(most, unit_cap_mb(largest_unit))
     return BucketSizes(int(most * MIB), int(first * MIB))
-
-
-def sharded_bytes(nbytes: int, world_size: int) -> int:
-    """Return ``nbytes`` / W, rounded: the bytes of a shard in the formulas."""
-    return round(Fraction(nbytes, world_size))

@@ -13,8 +13,9 @@ elements of a parameter stay the last ones of a tensor: the class then does the 
 themselves. If the class loops over tensors, a run on the CPU is cut every `CUT` elements, which keeps it in the cache.
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
-Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape. The class may
-then keep states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
+Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape; where they are
+cut between blocks (`blocks`), it is one piece. The class may then keep states of any shape and in any memory order:
+those that do not lie as the parameter does count as scalars.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class BucketStates:
         store: OffloadedStates | None = None,
         *,
         one_owner: bool = False,
+        blocks: bool = False,
     ) -> None:
         """Create the states of an interval; there are none yet.
 
@@ -84,11 +86,11 @@ class BucketStates:
             shapes: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
-            one_owner: whether the class steps each parameter by itself, in its shape.
+            one_owner: whether the class steps each parameter by itself, in its shape; blocks: each piece, 1-D.
         """
         self._store = store
         self.instance = instance
-        self._shapes, self.one_owner = shapes, one_owner
+        self._shapes, self._in_shape, self.alone = shapes, one_owner, one_owner or blocks
         self.scalars = [shape == () for shape, _ in shapes]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
@@ -134,7 +136,7 @@ class BucketStates:
 
     def _joins(self, index: int) -> bool:
         """Return True if the piece continues the run of the one before it."""
-        if self.one_owner:
+        if self.alone:
             return False
         before, state = self._states[index - 1], self._states[index]
         equal = state is None if before is None else before.same(state)
@@ -143,23 +145,22 @@ class BucketStates:
     def _shape(self, index: int, numel: int) -> Shape:
         """Return the shape of a run that begins with a piece, and its strides.
 
-        A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers.
-        """
+        A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers."""
         slot = self.pieces[index].slot
-        return self._shapes[slot] if self.one_owner or self.scalars[slot] else ((numel,), (1,))
+        return self._shapes[slot] if self._in_shape or self.scalars[slot] else ((numel,), (1,))
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
         weights = self.weights
         state = self._states[first]
-        for low, high in parts(begin, end, CUT if cut and not self.one_owner and self.bucket.device == "cpu" else None):
+        for low, high in parts(begin, end, CUT if cut and not self.alone and self.bucket.device == "cpu" else None):
             parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
                 self.instance.state[parameter] = {**_copied(state.scalars), **run.views}
-            if self.one_owner:
-                self._states[first] = None  # the run has it now: its tensors may be large
+            if self.alone:  # the run has it now: its tensors may be large
+                self._states[first] = None
             self.runs.append(run)
 
     def adopt_states(self, names: frozenset[str]) -> None:
@@ -174,9 +175,9 @@ class BucketStates:
             for name, value in state.items():
                 if value is run.views.get(name) or not is_elementwise(value, run.parameter):
                     continue
-                if (self.one_owner or run.parameter.dim() == 0) and name not in names:
+                if (self.alone or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.one_owner and not (
+                if self.alone and not (
                     may_lie_flat(value)
                     and value.dtype == self.weights.dtype
                     and value.stride() == run.parameter.stride()
@@ -214,7 +215,7 @@ class BucketStates:
             self.master.apply(moved)
         for flat in self.flat.values():
             flat.apply(moved)
-        for number, state in enumerate(self._states if self.one_owner else ()):
+        for number, state in enumerate(self._states if self.alone else ()):
             if state is not None:
                 self._states[number] = PieceState(state.elementwise, _changed(dict(state.scalars), moved))
 
@@ -240,7 +241,7 @@ class BucketStates:
 
         They can then be edited in place. At the next step pieces with equal ones form a run again.
         """
-        if not self.one_owner:
+        if not self.alone:
             self.snapshot()
         state = self.state_of(piece)
         if state is not None and any(
@@ -306,7 +307,7 @@ class BucketStates:
         """Yield the tensors among the states that are not flat."""
         for run in self.runs:
             yield from self._others_of(run)
-        for state in self._states if self.one_owner else ():  # of parameters that the last step left alone
+        for state in self._states if self.alone else ():  # of parameters that the last step left alone
             yield from () if state is None else _tensors_in(dict(state.scalars))
 
     def _others_of(self, run: _FlatParam) -> Iterator[Tensor]:

@@ -20,7 +20,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.cuts import Cuts, OwnerCuts
-from ..core.runs import PieceState
+from ..core.runs import PieceState, Rules, joined
 from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
 from ..runtime.bucket import Bucket
@@ -77,6 +77,7 @@ def gather(
     whole_here: bool,
     tag: Tag,
     kinds: Sequence[Mapping[str, Rebuild]],
+    rules: Sequence[Rules],
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
     """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
 
@@ -88,6 +89,7 @@ def gather(
         whole_here: whether every rank holds whole states, so that nothing needs to travel.
         tag: the tag of the messages.
         kinds: of `decode`, by the number of the class.
+        rules: of `joined`, likewise.
 
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
@@ -141,15 +143,17 @@ def gather(
             if whole is not None:
                 flats[name] = whole.cpu()
         if here:
-            slots: dict[int, PieceState] = {}
+            slots: dict[int, list[PieceState]] = {}  # of each piece that has states, in order
             of_class = bucket.specs[0].optimizer_class
             for each, begin, end in zip(facts, ends, ends[1:], strict=False):
                 for number, state in each.states(None if data is None else data[begin:end].cpu(), kinds[of_class]):
-                    slots.setdefault(number, state)
+                    slots.setdefault(number, []).append(state)
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
-                    values: dict[str, Any] = dict(slots[number].scalars)
-                    for name in slots[number].elementwise:
+                    values: dict[str, Any] = dict(slots[number][0].scalars)
+                    if of.blocks:
+                        values = joined([piece.scalars for piece in slots[number]], of.shape, rules[of_class])
+                    for name in slots[number][0].elementwise:
                         values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()
                     result[of.index] = values
                 if _MASTER in flats:

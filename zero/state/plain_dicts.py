@@ -20,7 +20,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
-from ..core.runs import PieceState
+from ..core.runs import PieceState, Rules, misfit, part_of
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
@@ -53,8 +53,8 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shard_group.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        kinds = [inner.kinds for inner in self._user_optimizers]
-        found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds)
+        kinds, rules = zip(*((inner.kinds, inner.rules) for inner in self._user_optimizers), strict=True)
+        found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds, rules)
         if found is not None:
             self._consolidated = found
 
@@ -98,7 +98,8 @@ class PlainDicts:
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
-        scatter(state_dict["state"], mapping, groups, buckets, names)
+        rules = [inner.rules for inner in user_optimizers]
+        scatter(state_dict["state"], mapping, groups, buckets, names, rules)
         if MASTERS in state_dict:
             scatter_masters(state_dict[MASTERS], mapping, buckets)
         for number, found in names.items():
@@ -216,7 +217,8 @@ def fitted(
     _check_form(state_dict, groups, listed)
     found = completed(state_dict, groups, user_optimizers, listed)
     elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
-    return found, elementwise, _check(found, groups, listed, elementwise)
+    rules = [inner.rules for inner in user_optimizers]
+    return found, elementwise, _check(found, groups, listed, elementwise, rules)
 
 
 def _check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
@@ -245,6 +247,7 @@ def _check(
     groups: Sequence[Options],
     listed: Sequence[ParameterSpec],
     elementwise: Mapping[int, frozenset[str]],
+    rules: Sequence[Rules],
 ) -> dict[int, int]:
     """Check a plain dict that has passed `_check_form`, and return this optimizer's index -> the dict's index."""
     mapping: dict[int, int] = {}
@@ -271,16 +274,20 @@ def _check(
                     f"dict, but the parameter has {by_index[index].shape}: it belongs to another model"
                 )
             for name, value in state_dict["state"].get(mapping[index], {}).items():
-                shape = by_index[index].shape
-                if value is None or by_index[index].one_owner:  # a whole parameter may have states of any shape
+                spec, shape = by_index[index], by_index[index].shape
+                if value is None or spec.one_owner:  # a whole parameter may have states of any shape
                     continue
-                large = name in elementwise.get(by_index[index].optimizer_class, ())
+                large = name in elementwise.get(spec.optimizer_class, ())
+                if spec.blocks and (found := misfit({name: value}, spec.numel, rules[spec.optimizer_class])):
+                    raise ValueError(
+                        f"state {found!r} of {spec.name!r} is that of another number of elements than {spec.numel:,}"
+                    )
                 if large and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
                         f"but the parameter has {shape}: it belongs to another model"
                     )
-                if not large and isinstance(value, Tensor) and value.numel() != 1:
+                if not (large or spec.blocks) and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
 
@@ -297,6 +304,7 @@ def scatter(
     groups: Sequence[Options],
     buckets: Sequence[Bucket],
     elementwise: Mapping[int, frozenset[str]],
+    rules: Sequence[Rules],
 ) -> None:
     """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
     for bucket in buckets:
@@ -317,7 +325,10 @@ def scatter(
             names = []
             for name, value in values.items():
                 large = lies_flat(name, value, spec, elementwise)
-                if not large or (spec.one_owner and tuple(value.stride()) != spec.stride):
+                if not large or (spec.alone and tuple(value.stride()) != spec.stride):
+                    if spec.blocks:
+                        place, of_class = (piece.begin - slot.offset, piece.end - slot.offset), spec.optimizer_class
+                        value = part_of({name: value}, *place, spec.numel, rules[of_class])[name]
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)
@@ -340,7 +351,7 @@ def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[i
     return (
         name in elementwise.get(spec.optimizer_class, ())
         and value is not None
-        and (not spec.one_owner or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
+        and (not spec.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
     )
 
 

@@ -1,5 +1,5 @@
 """Which partition a class needs: by elements, where ranks own pieces of parameters, or by parameter, where each
-parameter has one owner.
+parameter has one owner. By blocks, where pieces are stepped by themselves, is a partition that users ask for.
 
 Knows: what the user asked for, and which trials decide. Does not know: who owns what, and how a class is tried.
 
@@ -15,11 +15,12 @@ from typing import Any
 
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options
+from .block_trial import cut_in_blocks
 from .classes import UserOptimizers
 from .trial import ByElement, ByParameter, Trial
 from .user_optimizer import NotElementwiseError, UserOptimizer
 
-PARTITIONS = ("element", "parameter")
+PARTITIONS = ("element", "parameter", "block")
 
 
 def choose_partitions(
@@ -44,12 +45,14 @@ def choose_partitions(
         ValueError: no partition, or not the one that was asked for, gives a class's own bits.
     """
     names: dict[int, frozenset[str]] = {}
-    found: dict[int, tuple[int, bool]] = {}  # class and partition of each new group
+    found: dict[int, tuple[int, bool]] = {}  # class of each new group, and whether it is partitioned by elements
+    in_blocks: set[int] = set()  # indices of the parameters that are cut between blocks
     lines = []
     for number, inner in user_optimizers.used():
         mine = {group: name for group, name in requested.items() if user_optimizers.number(group) == number}
         members = [spec for spec in parameters if spec.group in mine]
-        by_parameter = {group for group, name in mine.items() if name == "parameter"}
+        by_parameter = {group for group, name in mine.items() if name in ("parameter", "block")}
+        asked = [spec for spec in members if mine[spec.group] == "block"]
         with _explaining_loops(inner, groups, members):
             try:
                 names[number] = _check(ByElement, inner, groups, [s for s in members if s.group not in by_parameter])
@@ -61,12 +64,20 @@ def choose_partitions(
                     f"{inner.name} is not element-wise ({error.why}), so each parameter has one owner, which steps it "
                     'whole (partition="parameter")'
                 )
-            names[number] |= _check(ByParameter, inner, groups, [s for s in members if s.group in by_parameter])
+            cut, more = cut_in_blocks(inner, groups, asked)
+            whole = [s for s in members if s.group in by_parameter and s not in cut]
+            names[number] |= more | _check(ByParameter, inner, groups, whole)
+        in_blocks |= {spec.index for spec in cut}
         found |= {group: (number, group in by_parameter) for group in mine}
     chosen = [found[spec.group] for spec in parameters]
     described = [
-        replace(spec, optimizer_class=number, one_owner=one_owner)
-        for spec, (number, one_owner) in zip(parameters, chosen, strict=True)
+        replace(
+            spec,
+            optimizer_class=number,
+            one_owner=by_parameter and spec.index not in in_blocks,
+            blocks=spec.index in in_blocks,
+        )
+        for spec, (number, by_parameter) in zip(parameters, chosen, strict=True)
     ]
     return described, lines, names
 
@@ -76,8 +87,8 @@ def check_partitions(requested: Mapping[int, Any]) -> None:
     for number, name in requested.items():
         if name is not None and name not in PARTITIONS:
             raise ValueError(
-                f'partition must be "element" (ranks own pieces of parameters) or "parameter" (each parameter has one '
-                f"owner), not {name!r}, as in param group {number}"
+                'partition must be "element" (ranks own pieces of parameters), "block" (pieces that begin with a block '
+                f'of elements) or "parameter" (each parameter has one owner), not {name!r}, as in param group {number}'
             )
 
 
@@ -93,9 +104,15 @@ def check_classes(
     for number in sorted({spec.optimizer_class for spec in parameters}):
         inner, mine = user_optimizers[number], [spec for spec in parameters if spec.optimizer_class == number]
         with _explaining_loops(inner, groups, mine):
+            blocks = [spec for spec in mine if spec.blocks]
+            cut, more = cut_in_blocks(inner, groups, blocks)
+            if len(cut) < len(blocks):
+                lost = next(spec for spec in blocks if spec not in cut)
+                raise ValueError(f"{inner.name} steps pieces of {lost.name!r} otherwise with these options")
             found[number] = (
                 inner.elementwise
-                | _check(ByElement, inner, groups, [spec for spec in mine if not spec.one_owner])
+                | more
+                | _check(ByElement, inner, groups, [spec for spec in mine if not spec.alone])
                 | _check(ByParameter, inner, groups, [spec for spec in mine if spec.one_owner])
             )
     return found

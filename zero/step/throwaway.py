@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.cuts import EvenCuts
+from ..core.cuts import CUT_EVERY, EvenCuts
 from ..core.layout import BucketSpec, Dtypes, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
@@ -166,15 +166,18 @@ class OnRank:
         whole: FullParameters,
         names: frozenset[str],
         half: int | None = None,
+        *,
+        blocks: bool = False,
     ) -> None:
         """Lay out buckets with the present values.
 
         ``names``: the states that are as large as the parameter. ``half``: 0 or 1, which half of each parameter the
-        rank has in its buckets; None: it owns each parameter, which has a bucket of its own.
+        rank has in its buckets; None: it owns each parameter, which has a bucket of its own. ``blocks``: whether it
+        steps each piece by itself, and halves end where blocks do.
         """
         self._inner = inner.another()
         self._inner.note_elementwise(names)
-        self._whole, self._half = whole, half
+        self._whole, self._half, self._blocks = whole, half, blocks
         self.groups = [copy.deepcopy(group) for group in options]
         self.pieces: list[TrialPiece] = []
         self._states: list[BucketStates] = []
@@ -192,7 +195,9 @@ class OnRank:
         """Lay out a bucket of these parameters."""
         parameters, slots, begins, size = self._whole.parameters, list[Slot](), list[int](), 0
         for number in numbers:
-            begin, end = _bounds(parameters[number].numel(), dtypes.alignment, self._half)
+            begin, end = _bounds(
+                parameters[number].numel(), CUT_EVERY if self._blocks else dtypes.alignment, self._half
+            )
             if begin < end or self._half is None:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
@@ -214,7 +219,8 @@ class OnRank:
         groups = [self._whole.settings[slot.parameter].options for slot in slots]
         shapes = [(tuple(p.shape), p.stride()) for p in (self._whole.parameters[slot.parameter] for slot in slots)]
         weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
-        return BucketStates(instance, bucket, weights, groups, shapes, one_owner=self._half is None)
+        whole = self._half is None
+        return BucketStates(instance, bucket, weights, groups, shapes, one_owner=whole, blocks=self._blocks)
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
         """Step all pieces once.
@@ -245,14 +251,18 @@ class OnRank:
         self._inner.step([BucketUpdate(nothing, None, b"")], {n: dict(group) for n, group in enumerate(self.groups)})
 
     def state(self, piece: TrialPiece) -> Mapping[str, Any]:
-        """Return the class's state of a piece. Of a half, without the tensors that are as large as the piece."""
+        """Return the class's state of a piece: of a half, unless it is stepped by itself, without the tensors that are
+        as large as the piece."""
         states = self._states[piece.bucket]
         found = states.state_of(piece.slot)
         if found is None:
             return {}
-        shape = self._whole.parameters[piece.parameter].shape
-        names = found.elementwise if self._half is None else ()
-        return {**found.scalars, **{name: states.flat[name].data[: shape.numel()].view(shape) for name in names}}
+        names = found.elementwise if states.alone else ()
+        flats = {name: states.flat[name].piece(states.pieces[piece.slot]) for name in names}
+        if self._half is None:
+            shape = self._whole.parameters[piece.parameter].shape
+            flats = {name: flat.view(shape) for name, flat in flats.items()}
+        return {**found.scalars, **flats}
 
 
 def _bounds(size: int, align: int, half: int | None) -> tuple[int, int]:

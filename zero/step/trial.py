@@ -35,9 +35,10 @@ COPIES = 2  # throw-away parameters of each shape: a class may look at others of
 
 
 class Trial:
-    """A trial of one class, in one partition. The two partitions are its subclasses."""
+    """A trial of one class, in one partition. The partitions are its subclasses."""
 
     whole: ClassVar[bool]  # whether a rank steps each parameter by itself, in its shape
+    blocks: ClassVar[bool] = False  # whether a rank steps each piece by itself, and pieces end where blocks do
     copies: ClassVar[int] = 1  # throw-away parameters of each shape
     every: ClassVar[int] = 1  # steps from one comparison of the parameters to the next
     parts: ClassVar[str]  # words for what a rank steps, and for what the class steps in a plain loop
@@ -130,7 +131,8 @@ class Trial:
         whole = FullParameters(inner, options, [each for each in self._placed for _ in range(self.copies)])
         with self._refusing(f"it refuses {self.parts}"):
             names = whole.names(of_every_shape=self.whole)
-            ranks = [OnRank(inner, options, whole, names, half) for half in ((None,) if self.whole else (0, 1))]
+            halves = (None,) if self.whole else (0, 1)
+            ranks = [OnRank(inner, options, whole, names, half, blocks=self.blocks) for half in halves]
         for step in range(steps):
             gradients = whole.gradients(step)
             whole.step(gradients)
@@ -145,9 +147,10 @@ class Trial:
         if inner.has_modes:
             self._compare_modes(whole, ranks)
         kinds = self.check_states(whole)
+        self.compare_states(whole, ranks, names)
         for rank in ranks:
-            self._compare_rest(whole, rank, names)
-            if self.whole:
+            self._compare_options(whole, rank)
+            if self.whole or self.blocks:
                 with self._refusing("a step over no parameter failed, as a rank takes that owns none"):
                     rank.step_nothing()
         return names, kinds
@@ -168,18 +171,21 @@ class Trial:
             if not equal_values(piece.of(parameter), piece.values):
                 raise self.refusal(f"{self.other_bits.format(tuple(parameter.shape))} ({when})")
 
-    def _compare_rest(self, whole: FullParameters, rank: OnRank, large: frozenset[str]) -> None:
-        """Raise `ValueError` if options or states differ between whole parameters and those on a rank.
-
-        They may differ long before the parameters do, and they are saved in state dicts. ``large``: the names of the
-        states that are as large as the parameter.
-        """
+    def _compare_options(self, whole: FullParameters, rank: OnRank) -> None:
+        """Raise `ValueError` if options differ between whole parameters and those on a rank."""
         for mine, theirs in zip(whole.groups, rank.groups, strict=True):
             for name, value in mine.items():
                 if not same(value, theirs.get(name)):
                     raise self.refusal(f"it changed option {name!r} differently for {self.parts} than for {self.full}")
-        for piece in rank.pieces:
-            state, other = whole.state(piece.parameter), rank.state(piece)
+
+    def compare_states(self, whole: FullParameters, ranks: Sequence[OnRank], large: frozenset[str]) -> None:
+        """Raise `ValueError` if states differ between whole parameters and those on ranks.
+
+        They may differ long before the parameters do, and they are saved in state dicts. ``large``: the names of the
+        states that are as large as the parameter.
+        """
+        for on_rank, piece in ((rank, piece) for rank in ranks for piece in rank.pieces):
+            state, other = whole.state(piece.parameter), on_rank.state(piece)
             for name in sorted(state.keys() | other.keys() if self.whole else state.keys() - large):
                 if not same(state.get(name), other.get(name)):
                     raise self.refusal(f"its state {name!r} got another value for {self.parts} than for {self.full}")

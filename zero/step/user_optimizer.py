@@ -19,6 +19,7 @@ from torch import Tensor
 
 from collectives.torch_internals import foreach_copy_
 
+from ..core.runs import BlockRule
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
@@ -84,6 +85,7 @@ class UserOptimizer:
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
         # whether it exchanges the weights between training and evaluation, as schedule-free classes do
         self.has_modes = all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval"))
+        self.rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
 
     @property
     def name(self) -> str:
@@ -102,6 +104,10 @@ class UserOptimizer:
     def note_kinds(self, kinds: Mapping[str, Rebuild]) -> None:
         """Note the tensor subclasses among states."""
         self.kinds |= kinds
+
+    def note_rules(self, rules: Mapping[str, BlockRule]) -> None:
+        """Note how the states of parameters that are cut between blocks are divided."""
+        self.rules |= rules
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.

@@ -14,6 +14,7 @@ from zero import ZeroOptimizer, load, save
 
 from ...contract.recipes import assert_same_dict
 from ...support.loops import seeded
+from ...support.parts import parts_of
 from ...support.plain import plain_step
 from ...support.pool import GlooPool
 from ...support.sides import AsPlain, same_as_plain
@@ -103,15 +104,22 @@ def class_of(library: str, name: str) -> Any:
 
 
 def in_8_bits(
-    group: Any, rank: int, library: str, name: str, how: int, steps: range, folder: Path, of: int
+    group: Any, rank: int, library: str, name: str, partition: str, how: int, steps: range, folder: Path, of: int
 ) -> dict[str, Tensor]:
     """Train on one process: from the checkpoint unless ``steps`` begin with 0, and save one then. ``how``: the stage;
     ``of``: the number of ranks."""
     model = blocks_of_8_bits()
     with torch.compiler.set_stance("force_eager"):  # torchao compiles its steps, for each shape
         optimizer = ZeroOptimizer(
-            model, class_of(library, name), stage=how, process_group=group, divisor=TOGETHER, **RATE
+            model,
+            class_of(library, name),
+            stage=how,
+            process_group=group,
+            divisor=TOGETHER,
+            partition=partition,
+            **RATE,
         )
+        assert {spec.blocks for spec in parts_of(optimizer).storage.layout.parameters} == {False, partition == "block"}
         if steps.start:
             load(folder / "saved", optimizer, rng=False)
         for step in steps:
@@ -139,8 +147,9 @@ OF_8_BITS = [
 @pytest.mark.parametrize(
     ("library", "name", "stage"), [(*each, number % 4) for number, each in enumerate((*OF_8_BITS, *OF_8_BITS))]
 )
+@pytest.mark.parametrize("partition", ["parameter", "block"])
 def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
-    gloo: GlooPool, library: str, name: str, stage: int, tmp_path: Path
+    gloo: GlooPool, library: str, name: str, stage: int, partition: str, tmp_path: Path
 ) -> None:
     """Also after a checkpoint, at another stage and number of ranks. On processes: bitsandbytes needs one a rank."""
     plain = blocks_of_8_bits()
@@ -152,5 +161,5 @@ def test_classes_with_states_in_8_bits_give_the_bits_of_the_plain_loop(
             optimizer.zero_grad()
             expected.append(copy.deepcopy(plain.state_dict()))
     for ranks, how, steps in ((2, stage, range(3)), (3, (stage + 1) % 4, range(3, 5))):
-        for found in gloo.run(in_8_bits, library, name, how, steps, tmp_path, ranks, ranks=range(ranks)):
+        for found in gloo.run(in_8_bits, library, name, partition, how, steps, tmp_path, ranks, ranks=range(ranks)):
             assert_same_dict(found, expected[steps.stop - 1])

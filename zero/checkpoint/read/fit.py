@@ -102,7 +102,7 @@ class Fit:
         if name in self._inner.get(stored.name, ()):
             return False
         entry, widest = saved[1], self.widest(stored)[1]
-        if spec.one_owner and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
+        if spec.alone and (entry.dtype != widest.dtype or entry.stride not in (None, spec.stride)):
             return False
         return lies_flat(name, self._without_values(stored.name, entry), spec, self.elementwise)
 

@@ -31,7 +31,7 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
 from ...core.layout import Piece
-from ...core.runs import PieceState
+from ...core.runs import PieceState, part_of
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
@@ -285,7 +285,19 @@ class Loader:
             now = (names, facts, repr(values), states.groups[index])
             if now != before:
                 before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
-            states.set_state(index, shared)
+            state = shared
+            if shared is not None and bucket.specs[piece.slot].blocks:
+                state, before = self._part_of(shared, piece, bucket), None
+            states.set_state(index, state)
+
+    def _part_of(self, whole: PieceState, piece: Piece, bucket: Bucket) -> PieceState:
+        """Return the state of a piece of a parameter that is cut between blocks."""
+        slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
+        place = piece.begin - slot.offset, piece.end - slot.offset
+        rules = self._contents.parts.classes[spec.optimizer_class].rules
+        part = part_of(whole.scalars, *place, spec.numel, rules)
+        scalars = {name: scalar_state("", value, False, bucket.spec.device) for name, value in part.items()}
+        return PieceState(whole.elementwise, scalars)
 
     def _state(
         self,

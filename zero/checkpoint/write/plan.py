@@ -225,8 +225,8 @@ class WritePlan:
         """Plan the states that are not as large as their parameter. Equal ones of neighbours share their bytes."""
         names = {stored.place: stored.name for stored in contents.model if stored.place is not None}
         end = 0
-        for number, slots, name, value in contents.own_scalars():
+        for number, slots, name, begin, value in contents.own_scalars():
             nbytes = value.numel() * value.itemsize
             for slot in slots:
-                self._parts[OPTIMIZER, state_key(names[number, slot], name)] = [Part((SCALARS, 0), end, 0, nbytes)]
+                self._parts[OPTIMIZER, state_key(names[number, slot], name)] = [Part((SCALARS, 0), end, begin, nbytes)]
             end += nbytes

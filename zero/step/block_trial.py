@@ -1,0 +1,167 @@
+"""The trial of a class that keeps values for blocks of elements: steps of pieces give the bits of steps of the whole.
+
+Knows: which parameters may be cut between blocks, and how the states of pieces form the whole ones. Does not know: who
+owns which piece.
+
+Such a class chooses by a tensor's number of elements whether it keeps states in fewer bits: by a limit, or by whether
+they fill blocks. A parameter is cut only if each piece makes the choice of the whole one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.cuts import CUT_EVERY
+from ..core.layout import ParameterSpec
+from ..core.parameter_specs import flattened
+from ..core.runs import BlockRule, Rules, joined, part_of
+from ..runtime.flat_states import Options
+from .equality import same
+from .throwaway import ClassFailedError, FullParameters, OnRank, Placed
+from .trial import ByParameter, distinct, random_state_kept
+from .user_optimizer import UserOptimizer
+
+CHOICES = 1 << 20  # elements of the largest throw-away parameter of which a choice is compared
+
+
+def may_be_cut(spec: ParameterSpec) -> bool:
+    """Return whether a parameter has room for two pieces, and is row-major."""
+    return spec.numel >= 2 * CUT_EVERY and spec.stride == torch.empty(spec.shape, device="meta").stride()
+
+
+def cut_in_blocks(
+    inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> tuple[list[ParameterSpec], frozenset[str]]:
+    """Return those of the parameters that are cut between blocks, and the names of their states that are as large as
+    the parameter. The others have one owner each.
+
+    Notes how their states are divided. Raises `ValueError` if the class steps pieces of them otherwise than the whole.
+    """
+    found: dict[Any, bool] = {}  # of parameters of equal options and sizes
+
+    def alike(spec: ParameterSpec) -> bool:
+        sizes = (spec.numel % CUT_EVERY, min(spec.numel, CHOICES), len(spec.shape))
+        key = (spec.group, spec.dtypes, spec.device, sizes)
+        if key not in found:
+            found[key] = _chooses_alike(inner, groups, spec)
+        return found[key]
+
+    chosen = [spec for spec in parameters if may_be_cut(spec) and alike(spec)]
+    if not chosen:
+        return [], frozenset()
+    trial = ByBlocks(inner, groups, chosen)
+    names, kinds = trial.run()
+    inner.note_kinds(kinds)
+    inner.note_rules(trial.rules)
+    return chosen, names
+
+
+def _chooses_alike(inner: UserOptimizer, groups: Sequence[Options], spec: ParameterSpec) -> bool:
+    """Return whether the class keeps states of the same kinds for the smallest pieces of a parameter as for all of it.
+
+    Of a larger one than `CHOICES` it is asked for one of about so many elements, with as many after its last cut.
+    """
+    options, settings = distinct(inner.defaults, groups, [spec])
+    rest = spec.numel % CUT_EVERY
+    whole = _throw_away(spec.shape, min(spec.numel, CHOICES + rest))
+    shapes = [(CUT_EVERY,), (CUT_EVERY + rest,), whole]
+    with random_state_kept(settings):
+        try:
+            made = FullParameters(inner, options, [(each, shape) for each in settings for shape in shapes])
+            made.step(made.gradients(0))
+        except ClassFailedError:
+            return False
+    found = [_kinds(dict(made.state(number))) for number in range(len(made.parameters))]
+    return all(kinds == found[0] for kinds in found)
+
+
+def _kinds(value: Any) -> Any:
+    """Return what a state is, without its values and sizes."""
+    if isinstance(value, dict):
+        return {key: _kinds(inside) for key, inside in value.items()}
+    if not isinstance(value, Tensor):
+        return type(value)
+    inner, _ = flattened(value)
+    return type(value), value.dtype, {name: _kinds(getattr(value, name)) for name in inner}
+
+
+def _throw_away(shape: Sequence[int], size: int | None = None) -> tuple[int, ...]:
+    """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged."""
+    size = 2 * CUT_EVERY + math.prod(shape) % CUT_EVERY if size is None else size
+    columns = math.gcd(size, 64)
+    return (size,) if len(shape) < 2 else (size // columns, columns, *[1] * (len(shape) - 2))
+
+
+def _form(
+    name: str, value: Any, pieces: Sequence[tuple[slice, Mapping[str, Any]]], shape: torch.Size, rules: Rules
+) -> bool:
+    """Return whether the pieces' states of this name, with their places, form the whole parameter's ``value``."""
+    try:
+        parts = [part_of({name: value}, place.start, place.stop, shape.numel(), rules)[name] for place, _ in pieces]
+        formed = joined([{name: piece[name]} for _, piece in pieces], shape, rules)[name]
+    except (TypeError, ValueError, RuntimeError, AssertionError):
+        return False
+    return same(value, formed) and all(same(part, piece[name]) for part, (_, piece) in zip(parts, pieces, strict=True))
+
+
+class ByBlocks(ByParameter):
+    """Steps over pieces, each by itself, as of ranks with ``partition="block"``. ``rules``: how states are divided."""
+
+    whole, blocks, copies = False, True, 1
+    parts, full = "pieces", "the whole"
+    other_bits = "stepping pieces of a parameter of shape {} gave different bits than stepping it whole"
+
+    def __init__(self, inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]) -> None:
+        super().__init__(inner, groups, parameters)
+        self.rules: dict[str, BlockRule] = {}
+
+    def refusal(self, why: str) -> ValueError:
+        return ValueError(
+            f'{self.inner.name} cannot be cut between blocks: {why}. With partition="block" ranks step pieces of '
+            f"parameters, which begin at multiples of {CUT_EVERY:,} elements: that needs a class whose update of an "
+            'element depends on nothing beyond a block of consecutive ones: leave out partition=, or use "parameter"'
+        )
+
+    def choose(self, parameters: Sequence[ParameterSpec]) -> list[Placed]:
+        return [(s, shape) for s in self.settings for shape in sorted(set(map(_throw_away, s.shapes)))]
+
+    def stands_for(self, shape: tuple[int, ...], spec: ParameterSpec) -> bool:
+        return shape == _throw_away(spec.shape)
+
+    def compare_states(self, whole: FullParameters, ranks: Sequence[OnRank], large: frozenset[str]) -> None:
+        """Raise `ValueError` unless the pieces' states form the whole ones. Notes how."""
+        by_dimensions = sorted(range(len(whole.parameters)), key=lambda number: whole.parameters[number].dim())
+        for number in by_dimensions:  # a state of a vector has its parameter's shape, if it is so long
+            state, shape = whole.state(number), whole.parameters[number].shape
+            pieces = [(rank, piece) for rank in ranks for piece in rank.pieces if piece.parameter == number]
+            found = [(piece.place, rank.state(piece)) for rank, piece in pieces]
+            if any(_kinds(dict(piece)) != _kinds(dict(state)) for _, piece in found):
+                raise self.refusal("it keeps states of other kinds for pieces than for the whole")
+            for name, value in state.items():
+                rules = self._rules_of(name, value, [piece[name] for _, piece in found], shape)
+                if not _form(name, value, found, shape, rules):
+                    raise self.refusal(f"its state {name!r} got another value for pieces than for the whole")
+                self.rules |= rules
+
+    def _rules_of(self, name: str, whole: Any, pieces: Sequence[Any], shape: torch.Size) -> dict[str, BlockRule]:
+        """Return how the tensors of a state are divided. Those that are not are equal in all pieces."""
+        if not isinstance(whole, Tensor):
+            return {}
+        inner, _ = flattened(whole)
+        if inner:
+            found = [
+                self._rules_of(f"{name}.{k}", getattr(whole, k), [getattr(p, k) for p in pieces], shape) for k in inner
+            ]
+            return {key: rule for each in found for key, rule in each.items()}
+        if whole.numel() < len(pieces) or whole.numel() != sum(piece.numel() for piece in pieces):
+            return {}
+        values = pieces[0].numel()
+        if values < 2 or CUT_EVERY % values:  # a single value would be saved as a scalar is
+            raise self.refusal(f"its state {name!r} has {values} values for {CUT_EVERY:,} elements")
+        per = CUT_EVERY // values
+        return {name: BlockRule(per, whole.shape == shape)}
