@@ -139,6 +139,15 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def copied_from_the_host() -> Iterator[None]:
+    """Take the host's memory for that of another device."""
+    from .support.offloaded import copied_from_the_host
+
+    with copied_from_the_host():
+        yield
+
+
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, gathers means
     while a backward runs, and steps buckets in groups."""

@@ -90,7 +90,11 @@ class ShardingOptions:
         "at stage 3: true; false keeps parameters for the backward; a number: so many ranks share them",
     ] = True
     prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
-    offload: Annotated[Offload | None, "folder on disk for each rank's optimizer states"] = None
+    offload: Annotated[
+        Offload | None,
+        "folder on disk for each rank's optimizer states; cpu: the host's memory for a GPU's; cpu,parameters=cpu: for "
+        "parameters, too, at stage 3",
+    ] = None
     mixed_precision: Annotated[
         PrecisionOption, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
     ] = None
@@ -109,7 +113,7 @@ class ShardingOptions:
         object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
-        if self.offload and self.offload.parameters and self.row.parameters is Placement.WHOLE:
+        if self.offloads_parameters and self.row.parameters is Placement.WHOLE:
             raise ValueError(
                 f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
                 "is for stage 3"
@@ -125,6 +129,11 @@ class ShardingOptions:
     def row(self) -> Stage:
         """The row of the stage table."""
         return stage_of(self.stage)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether shards of parameters on a device lie in the host's memory."""
+        return self.offload is not None and self.offload.parameters is not None
 
     @property
     def copy_ranks(self) -> int | None:
@@ -198,7 +207,7 @@ class Config(ShardingOptions):
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,
-            units_are_gathered=self.row.parameters is Placement.SHARD and ranks > 1,
+            units_are_gathered=self.row.parameters is Placement.SHARD and (ranks > 1 or self.offloads_parameters),
             ranks=ranks,
             hosts=hosts,
             largest_unit=max((_bytes(unit, device, precisions) for unit in units), default=0),

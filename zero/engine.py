@@ -11,23 +11,26 @@ import json
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from collectives import CollectiveError, Kind, Tag, as_a_whole
 
 from .gradients.join import Call, adopt_options, digests_of
 from .joint_clip import clip_together
 from .parts import Parts
-from .runtime.compiled_calls import untraced_context
+from .runtime.compiled_calls import untraced, untraced_context
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
 from .state.device_memory import DeviceMemory
 from .state.live_states import States, agree_to_forget, forget_states
+from .state.modes import ModeCheck
 from .step.model_parallel import ModelPart, Places, Replicated
+from .step.user_optimizer import Mode
 from .whole_tensor_calls import TAKEN_OVER, WholeTensorCalls, joinable
 
 
@@ -45,6 +48,8 @@ class Engine(WholeTensorCalls):
         self.model_part = ModelPart(
             parts.job_size, parts.transport, parts.shard_group, self._storage, self._reducer.means, self._joining
         )
+        self._mode_check: RemovableHandle | None = None
+        self.check_modes()
         self._memory = DeviceMemory(self._storage, self.averages, self._transport, parts.shard_group, parts.streams)
 
     def check_may_add(self) -> None:
@@ -138,24 +143,28 @@ class Engine(WholeTensorCalls):
             self._reducer.note_elsewhere(is_finite=whole.is_finite)
             return self._update.scale(whole.norm(), max_norm, norm_type, error_if_nonfinite)
 
-    def clip_whole_model(self, over: Any, replicated: Replicated, **clip: Any) -> Tensor:
-        """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them."""
-        self.check()
-        with self.model_part.over(over):
-            return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated))
+    def clip_whole_model(self, over: Any, replicated: Replicated, *, problem: Exception | None, **clip: Any) -> Tensor:
+        """Clip by the norm of a model of which the ranks of ``over`` hold further parts. Also collective among them.
 
-    def clip_together(self, others: Sequence[Engine], **clip: Any) -> Tensor:
-        """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it."""
+        ``problem``: an error that this rank has found in its arguments; all these ranks raise one."""
+        with self.model_part.over(over) as wrong, _reported(problem := problem or wrong):
+            self.check()
+            return self.clip_grad_norm_(**clip, **self.model_part.chosen(replicated, problem))
+
+    def clip_together(self, others: Sequence[Engine], *, problem: Exception | None, **clip: Any) -> Tensor:
+        """Clip the mean gradients of this optimizer and of further ones by their common norm, and return it.
+
+        ``problem``: as in `clip_whole_model`."""
         self.check()
-        problem = None
+        text = None if problem is None else f"{type(problem).__name__}: {problem}"
         for engine in (self, *others):
             try:
                 engine.check()
                 engine.averages.refuse_applied("clip_grad_norm_()")
             except RuntimeError as error:  # perhaps of an optimizer that other ranks do not have
-                problem = problem or str(error)
-        with self._clipping():
-            return clip_together(self.parts, [engine.parts for engine in others], problem, **clip)
+                text = text or str(error)
+        with self._clipping(), _reported(problem):
+            return clip_together(self.parts, [engine.parts for engine in others], text, **clip)
 
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
@@ -167,6 +176,7 @@ class Engine(WholeTensorCalls):
         free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
+        problem = problem or self._user_optimizers.why_no_step(groups)
         digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
@@ -178,6 +188,36 @@ class Engine(WholeTensorCalls):
             self._counted.update(options)
         self._reducer.schedule.stepped()
         self.dicts.forget()
+
+    # -- modes ------------------------------------------------------------------------------------------------------
+
+    @untraced
+    def set_mode(self, groups: Sequence[Options], mode: Mode) -> None:
+        """Exchange the weights for those of a mode, by the classes that have modes. Local if they are these."""
+        self.check()
+        if self._user_optimizers.modes(groups) == {mode}:
+            return
+        purpose = f"{mode}()"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        problem = problem or self._storage.diagnose() or self._user_optimizers.changed(groups)
+        self._reducer.check_consistency(purpose, problem)
+        with torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
+            changed = self._update.set_mode(groups, mode)
+        for number, options in changed.items():
+            groups[number].update(options)
+        self.dicts.forget()
+
+    def check_modes(self) -> None:
+        """Let forwards of the module be checked from now on, if a class has modes. Local."""
+        if self._mode_check is None and self.parts.module is not None and self._user_optimizers.with_modes():
+            self._mode_check = self.parts.module.register_forward_pre_hook(ModeCheck(self))
+
+    def wrong_mode(self, wanted: Mode) -> Mode | None:
+        """Return the mode of the weights if it is not the ``wanted`` one. Local."""
+        if self._closed or self.parts.superseded or self.averages.in_use:
+            return None
+        return next(iter(self._user_optimizers.modes() - {wanted, None}), None)
 
     @joinable
     def zero_grad(self, set_to_none: bool) -> None:
@@ -280,6 +320,8 @@ class Engine(WholeTensorCalls):
         finally:
             self._closed = "its parameters could not be gathered any more"
             self.parts.make_plain()
+            if self._mode_check is not None:
+                self._mode_check.remove()
             self._memory.forget()
             self.state.close()
             self._transport.pool.trim()
@@ -300,3 +342,14 @@ class Engine(WholeTensorCalls):
             of = f"; lost: the values that this optimizer gave {', '.join(map(repr, names))}" if names else ""
             return f"{error}{of}"
         return None
+
+
+@contextmanager
+def _reported(problem: Exception | None) -> Iterator[None]:
+    """Raise ``problem``, of which all ranks know, instead of the text that they raise."""
+    try:
+        yield
+    except RuntimeError as error:
+        if problem is None or isinstance(error, CollectiveError):
+            raise
+        raise problem from None

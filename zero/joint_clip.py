@@ -1,12 +1,13 @@
 """One clip of several optimizers: their gradients have one norm, and get one factor.
 
-    agree        the ranks of the first optimizer agree to the clip                        all its ranks
-    finalize     each other optimizer's sums become means; who is in its group?            the ranks of its group
-    norm         each rank's exact sum, over its shards in all of them; one exchange       all ranks of the first
-    scale        one factor                                                                each rank alone
+    agree        on the arguments, and that each further optimizer is given by all its ranks    all ranks of the first
+    finalize     each further optimizer's sums become means                                     the ranks of its group
+    norm         each rank's exact sum, over its shards in all of them; one exchange            all ranks of the first
+    scale        one factor                                                                     each rank alone
 
-The sum has every element once, because the group of each further optimizer lies inside the first one's: the ranks of a
-group tell each other a random number, and all of these must be among the first one's.
+The sum has every element once, because the group of each further optimizer lies inside the first one's: its number, on
+which its ranks agree, is sent by as many ranks as it has. All ranks enter the further optimizers in the order of these
+numbers, so ranks that were given them in other orders do not wait for each other.
 
 Knows: the parts of each optimizer of one rank. Does not know: why there are several.
 """
@@ -14,7 +15,6 @@ Knows: the parts of each optimizer of one rank. Does not know: why there are sev
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +27,7 @@ from .core.norm import PowerSum
 from .parts import Parts
 
 _CALL = "clip_grad_norm_()"
+_TOGETHER = "clip_grad_norm_(also=...)"
 
 
 def clip_together(
@@ -39,33 +40,30 @@ def clip_together(
 ) -> Tensor:
     """Clip the mean gradients of all these optimizers by their common norm; return it, 0-dim, on the host. Collective.
 
-    All ranks of ``first`` call this, each with as many ``others`` of its own. ``problem``: an error that this rank has
-    found in one of these. Raises an error on every rank if an optimizer cannot be clipped now, if arguments or divisors
-    differ, or if one of ``others`` has ranks that are not in the group of ``first``. Where a gradient of any of them is
-    infinite or NaN, a `GradScaler` that has unscaled skips the steps of all.
+    All ranks of ``first`` call this, each with ``others`` of its own, in any order. ``problem``: an error that this
+    rank has found. Raises an error on every rank if an optimizer cannot be clipped now, if arguments or divisors
+    differ, or if a rank of one of ``others`` is not in the group of ``first``, or was not given it. Where a gradient of
+    any of them is infinite or NaN, a `GradScaler` that has unscaled skips the steps of all.
     """
-    transport, arguments = first.transport, [max_norm, norm_type, error_if_nonfinite]
-    problem = problem or next(filter(None, (_refused(first, parts) for parts in (first, *others))), None)
-    # in the call's name, so that ranks that give other numbers are in another call
-    first.reducer.finalize_grads(f"clip_grad_norm_(also={len(others)} optimizers)", problem or _problem(first))
+    others = sorted(others, key=_number)
+    _agree(first, others, problem, [max_norm, norm_type, error_if_nonfinite])
     total, failed = first.update.norm_sum(norm_type), None
-    token, members = os.urandom(8).hex(), set[str]()
     for other in others:
         try:
             other.reducer.finalize_grads(_CALL, _problem(other))
-            found = other.transport.exchange(token.encode(), Tag(Kind.EXCHANGE, "ranks of a further optimizer"))
-            members |= {data.decode() for data in found}
             total = total.merge(other.update.norm_sum(norm_type))
         except Exception as error:  # the ranks of the other groups wait for this one
             failed = failed or error
     any_fp64 = any(parts.reducer.means.any_is_fp64() for parts in (first, *others))
-    mine = {"error": failed and str(failed), "fp64": any_fp64, "token": token, "members": sorted(members)}
-    message = json.dumps({**mine, "arguments": arguments}).encode() + b"\0" + total.to_bytes()
-    told = [data.partition(b"\0") for data in transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
+    head = {"error": None if failed is None else str(failed), "fp64": any_fp64}
+    message = json.dumps(head).encode() + b"\0" + total.to_bytes()
+    told = [data.partition(b"\0") for data in first.transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
     if failed is not None:
         raise failed
     facts = [json.loads(head) for head, _, _ in told]
-    _check(facts)
+    for rank, theirs in enumerate(facts):
+        if theirs["error"] is not None:
+            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs['error']}")
     total = PowerSum.of([], norm_type)
     for _, _, part in told:
         total = total.merge(PowerSum.from_bytes(part))
@@ -78,22 +76,47 @@ def clip_together(
     return norm
 
 
+def _number(parts: Parts) -> int:
+    """Return a number of an optimizer, which its ranks have in common: chosen at random as its channel was opened."""
+    return parts.transport.links.number
+
+
+def _agree(first: Parts, others: Sequence[Parts], problem: str | None, arguments: list[float]) -> None:
+    """Agree to the clip with all ranks of the first optimizer, and turn its sums into means. Collective."""
+    problem = problem or next(filter(None, (_refused(first, parts) for parts in (first, *others))), None)
+    among = [parts for parts in others if parts.transport.world_size > 1]
+    given = [[_number(parts), parts.transport.world_size, parts.transport.rank, _names(parts)] for parts in among]
+    message = json.dumps({"arguments": arguments, "given": given}).encode()
+    records = first.reducer.check_consistency(_TOGETHER, problem or _problem(first), message=message)
+    _check([json.loads(record.attachment) for record in records])
+    first.reducer.finalize_agreed(_TOGETHER, records)
+
+
+def _names(parts: Parts) -> str:
+    names = [spec.name for spec in parts.storage.layout.parameters]
+    return f"that of {names[0]!r}" + (f" and {len(names) - 1} more parameters" if names[1:] else "")
+
+
 def _check(facts: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error that a rank has told, or that of a further optimizer with other ranks than the first one's."""
-    for rank, theirs in enumerate(facts):
-        if theirs["error"] is not None:
-            raise RuntimeError(f"{_CALL} with also=, on rank {rank}: {theirs['error']}")
-    tokens = {theirs["token"] for theirs in facts}
+    """Raise `ValueError` if arguments differ, or if a rank of a further optimizer has not given it."""
     for rank, theirs in enumerate(facts):
         if theirs["arguments"] != facts[0]["arguments"]:
             raise ValueError(
-                f"{_CALL} with also=: max_norm, norm_type and error_if_nonfinite are {facts[0]['arguments']} on rank "
-                f"0, and {theirs['arguments']} on rank {rank}"
+                f"{_TOGETHER}: max_norm, norm_type and error_if_nonfinite are {facts[0]['arguments']} on rank 0, and "
+                f"{theirs['arguments']} on rank {rank}"
             )
-        if not tokens.issuperset(theirs["members"]):
+    known: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
+    for rank, theirs in enumerate(facts):
+        for number, size, place, names in theirs["given"]:
+            known.setdefault((number, size), []).append((rank, place, names))
+    for (_, size), given in known.items():
+        missing = set(range(size)) - {place for _, place, _ in given}
+        if missing:
+            rank, _, names = given[0]
             raise ValueError(
-                f"{_CALL} with also=: a further optimizer of rank {rank} has ranks outside of this one's group, so the "
-                "norm would lack their gradients: clip by the optimizer whose group has all ranks"
+                f"{_TOGETHER}: rank {rank} has given a further optimizer of {size} ranks, {names}, but its rank "
+                f"{min(missing)} has not, so the norm would lack gradients: clip by the optimizer whose group has all "
+                "ranks, and give each further one on all of its ranks"
             )
 
 
@@ -105,13 +128,13 @@ def _refused(first: Parts, parts: Parts) -> str | None:
         return str(error)
     if parts.joining.active:
         return (
-            f"{_CALL} with also= inside join(): a rank that has run out of batches follows one optimizer alone; clip "
+            f"{_TOGETHER} inside join(): a rank that has run out of batches follows one optimizer alone; clip "
             "each by itself, or give all ranks as many batches"
         )
     own, theirs = first.reducer.schedule.divisor, parts.reducer.schedule.divisor
     if own != theirs:
         return (
-            f"{_CALL} with also=: this optimizer divides by {own}, and a further one by {theirs}, so their gradients "
+            f"{_TOGETHER}: this optimizer divides by {own}, and a further one by {theirs}, so their gradients "
             f"are not means over the same micro-batches: build the further one with divisor={own}"
         )
     return None

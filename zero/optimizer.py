@@ -21,12 +21,14 @@ from .config import Config, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
 from .core.units import Given, Ignored, Predicate
 from .engine import Engine
-from .parameters.materialize import InitFunction, StateDict, materializer_of
+from .parameters.materialize import InitFunction, materializer_of
+from .parameters.state_dicts import StateDict
 from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.device_memory import WithOffload
+from .state.modes import WithModes
 from .state.whole_tensors import WithWholeTensors
 from .step.arguments import merged
 from .step.classes import UserOptimizers
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @untraced_methods
-class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
+class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -76,8 +78,9 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             that directly holds meta tensors, in registration order, once they have memory. Default: the module's
             ``reset_parameters()``. At stage 3 a unit is sharded before the next one gets memory.
         init_state_dict: values for such a model, by name: a mapping, which is read tensor by tensor, or the path or
-            paths of safetensors files. Names and shapes must be the model's, but ``param_init_fn`` may initialise what
-            is missing. Tensors that already have values get those of the mapping, too.
+            paths of safetensors files. Names and shapes must be the model's (`LazyStateDict` changes them), but
+            ``param_init_fn`` may initialise what is missing. Tensors that already have values get those of the mapping,
+            too.
         mixed_precision: compute in 16 bits, with fp32 master weights, as a whole or by module: see `MixedPrecision`.
         units: at stage 3, a predicate (module -> bool) that selects the units. A unit is gathered as a whole just
             before its forward and its backward. It holds what no unit inside it holds. Default: the children of
@@ -194,6 +197,7 @@ class ZeroOptimizer(WithClip, WithOffload, WithWholeTensors):
             del self.param_groups[count:]
             self._user_optimizers.forget(count)
             raise
+        self._engine.check_modes()
 
     def _append(self, group: dict[str, Any]) -> None:
         """Append a param group, with the defaults of the class that it names, if it names one."""

@@ -12,6 +12,7 @@ from .config import Offload
 from .data import MicroBatchSampler
 from .optimizer import ZeroOptimizer
 from .parameters.module_hooks import register_forward_method
+from .parameters.state_dicts import LazyStateDict
 from .precision import MixedPrecision
 from .runtime.process_group import process_group
 from .state.average import ShardedAverage
@@ -20,6 +21,7 @@ from .step.clip import clip_grad_norm_
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
+    "LazyStateDict",
     "MicroBatchSampler",
     "MixedPrecision",
     "Offload",

@@ -91,6 +91,8 @@ def build(
         inexact = "NCCL chooses the order of sums, so parameters do not have the bits of the plain loop"
         warnings.warn(f"{inexact}; {choice.reason}", stacklevel=2)
     post_forward_group = _post_forward_group(shard_group, device, reshard_group_size)
+    is_gathered = shard_group.world_size > 1 or config.offloads_parameters
+    resharded = reshard is True or reshard_group_size > 1 or not is_gathered
     transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
     try:
         check_modules(config.module)
@@ -111,10 +113,10 @@ def build(
                 bucket_sizes,
                 precisions,
                 post_forward_group,
-                reshard if callable(reshard) else not reshard_group_size == 1 < shard_group.world_size,
+                reshard if callable(reshard) else resharded,
                 config.prefetch_depth,
                 materializer,
-                offload_backend if config.offload and config.offload.parameters else None,
+                offload_backend if config.offloads_parameters else None,
                 streams,
                 backwards,
                 joining,

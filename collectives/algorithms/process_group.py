@@ -122,9 +122,10 @@ class ProcessGroupAlgorithm(ABC):
         return self._all_gather(self._own(buffer, bounds), buffer, bounds, tag)
 
     def all_gather_from(self, own: Tensor, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
-        """See `collectives.all_gather_from`. Uneven shards are first copied into ``buffer``."""
+        """See `collectives.all_gather_from`. Uneven shards, and those of one rank alone, are first copied into
+        ``buffer``."""
         width, _ = self._longest_and_shortest(bounds)
-        if width * self.transport.world_size != bounds[-1]:
+        if self.transport.world_size == 1 or width * self.transport.world_size != bounds[-1]:
             self._own(buffer, bounds).copy_(own)
             return self.all_gather(buffer, bounds, tag=tag)
         return self._all_gather(own, buffer, bounds, tag)

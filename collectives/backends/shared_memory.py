@@ -63,11 +63,25 @@ class _PendingRead:
 
 
 class _PendingRecv:
+    """A receive. Messages of a rank in a slot belong to its receives in the order in which these began, in whatever
+    order they are waited for."""
+
+    __slots__ = ("_backend", "_ended", "_slot", "_source", "_tensor")
+
     def __init__(self, backend: SharedMemoryBackend, tensor: Tensor, source: int, slot: int) -> None:
         self._backend, self._tensor, self._source, self._slot = backend, tensor, source, slot
+        self._ended = False
+        backend.receives[source, slot].append(self)
 
     def wait(self, timeout: float) -> None:
+        begun = self._backend.receives[self._source, self._slot]
+        while not self._ended:
+            begun[0].take(timeout)
+
+    def take(self, timeout: float) -> None:
+        """Take the next message. Only the first receive of those under way may."""
         kind, body = self._backend.next_frame(self._source, self._slot, timeout)
+        self._backend.receives[self._source, self._slot].popleft()
         if kind == _BYTES:
             arrived, size = torch.frombuffer(bytearray(body), dtype=torch.uint8), len(body)
         else:
@@ -78,24 +92,34 @@ class _PendingRecv:
         self._tensor.copy_(arrived)  # host synchronisation: the sender waits until a device has read it
         if kind == _AT:
             self._backend.put(self._source, self._slot, _READ)
+        self._ended = True
 
 
 class _PendingRecvBytes:
-    __slots__ = ("_backend", "_size", "_slot", "_source")
+    __slots__ = ("_backend", "_data", "_size", "_slot", "_source")
 
     def __init__(self, backend: SharedMemoryBackend, size: int, source: int, slot: int) -> None:
         self._backend, self._size, self._source, self._slot = backend, size, source, slot
+        self._data: bytes | None = None
+        backend.receives[source, slot].append(self)
 
     def wait(self, timeout: float) -> bytes:
+        begun = self._backend.receives[self._source, self._slot]
+        while self._data is None:
+            begun[0].take(timeout)
+        return self._data
+
+    def take(self, timeout: float) -> None:
+        """Take the next message. Only the first receive of those under way may."""
         kind, body = self._backend.next_frame(self._source, self._slot, timeout)
+        self._backend.receives[self._source, self._slot].popleft()
         offset, size = (0, len(body)) if kind == _BYTES else _OFFSET.unpack(body)
         if size != self._size:
             raise _wrong_size(size, self._size)
-        if kind == _BYTES:
-            return body
-        data = self._backend.map_peer(self._source, offset, size, torch.uint8).numpy().tobytes()
-        self._backend.put(self._source, self._slot, _READ)
-        return data
+        self._data = body
+        if kind == _AT:
+            self._data = self._backend.map_peer(self._source, offset, size, torch.uint8).numpy().tobytes()
+            self._backend.put(self._source, self._slot, _READ)
 
 
 class SharedMemoryBackend(Backend):
@@ -112,6 +136,7 @@ class SharedMemoryBackend(Backend):
         self.placed: defaultdict[tuple[int, int], int] = defaultdict(int)
         self.acknowledged: defaultdict[tuple[int, int], int] = defaultdict(int)
         self._ended: set[tuple[int, int]] = set()  # rank and slot
+        self.receives: defaultdict[tuple[int, int], deque[_PendingRecv | _PendingRecvBytes]] = defaultdict(deque)
 
     # -- messages -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload, ZeroOptimizer, open_checkpoint
@@ -22,11 +23,31 @@ BF16 = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
 FP16 = MixedPrecision(torch.float16, buffer_dtype=torch.float16)
 
 
+def used_by_every_batch(module: nn.Module) -> bool:
+    """Choose a layer of `Odd` that every batch uses, and the two layers inside it."""
+    inside = isinstance(module, nn.Linear) and 3 in (module.in_features, module.out_features)
+    return inside or isinstance(module, nn.Sequential)
+
+
+def contains_another(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential)
+
+
+UNITS: dict[str, dict[str, Any]] = {
+    "inside units": {"units": used_by_every_batch, "prefetch_depth": 2},
+    "kept inside units": {
+        "units": used_by_every_batch,
+        "prefetch_depth": 0,
+        "reshard_after_forward": contains_another,
+    },
+}
+
+
 @dataclass(frozen=True)
 class Topology:
     """How a training is laid out. Nothing here may change a bit, but ``precision``.
 
-    ``offload``: the name of a folder, see `below`.
+    ``offload``: the name of a folder, see `below`. ``units``: at stage 3, a key of `UNITS`.
     """
 
     world_size: int = 1
@@ -37,11 +58,13 @@ class Topology:
     offload: Path | None = None
     precision: Any = None
     collective: str = "auto"
+    units: str = ""
 
     def __str__(self) -> str:
         factor = "" if self.factor is None else f"of{self.factor}"
         extras = ("" if self.asynchronous else "-blocking") + ("" if self.offload is None else "-offload")
         extras += "" if self.collective == "auto" else f"-{self.collective}"
+        extras += f"-{self.units.replace(' ', '-')}" if self.units else ""
         return f"{self.world_size}{factor}-stage{self.stage}-{self.cap:g}MiB{extras}"
 
     def below(self, folder: Path) -> Topology:
@@ -73,6 +96,7 @@ def optimizer_of(model: Odd, transport: Transport, topology: Topology, of: Class
         offload=offload,
         mixed_precision=topology.precision,
         divisor=MICRO_BATCHES,
+        **(UNITS[topology.units] if topology.units else {}),
         **of.arguments,
     )
 

@@ -20,6 +20,7 @@ from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.pool import GlooPool
 
+pytestmark = pytest.mark.contract
 WIDTH, OLD, NEW = 5, 7, 10
 BF16 = MixedPrecision(torch.bfloat16)
 RENAMED = {"inner.weight": "body.weight", "inner.bias": "body.bias", "left_out": None}
@@ -182,7 +183,6 @@ def test_so_it_does_on_processes(gloo: GlooPool, tmp_path: Path) -> None:
     assert_plain(gloo.run(goes_on, 3, 3, folder, ranks=(0, 1, 2)))
 
 
-@pytest.mark.contract
 def test_the_recipe_does_the_same(tmp_path: Path) -> None:
     saved(tmp_path / "saved")
 

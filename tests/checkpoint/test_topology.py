@@ -28,7 +28,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "topology",
     rows(
         [
-            Topology(6, 3, SMALL, factor=3),
+            Topology(6, 3, SMALL, factor=3, units="kept inside units"),
             Topology(2, 2, SMALL, offload=DISK),
         ],
         [

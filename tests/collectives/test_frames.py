@@ -71,6 +71,29 @@ def test_messages_of_a_slot_are_in_order_whatever_is_read_first(messages: list[A
         send.wait(BOUND)
 
 
+@given(st.lists(st.tuples(st.integers(0, 1), st.sampled_from([4, INLINE + 4])), max_size=12), st.randoms())
+def test_receives_that_began_get_their_messages_in_whatever_order_they_are_waited_for(
+    messages: list[Any], order: Any
+) -> None:
+    first, second = mesh(2)
+    sends, waits = [], []
+    for number, (slot, size) in enumerate(messages):
+        data, target = numbered(number, size), torch.empty(size, dtype=torch.uint8)
+        sends.append(first.send_bytes(data, 1, slot))  # their memory is there until they were read
+        if order.random() < 0.5:
+            pending = second.recv_bytes(size, 0, slot)
+            waits.append(lambda pending=pending: pending.wait(BOUND))
+        else:
+            begun = second.recv(target, 0, slot)
+            waits.append(lambda begun=begun, target=target: (begun.wait(BOUND), target.numpy().tobytes())[1])
+    numbers = list(range(len(messages)))
+    order.shuffle(numbers)
+    for number in numbers:
+        assert waits[number]() == numbered(number, messages[number][1])
+    for send in sends:
+        send.wait(BOUND)
+
+
 def test_a_large_message_is_under_way_until_it_was_read() -> None:
     first, second = mesh(2)
     send = first.send(torch.ones(INLINE + 1, dtype=torch.uint8), 1, 0)

@@ -40,12 +40,14 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"batches": [{"scale": 0.5, "inputs": torch.ones(2, 3)}] * 2},
     {"build_model": verified.with_dropout, "loss_fn": verified.seeded_by_the_batch},
     {"optimizer_class": SGD, "lr": torch.tensor(0.1), "optimizer_kwargs": {"momentum": 0.9}},
-    {"units": verified.is_linear},
+    {"units": verified.layers_in_layers, "reshard_after_forward": verified.is_linear, "prefetch_depth": 2},
     {"collective": "pairwise", "bucket_cap_mb": "auto", "device": "cpu"},
     {"collective": verified.Pairs},
     {"build_model": verified.Masked},
     *({**ODD, "max_norm": 0.5, "mixed_precision": precision} for precision in PRECISIONS.values()),
     *({**ODD, "mixed_precision": BY_MODULE[name]} for name in ("ends in fp32", "by kind")),
+    {"ignored": verified.the_first_layer, "max_norm": 0.5},
+    {**ODD, "ignored": verified.the_scale, "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
@@ -56,6 +58,10 @@ FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"batches": verified.pairs, "micro_batches": 3},
         "the plain loop, batches: ValueError: batches has 4 micro-batches, and a step",
+    ),
+    (
+        {"units": verified.is_linear, "reshard_after_forward": verified.answers_nothing},
+        r"stage 3 on 1 rank, ZeroOptimizer\(\.\.\.\): TypeError: reshard_after_forward: the function must return",
     ),
     ({"batches": dict}, "the plain loop, batches: TypeError: batches must be a sequence"),
     ({"build_model": dict}, r"build_model\(\): TypeError: build_model\(\) must return an nn.Module, not"),
@@ -70,6 +76,7 @@ FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
 )
 
 
+ON_HOST = zero.Offload("cpu", parameters="cpu")
 WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": lambda: None}, "build_model is <lambda>, which other processes cannot import by name: define it"),
     ({"build_model": verified.pairs.__get__(1)}, "build_model is pairs, which other processes"),
@@ -99,7 +106,12 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
         "collective is <lambda>, which other processes cannot import by name",
     ),
     ({"mixed_precision": lambda *_: PRECISIONS["bf16"]}, "mixed_precision is <lambda>, which other processes cannot"),
+    ({"prefetch_depth": -1}, "prefetch_depth must be a number of units, at least 0, not -1"),
+    ({"prefetch_depth": 2, "stages": (1, 2)}, "prefetch_depth=2 with stage 2, where every rank holds whole parameters"),
+    ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False, a function of a unit's module, or a"),
+    ({"reshard_after_forward": lambda _: True}, "reshard_after_forward is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
+    ({"offload": ON_HOST}, "offload: parameters='cpu' with stage 0, where forwards use whole parameters in place"),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
 
@@ -108,7 +120,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 11, 16))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16, 18))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +149,15 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
     monkeypatch.setattr(sys, "argv", ["zero", "verify", "tests.commands.verified:not_deterministic"])
     assert cli.main() == 1
     assert "The model itself is not deterministic" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("in_this_process", "copied_from_the_host")
+def test_parameters_in_the_hosts_memory_are_an_argument_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert alone(stages=(3,), offload=ON_HOST, mixed_precision=PRECISIONS["bf16"]).ok
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
+    flags = ("--stages=3", "--offload=cpu,parameters=cpu")
+    assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
+    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")

@@ -88,8 +88,24 @@ def other_at_each_call() -> Squares:
     return model
 
 
+def the_first_layer(model: Squares) -> nn.Module:
+    return model.layers[0]
+
+
+def the_scale(model: Odd) -> list[Tensor]:
+    return [model.scale]
+
+
 def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
+
+
+def layers_in_layers(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Sequential))
+
+
+def answers_nothing(module: nn.Module) -> None:
+    return None
 
 
 def other_in_each_process(model: nn.Module, batch: Any) -> Tensor:

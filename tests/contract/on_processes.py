@@ -11,11 +11,17 @@ from torch import Tensor, nn
 from collectives import Pairwise, Tag, Work
 from zero import ZeroOptimizer
 
+from ..support.offloaded import copied_from_the_host
 from ..support.programs import Program, run_rank
 
 
 def whole_program(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
     return run_rank(program, group)
+
+
+def with_parameters_on_the_host(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
+    with copied_from_the_host():
+        return run_rank(program, group)
 
 
 class Recording(Pairwise):

@@ -43,6 +43,7 @@ from ..support.loops import (
     muon_and_adamw,
     network,
     resetting,
+    schedule_free,
     second_loss,
     seeded,
     sum_of_losses,
@@ -124,12 +125,14 @@ EXAMPLES = {
     "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
     "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
     "Moving averages": Example(PlainLoop()),
+    "Schedule-free classes": Example(PlainLoop(optimizer_of=schedule_free)),
     "New moments": Example(PlainLoop(optimizer_of=resetting)),
     "Batch norm": Example(PlainLoop(), build=with_batch_norm),
     "torch.compile": Example(PlainLoop(), build=Conditioned, compiled=True),
     "Activation checkpointing": Example(PlainLoop()),
     "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
+REQUIRED = {"Schedule-free classes": "schedulefree"}  # packages that a block imports besides torch
 ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
 OTHERS = (
     "Start",

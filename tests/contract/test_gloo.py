@@ -13,9 +13,11 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag
 from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import connect
+from zero import Offload
 
 from .. import peaks
 from ..peaks import BLOCKS
+from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.pool import GlooPool, ProgramError
 from ..support.programs import Program, Round, Step, compare
@@ -47,6 +49,27 @@ def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
 )
 def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Program) -> None:
     check(gloo, program, range(program.world_size))
+
+
+ON_HOST = Offload("cpu", parameters="cpu")
+
+
+@pytest.mark.parametrize(
+    "program",
+    rows(
+        [],
+        [
+            Program(3, 3, "adamw", offload=ON_HOST, precision=PRECISIONS["bf16"], steps=CLIPPED),
+            Program(4, 3, "shampoo", offload=ON_HOST, sharding_factor=2, steps=CLIPPED),
+            Program(2, 3, "adamw fused", offload=ON_HOST, collective="all_to_all", steps=CLIPPED),
+            Program(1, 3, "sgd momentum", offload=ON_HOST, collective="native", steps=CLIPPED),
+        ],
+    ),
+    ids=lambda p: f"W{p.world_size}-{p.collective}",
+)
+def test_parameters_on_the_host_change_no_bit(gloo: GlooPool, program: Program) -> None:
+    results = gloo.run(on_processes.with_parameters_on_the_host, program, ranks=range(program.world_size))
+    assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
 @pytest.mark.parametrize(("stage", "factor"), rows([(2, None)], [(3, 1)]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, Offload, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.limits import BOUND
@@ -86,6 +86,12 @@ def test_training_is_that_of_the_plain_loop_over_the_union(
     """With tokens counted over all ranks, a clip, and a schedule that the ranks with batches follow."""
     settings = {"stage": stage, "bucket_cap_mb": 1e-4}
     same_as_plain(joined(*counts), small, ADAMW, len(counts), run=run, precision=precision, settings=settings, lr=0.05)
+
+
+@pytest.mark.usefixtures("copied_from_the_host")
+def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory() -> None:
+    counts, settings = (1, 0, 3), {"stage": 3, "bucket_cap_mb": 1e-4, "offload": Offload("cpu", parameters="cpu")}
+    same_as_plain(joined(*counts), small, ADAMW, 3, precision=MixedPrecision(BF16), settings=settings, lr=0.05)
 
 
 @STAGES

@@ -17,7 +17,7 @@ from zero import CheckpointManager, ZeroOptimizer
 
 from ..support.errors import error_of
 from ..support.programs import Program, run_rank
-from .spread import OnPart, Part, clipped, is_shared, take_step
+from .spread import OnPart, Part, clipped, is_shared, stage_part, take_step
 
 
 def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:
@@ -117,6 +117,18 @@ def train_parts(group: dist.ProcessGroup, rank: int, parts: int, stage: int, how
     optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mesh=data, lr=0.1)
     over: Any = mesh["tp"] if how == "a mesh" else mesh.get_group("tp")
     found = clipped()(OnPart(model, optimizer, over, [model.shared.weight, model.shared.bias]))
+    optimizer.close()
+    return model, found
+
+
+def train_stages(group: dist.ProcessGroup, rank: int, stage: int, parts: int) -> tuple[nn.Module, Any]:
+    """Train a part of a stage, on a mesh of (data, pipeline 2, tensor)."""
+    copies = dist.get_world_size() // (2 * parts)
+    mesh = init_device_mesh("cpu", (copies, 2, parts), mesh_dim_names=("dp", "pp", "tp"))
+    place = mesh.get_local_rank("pp")
+    model = stage_part(place, place * parts + mesh.get_local_rank("tp"))
+    optimizer = ZeroOptimizer(model, torch.optim.AdamW, stage=stage, mesh=mesh["dp"], lr=0.1)
+    found = clipped()(OnPart(model, optimizer, [mesh["tp"], mesh["pp"]], is_shared))
     optimizer.close()
     return model, found
 

@@ -40,6 +40,26 @@ class Part(nn.Module):
         return torch.stack([output.float().square().sum() for output in outputs]).sum()
 
 
+class Stages(nn.Module):
+    """The whole of a model that is cut in two ways: stages of a pipeline, each with as many towers as ``parts``."""
+
+    def __init__(self, stages: int, parts: int) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(
+            stage_part(stage, *range(stage * parts, (stage + 1) * parts)) for stage in range(stages)
+        )
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return torch.stack([stage(batch) for stage in self.stages]).sum()
+
+
+def stage_part(stage: int, *numbers: int) -> Part:
+    """Return a part of a stage. Stages have the same names, and other values."""
+    part = Part(*numbers)
+    part.shared = seeded(40 + stage, lambda: nn.Linear(3, 61))
+    return part
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2 + (step + rank) % 3, 3, generator=torch.Generator().manual_seed(100 * step + rank))
 
@@ -58,6 +78,16 @@ def groups_of(transport: Transport, parts: int) -> tuple[Transport, Transport]:
     part, place = transport.rank % parts, transport.rank // parts
     data = transport.split(range(part, transport.world_size, parts))
     return data, transport.split(range(place * parts, (place + 1) * parts), 1)
+
+
+def groups_of_stages(transport: Transport, stages: int, parts: int) -> tuple[Transport, Transport, Transport]:
+    """Return the ranks that hold this rank's part, the parts of its stage, and the stages, with this rank's place."""
+    size = stages * parts
+    number, begin = transport.rank % size, transport.rank - transport.rank % size
+    data = transport.split(range(number, transport.world_size, size))
+    stage = begin + number - number % parts
+    tensor = transport.split(range(stage, stage + parts), 1)
+    return data, tensor, transport.split(range(begin + number % parts, begin + size, parts), 2)
 
 
 class OnPart(OnRank):

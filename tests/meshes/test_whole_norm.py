@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collectives import Transport, on_threads
 from zero import ZeroOptimizer
@@ -16,9 +17,21 @@ from ..support.limits import BOUND
 from ..support.narrowed import PRECISIONS
 from ..support.pool import GlooPool
 from ..support.rows import rows
-from ..support.sides import AsPlain
+from ..support.sides import AsPlain, Loop
 from . import jobs
-from .spread import Part, assert_same_parts, clipped, compare_parts, groups_of, is_shared, loss_of
+from .spread import (
+    OnPart,
+    Part,
+    Stages,
+    assert_same_parts,
+    clipped,
+    compare_parts,
+    groups_of,
+    groups_of_stages,
+    is_shared,
+    loss_of,
+    stage_part,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +49,9 @@ def test_the_norm_over_all_parts_is_that_of_the_whole_model(
     assert_same_parts(clipped(), parts, copies, stage=stage, **more)
 
 
-@pytest.mark.parametrize(("stage", "counts"), rows([(1, (2, 0, 3))], [(0, (1, 3)), (3, (3, 1))]))
-def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: tuple[int, ...]) -> None:
+def joined(counts: tuple[int, ...]) -> Loop:
+    """Return a loop inside `join`, in which the ranks of each part have these numbers of batches."""
+
     def loop(side: Any) -> list[Tensor]:
         norms = list[Tensor]()
         with side.join():
@@ -49,7 +63,12 @@ def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: 
                 side.clear()
         return norms[: min(counts)]
 
-    assert_same_parts(loop, 2, len(counts), stage=stage)
+    return loop
+
+
+@pytest.mark.parametrize(("stage", "counts"), rows([(1, (2, 0, 3))], [(0, (1, 3)), (3, (3, 1))]))
+def test_ranks_without_batches_follow_a_clip_over_all_parts(stage: int, counts: tuple[int, ...]) -> None:
+    assert_same_parts(joined(counts), 2, len(counts), stage=stage)
 
 
 def overflow_once(parameter: Tensor) -> None:
@@ -166,6 +185,100 @@ def test_what_ranks_do_not_agree_on_is_an_error_on_all_of_them_and_training_goes
         assert all(word in error for word in words), error
         assert "\n" not in error
         assert torch.equal(norm, found[0][1])
+
+
+def of_stage(transport: Transport, stage: int, parts: int) -> tuple[Part, ZeroOptimizer, Transport, Transport]:
+    """Return a rank's part of two stages, its optimizer, and the groups along tensors and along the pipeline."""
+    data, tensor, pipeline = groups_of_stages(transport, 2, parts)
+    number = transport.rank % (2 * parts)
+    model = stage_part(number // parts, number)
+    return model, ZeroOptimizer(model, torch.optim.AdamW, lr=0.1, process_group=data, stage=stage), tensor, pipeline
+
+
+@pytest.mark.parametrize(
+    ("stage", "parts", "copies", "loop"),
+    rows([(2, 2, 2, clipped())], [(3, 3, 1, clipped()), (0, 2, 1, clipped()), (1, 2, 2, joined((1, 2)))]),
+    ids=lambda value: str(value) if isinstance(value, int) else value.__qualname__.partition(".")[0],
+)
+def test_a_norm_that_each_part_of_a_stage_has_counts_once_where_a_model_is_cut_in_two_ways(
+    stage: int, parts: int, copies: int, loop: Loop
+) -> None:
+    """The stages have parameters of the same names, which are others."""
+    whole = Stages(2, parts)
+    expected = loop(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), copies))
+
+    def program(transport: Transport) -> tuple[nn.Module, Any]:
+        model, optimizer, tensor, pipeline = of_stage(transport, stage, parts)
+        found = loop(OnPart(model, optimizer, [tensor, pipeline], is_shared))
+        optimizer.close()
+        return model, found
+
+    results = on_threads(2 * parts * copies, program, timeout=BOUND)
+    for number, part in enumerate(whole.stages):
+        of_part = [each for rank, each in enumerate(results) if rank % (2 * parts) // parts == number]
+        compare_parts(part, expected, of_part)
+
+
+@pytest.mark.parametrize(
+    ("over", "words"),
+    [
+        (lambda tensor, pipeline: [pipeline, tensor], "differs between ranks 0 and 1 of the group"),
+        (lambda tensor, pipeline: [tensor, tensor], "a rank is in two of the groups"),
+        (lambda tensor, pipeline: [tensor, pipeline][: 1 + tensor.rank], "number of groups in over="),
+    ],
+    ids=["in another order", "twice", "not by all"],
+)
+def test_groups_that_do_not_cut_the_model_in_two_ways_are_an_error_on_all_ranks(over: Any, words: str) -> None:
+    def program(transport: Transport) -> str:
+        model, optimizer, tensor, pipeline = of_stage(transport, 2, 2)
+        loss_of(model, 0, 0).backward()
+        return error_of(optimizer.clip_grad_norm_, 1.0, over=over(tensor, pipeline), replicated=is_shared)
+
+    for error in on_threads(4, program, timeout=BOUND):
+        assert words in error
+
+
+def test_an_error_along_one_group_reaches_the_ranks_of_the_other_one() -> None:
+    def program(transport: Transport) -> str:
+        model, optimizer, tensor, pipeline = of_stage(transport, 2, 2)
+        loss_of(model, 0, 0 if transport.rank else 1).backward()
+        return error_of(optimizer.clip_grad_norm_, 1.0, over=[tensor, pipeline], replicated=is_shared)
+
+    errors = on_threads(4, program, timeout=BOUND)
+    assert all(DIFFERENT in error for error in errors)
+    assert [error.startswith("ValueError") for error in errors] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("refused", ["closed", "no_sync", "max_norm", "also", "no group"])
+def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others_at_once(refused: str) -> None:
+    """Part 1 refuses; so does one rank of it alone, where arguments differ."""
+
+    def program(transport: Transport) -> str:
+        data, over = groups_of(transport, 2)
+        model = Part(transport.rank % 2)
+        optimizer = ZeroOptimizer(model, process_group=data)
+        loss_of(model, 0, 0).backward()
+        arguments: dict[str, Any] = {"max_norm": 1.0, "over": over, "replicated": is_shared}
+        with optimizer.no_sync() if refused == "no_sync" and transport.rank % 2 else nullcontext():
+            if refused == "closed" and transport.rank % 2:
+                optimizer.close()
+            if refused == "max_norm" and transport.rank == 3:
+                arguments["max_norm"] = -1.0
+            if refused == "also" and transport.rank == 1:
+                arguments["also"] = []
+            if refused == "no group":
+                arguments["over"] = []
+            return error_of(optimizer.clip_grad_norm_, **arguments)
+
+    words = {
+        "closed": "this optimizer is closed",
+        "no_sync": "inside no_sync()",
+        "max_norm": "ValueError: max_norm must be at least 0 (math.inf to measure without clipping), not -1.0",
+        "also": "clip_grad_norm_() takes over= or also=",
+        "no group": "ValueError: over=[] has no group",
+    }
+    for error in on_threads(4, program, timeout=BOUND):
+        assert words[refused] in error
 
 
 @pytest.mark.parametrize(("stage", "how"), rows([(3, "a mesh")], [(1, "a group")]))

@@ -1,6 +1,6 @@
 """A model of which each rank has some experts alone, trained by two optimizers, and the plain loop over all experts.
 
-Micro-batch j uses expert j modulo `EXPERTS`. So where ranks are a multiple of that, a rank needs one expert.
+Micro-batch j uses expert j modulo their number. So where ranks are a multiple of that, a rank needs one expert.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class Layer(nn.Module):
 
 
 class Sparse(nn.Module):
-    """Layers with experts, between dense ones."""
+    """Layers with experts, between dense ones. ``count``: of all experts."""
 
-    def __init__(self, held: Sequence[int]) -> None:
+    def __init__(self, held: Sequence[int], count: int) -> None:
         super().__init__()
+        self.count = count
         self.first = nn.Linear(3, WIDTH)
         self.layers = nn.ModuleList([])
         self.last = nn.Linear(WIDTH, 2)
@@ -88,22 +89,37 @@ class Sparse(nn.Module):
         return nn.ModuleList([layer.experts for layer in self.layers])  # type: ignore[misc]
 
 
-def sparse(held: Sequence[int] = range(EXPERTS)) -> Sparse:
-    return seeded(7, lambda: Sparse(held))
+def sparse(held: Sequence[int] | None = None, count: int = EXPERTS) -> Sparse:
+    return seeded(7, lambda: Sparse(range(count) if held is None else held, count))
 
 
 def loss_of(model: Any, step: int, number: int) -> Tensor:
     """Return the loss of a micro-batch."""
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1000 * step + number))
-    loss: Tensor = model(x.to(model.first.weight.dtype), number % EXPERTS).float().square().mean()
+    loss: Tensor = model(x.to(model.first.weight.dtype), number % model.count).float().square().mean()
     return loss
 
 
+def freeze(model: Sparse) -> None:
+    """Freeze a dense parameter and one of each expert."""
+    model.last.bias.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if name.endswith("outer.bias"):
+            parameter.requires_grad_(False)
+
+
 def plain_loop(
-    steps: int, precision: MixedPrecision | None = None, max_norm: float = 0.1
+    steps: int,
+    precision: MixedPrecision | None = None,
+    max_norm: float = 0.1,
+    *,
+    frozen: bool = False,
+    count: int = EXPERTS,
 ) -> tuple[Sparse, list[Tensor]]:
-    """Train all experts in one process; return the model and the norms."""
-    model = sparse()
+    """Train all experts, ``count`` in a layer, in one process; return the model and the norms."""
+    model = sparse(count=count)
+    if frozen:
+        freeze(model)
     loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.01), 1, precision, MICRO_BATCHES)
     norms = []
     for step in range(steps):
@@ -116,26 +132,42 @@ def plain_loop(
 
 
 class Pair:
-    """A rank's model, the optimizer of its dense parameters over all ranks, and that of its experts over fewer."""
+    """A rank's model, the optimizer of its dense parameters over all ranks, and that of its experts over fewer.
+
+    A single rank has all experts."""
 
     def __init__(
         self, transport: Transport, stages: tuple[int, int], precision: MixedPrecision | None = None, **dense: Any
     ) -> None:
         """``stages``: of the two; ``dense``: further arguments of the first."""
-        self.rank, self.world_size = transport.rank, transport.world_size
-        self.expert = transport.rank % EXPERTS
-        self.model = sparse([self.expert])
+        alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == transport.rank % EXPERTS]
+        places = {"process_group": transport}, {"process_group": transport.split(alike)}
+        self.build(transport.rank, transport.world_size, places, stages, precision, **dense)
+
+    def build(
+        self,
+        rank: int,
+        world_size: int,
+        places: tuple[dict[str, Any], dict[str, Any]],
+        stages: tuple[int, int],
+        precision: MixedPrecision | None = None,
+        *,
+        frozen: bool = False,
+        count: int = EXPERTS,
+        **dense: Any,
+    ) -> None:
+        """``places``: the arguments that name the ranks of each optimizer; ``count``: of experts in a layer."""
+        self.rank, self.world_size, self.expert = rank, world_size, rank % count
+        self.model = sparse([self.expert] if world_size > 1 else None, count)
+        if frozen:
+            freeze(self.model)
         for layer in self.model.layers:
-            layer.offset += transport.rank  # type: ignore[operator]
+            layer.offset += rank  # type: ignore[operator]
         experts = self.model.experts()
         common: dict[str, Any] = {"lr": 0.01, "bucket_cap_mb": 0.0003, "mixed_precision": precision}
         common["divisor"] = MICRO_BATCHES
-        alike = [rank for rank in range(transport.world_size) if rank % EXPERTS == self.expert]
-        group = transport.split(alike)
-        self.dense = ZeroOptimizer(
-            self.model, stage=stages[0], process_group=transport, **{**common, "ignored": experts, **dense}
-        )
-        self.own = ZeroOptimizer(experts, stage=stages[1], process_group=group, **common)
+        self.dense = ZeroOptimizer(self.model, stage=stages[0], **places[0], **{**common, "ignored": experts, **dense})
+        self.own = ZeroOptimizer(experts, stage=stages[1], **places[1], **common)
 
     def train(self, steps: range, max_norm: float = 0.1) -> list[Tensor]:
         norms = []

@@ -39,6 +39,17 @@ class Mixture(Block):
         return super().forward(self.last(mixed)) + self.router(mixed).sum()
 
 
+class EndsInside(nn.Module):
+    """A block whose output is that of a unit inside it, which a backward therefore reaches before the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.expert = nn.Linear(WIDTH, WIDTH), Expert()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.expert(torch.tanh(self.first(x)))
+
+
 class Recomputed(Mixture):
     """A block that a checkpoint computes anew, with its experts."""
 

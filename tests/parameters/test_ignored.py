@@ -20,6 +20,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.rows import rows
 from ..support.sides import AsPlain
+from .expert_jobs import Gated, gated_loss
 from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
 
 pytestmark = pytest.mark.contract
@@ -109,7 +110,10 @@ def test_a_further_optimizer_with_ranks_outside_of_the_first_ones_group_is_an_er
         return errors
 
     for errors in on_threads(2, program):
-        assert all("a further optimizer of rank 0 has ranks outside of this one's group" in each for each in errors)
+        assert all(
+            "a further optimizer of 2 ranks, that of 'weight' and 1 more parameters, but its rank" in each
+            for each in errors
+        )
 
 
 def test_a_loss_scaler_skips_the_step_of_all_optimizers_if_a_gradient_of_one_expert_is_not_finite() -> None:
@@ -220,37 +224,15 @@ def test_checkpoints_and_state_dicts_leave_it_out_and_training_goes_on_at_anothe
         assert_trained(model, plain)
 
 
-class Gated(nn.Module):
-    """A layer behind one that is each rank's own, which no optimizer has."""
-
-    def __init__(self, rank: int, ranks: int = 1) -> None:
-        super().__init__()
-        self.own = nn.ModuleList([nn.Linear(3, 3, bias=False) for _ in range(ranks)])
-        self.layer = nn.Linear(3, 2)
-        with torch.no_grad():
-            for number, each in enumerate(self.own):
-                each.weight.copy_(torch.eye(3) * (1.5 + rank + number))
-            for parameter in self.layer.parameters():
-                parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
-
-    def forward(self, x: Tensor, number: int = 0) -> Tensor:
-        found: Tensor = self.layer(self.own[number](x)).float().square().sum()
-        return found
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(stage: int) -> None:
     counts = (1, 3, 2)
     gated = Gated(0, 3)
     plain = AsPlain(gated, lambda _: torch.optim.AdamW(gated.layer.parameters(), lr=0.1), 3)
 
-    def trained(side: Any, rank: int, step: int) -> Tensor:
-        x = torch.full((1, 3), 1.0 + rank + step)
-        return side(x, rank if len(side.own) > 1 else 0)  # type: ignore[no-any-return]
-
     for step in range(3):
         mine = [rank for rank in range(3) if step < counts[rank]]
-        plain.train(lambda model, rank, step=step: trained(model, rank, step), ranks=mine)  # type: ignore[misc]
+        plain.train(lambda model, rank, step=step: gated_loss(model, rank, step), ranks=mine)  # type: ignore[misc]
         plain.settle()
         plain.step()
         plain.clear()
@@ -262,7 +244,7 @@ def test_what_nobody_trains_stays_as_it_is_inside_join_and_in_mixed_precision(st
         optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, lr=0.1, ignored=model.own)
         with optimizer.join():
             for step in range(counts[transport.rank]):
-                trained(model, transport.rank, step).backward()  # type: ignore[no-untyped-call]
+                gated_loss(model, transport.rank, step).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 optimizer.zero_grad()
         assert isinstance(weight.grad, Tensor)  # as autograd has left it, of this rank alone
@@ -350,8 +332,8 @@ def test_a_clip_that_one_rank_cannot_make_is_an_error_on_every_rank_and_training
         "also[0] must be a further ZeroOptimizer, each once, not int",
         "also[1] must be a further ZeroOptimizer",
         "clip_grad_norm_() inside no_sync()",
-        "clip_grad_norm_() with also= inside join()",
-        "clip_grad_norm_(also=1 optimizers)",
+        "clip_grad_norm_(also=...) inside join()",
+        "rank 2 has given a further optimizer of 2 ranks",
     ]
     for messages, model in on_threads(4, program):
         for message, words in zip(messages, said, strict=True):

@@ -32,7 +32,8 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import share
 from ..support.programs import Program, check
 from ..support.rows import only, without
-from .nested_units import NESTED, ODD, Expert, Mixture, Net, deeply_nested, held_twice, nested, tie_inside
+from ..support.sides import Side, same_as_plain
+from .nested_units import NESTED, ODD, EndsInside, Expert, Mixture, Net, deeply_nested, held_twice, nested, tie_inside
 from .worlds import check_in, on, size_of
 
 EXPERTS_KEPT = {"prefetch_depth": 0, "reshard_after_forward": lambda module: not isinstance(module, Expert)}
@@ -94,6 +95,8 @@ def test_a_unit_holds_what_no_unit_inside_it_holds_and_what_several_share_lies_a
 DEEP = 4
 FLAT = Case(net_of(Block, DEEP))
 MIXED = Case(net_of(Mixture, DEEP), units=nested)
+THREE_DEEP = Case(net_of(Mixture, DEEP), units=deeply_nested)
+ENDS_INSIDE = Case(net_of(EndsInside, DEEP), units=lambda module: isinstance(module, (EndsInside, Expert)))
 MEASURED: dict[str, tuple[Case, dict[str, Any], bool]] = {  # whether the bound is reached
     "none ahead": (FLAT, {"prefetch_depth": 0}, True),
     "two ahead": (FLAT, {"prefetch_depth": 2}, True),
@@ -102,12 +105,16 @@ MEASURED: dict[str, tuple[Case, dict[str, Any], bool]] = {  # whether the bound 
     "nested": (MIXED, {}, True),
     "nested, none ahead": (MIXED, {"prefetch_depth": 0}, True),
     "nested, three ahead": (MIXED, {"prefetch_depth": 3}, False),
+    "three deep": (THREE_DEEP, {}, True),
+    "three deep, none ahead": (THREE_DEEP, {"prefetch_depth": 0}, True),
+    "blocks end inside": (ENDS_INSIDE, {}, False),
+    "blocks end inside, two ahead": (ENDS_INSIDE, {"prefetch_depth": 2}, False),
     "nested, experts kept": (MIXED, EXPERTS_KEPT, True),
     "nested, blocks kept": (MIXED, {**BLOCKS_KEPT, "prefetch_depth": 1}, True),
 }
 
 
-@pytest.mark.parametrize("name", only(MEASURED, "two ahead", "nested", "nested, experts kept"))
+@pytest.mark.parametrize("name", only(MEASURED, "two ahead", "three deep", "blocks end inside", "nested, experts kept"))
 def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
     """No bucket of a unit is here longer than it must be, and none is gathered twice for a forward or a backward."""
     case, arguments, is_reached = MEASURED[name]
@@ -132,6 +139,26 @@ def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
     results = on("several", program)
     for step, total in enumerate(zip(*(sent for sent, _ in results), strict=True)):
         assert [sum(total)] * size_of("several") == [formula for _, formula in results], step
+
+
+def test_a_rank_that_has_left_a_join_gathers_them_for_the_others() -> None:
+    """In each step ranks have no, one and two micro-batches."""
+
+    def loop(side: Side) -> list[torch.Tensor]:
+        norms = []
+        for step in range(2):
+            batches = batches_of(step, 3)
+            with side.join():
+                for turn in range(TURNS):
+                    ranks = [rank for rank in side.ranks if turn < (rank + step) % 3]
+                    side.train(lambda model, rank, of=batches[3 * turn :]: loss_of(model, of[rank]), ranks=ranks)  # type: ignore[misc]
+            norms.append(side.clip(0.5))
+            side.step()
+            side.clear()
+        return norms
+
+    settings = {"stage": 3, "units": deeply_nested, "prefetch_depth": 2}
+    same_as_plain(loop, Case(net_of(Mixture, 2)).make, torch.optim.AdamW, 3, settings=settings)
 
 
 @pytest.mark.parametrize("depth", only([0, 1, 3], 3))

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save, setup
+from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save
 from zero.parameters.gathered.buffers import GatheredBuffer
-from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.runtime.staging import Staging
 
 from ..contract.space import HABITS
@@ -32,11 +31,7 @@ from .nested_units import ODD
 ON_HOST = Offload("cpu", parameters="cpu")
 
 
-@pytest.fixture(autouse=True)
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the host's memory for that of another device."""
-    monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
-    monkeypatch.setattr(setup, "backend_for", lambda offload, device: HostOffload(device))
+pytestmark = pytest.mark.usefixtures("copied_from_the_host")
 
 
 def program(ranks: int, optimizer: str, precision: str, habit: str, **others: Any) -> Program:
@@ -50,9 +45,13 @@ ROWS = {
     "alone": program(1, "adagrad", "", "freezes"),
     "two in bf16": program(2, "adamw", "bf16", "freezes"),
     "two by parameter": program(2, "shampoo", "", "zeros"),
+    "two in bf16, evaluated": program(2, "schedule-free", "bf16", "freezes"),
     "three, scaled": program(3, "adamw", "fp16", "scales"),
     "six": program(6, "sgd momentum", "", "clips"),
     "four, two copies": program(4, "adamw", "bf16", "no sync", sharding_factor=2),
+    "alone, kept whole": program(1, "adamw", "bf16", "no sync", reshard=False),
+    "five": program(5, "adamw fused", "bf16", "clips", collective="auto"),
+    "four copies": program(4, "sgd momentum", "bf16", "clips", sharding_factor=1),
     "two, kept whole": program(2, "adamw", "", "clips", reshard=False),
     "two, units inside units": program(2, "adamw", "bf16", "clips", units=ODD["inside units"]),
     "alone, units kept inside units": program(1, "adamw", "bf16", "no sync", units=ODD["kept inside units"]),
@@ -60,6 +59,10 @@ ROWS = {
 }
 IN_CI = (
     "alone",
+    "alone, kept whole",
+    "five",
+    "four copies",
+    "two in bf16, evaluated",
     "two by parameter",
     "six",
     "two, kept whole",
@@ -133,7 +136,25 @@ def test_a_shard_is_copied_for_its_gather_and_for_its_step_and_stays_nowhere(mon
     optimizer.close()
 
 
-def test_a_checkpoint_goes_on_without_it_and_comes_from_without_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_stage_1_goes_on_in_the_hosts_memory_of_more_ranks(tmp_path: Path) -> None:
+    model, optimizer = build(solo(), mixed_precision=PRECISIONS["bf16"], offload=None, stage=1)
+    train(model, optimizer, range(2))
+    save(tmp_path / "saved", optimizer)
+    train(model, optimizer, range(2, 4))
+    optimizer.close()
+
+    def resumed(transport: Transport) -> Any:
+        model, optimizer = build(transport, mixed_precision=PRECISIONS["bf16"])
+        load(tmp_path / "saved", optimizer)
+        train(model, optimizer, range(2, 4))
+        optimizer.close()
+        return model
+
+    for found in on_threads(2, resumed, timeout=BOUND):
+        assert_same_model(found, model)
+
+
+def test_a_checkpoint_goes_on_without_it_and_elsewhere(tmp_path: Path) -> None:
     def saved(transport: Transport) -> None:
         model, optimizer = build(transport, mixed_precision=PRECISIONS["bf16"])
         train(model, optimizer, range(2))

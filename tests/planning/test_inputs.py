@@ -8,16 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from zero import Offload
+from collectives import solo
+from zero import MixedPrecision, Offload, ZeroOptimizer
 from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model
 from zero.planning.models.families import FAMILIES
 from zero.planning.models.parameter_lists import of_parameter_list
-from zero.planning.models.shapes import from_config, of_config
+from zero.planning.models.shapes import from_config, model_of, of_config
 from zero.planning.setting import PlanSetting
+from zero.precision import checked
 
+from ..support.errors import error_of
 from .configs import GPT2, LLAMA_3_8B, PUBLISHED
 
 WRONG_CONFIGS = (
@@ -39,7 +44,7 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"bucket_cap_mb": "auto"}, "depends on the model"),
     ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
     ({"stage": 3, "offload": Offload("cpu")}, "with parameters on the CPU"),
-    ({"stage": 3, "offload": Offload("cpu", parameters="cpu")}, "a plan has no formula for its copies yet"),
+    ({"stage": 2, "device": "cuda", "offload": Offload("cpu", parameters="cpu")}, "it is for stage 3"),
     ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
     ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
 )
@@ -177,3 +182,45 @@ def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:
             PlanSetting(**wrong)
     with pytest.raises(ValueError, match="rank must be from 0 to 1, not 2"):
         MemoryPlan(Model("none", ())).of_rank(PlanSetting(stage=2, world_size=2), 2)
+
+
+class Shared(nn.Module):
+    """A module with two names, one of them inside another module, and a parameter with two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.tied = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second = nn.Sequential(self.first, nn.Linear(3, 3))
+        self.second[1].weight = self.tied.weight
+        self.third = self.first
+
+
+BF16, FP32 = MixedPrecision(torch.bfloat16), MixedPrecision(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"*": BF16, "first": FP32},
+        {"*": FP32, "first": BF16, "tied": FP32},
+        {"*": BF16, "second": FP32},
+        {"*": BF16, "second.0": FP32},
+        {"*": BF16, "third": FP32},
+        {"*": BF16, "tied": FP32, "second.1": FP32},
+    ],
+    ids=str.split("first tied second second.0 third alike"),
+)
+def test_a_module_with_two_names_has_one_precision_in_a_plan_and_in_training(
+    patterns: dict[str, MixedPrecision],
+) -> None:
+    """Both take the first name, and refuse the same patterns."""
+    model = Shared()
+    shapes, of_plan, planned = model_of(model, "shared"), list[Any](), "nothing"
+    try:
+        of_plan = [dtypes.param_dtype for dtypes in shapes.dtypes(checked(patterns))]
+    except ValueError as error:
+        planned = f"ValueError: {error}".replace("no parameter:", "no module:")
+    refused = error_of(ZeroOptimizer, model, torch.optim.SGD, mixed_precision=patterns, process_group=solo())
+    assert refused == planned
+    if planned == "nothing":
+        assert [parameter.dtype for parameter in model.parameters()] == of_plan

@@ -22,6 +22,7 @@ from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model, ParameterShape
 from zero.planning.models.shapes import model_of
 from zero.planning.setting import PlanSetting
+from zero.runtime.staging import Staging
 
 from ..support.pairs import pair_rows
 from ..support.rows import placed
@@ -156,6 +157,63 @@ def test_on_an_accelerator_stage_3_keeps_no_16_bit_parameters_of_what_is_trained
     assert (plan.of_rank(setting, 0).parameters > 0) is (row["model"] == "frozen")
 
 
+ON_HOST = {**GATHERED, "offload": Offload("cpu", parameters="cpu"), "optimizer": "adamw"}
+ON_THE_HOST = [
+    {**ON_HOST, "model": model, "world_size": ranks, "reshard_after_forward": near, **others}
+    for model, ranks, near, others in (
+        ("frozen", 1, True, {}),
+        ("frozen", 3, True, {}),
+        ("tied", 6, 2, {"optimizer": "momentum"}),
+        ("aligned", 1, False, {"mixed_precision": None}),
+        ("aligned", 4, True, {"optimizer": "muon"}),
+        ("tied", 4, False, {"sharding_factor": 2, "optimizer": "adagrad"}),
+        ("aligned", 2, True, {"sharding_factor": 1, "prefetch_depth": 2}),
+    )
+]
+
+
+@pytest.mark.parametrize("row", placed("row", ON_THE_HOST, 0, 2, 3))
+@pytest.mark.usefixtures("accelerated", "copied_from_the_host")
+def test_parameters_in_the_hosts_memory_are_counted_there_and_not_on_the_device(
+    row: dict[str, Any], tmp_path: Path
+) -> None:
+    setting, plan = compare_with_plan(row, tmp_path)
+    for rank in range(setting.world_size):
+        here = plan.of_rank(setting, rank)
+        assert here.resident == here.step_counts
+        assert here.offloaded >= here.parameters + here.gradients + here.states + here.masters
+
+
+@pytest.mark.usefixtures("accelerated", "copied_from_the_host")
+def test_a_step_has_copies_of_three_buckets_and_one_gradient_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    live: dict[Staging, int] = {}
+    peak = 0
+    fetch, free = Staging.fetch, Staging.let_go
+
+    def fetched(self: Staging, kept: Any) -> None:
+        nonlocal peak
+        fetch(self, kept)
+        live[self] = sum(tensor.nbytes for tensor in self.tensors.values())
+        peak = max(peak, sum(live.values()))
+
+    def freed(self: Staging) -> None:
+        free(self)
+        live.pop(self, None)
+
+    monkeypatch.setattr(Staging, "fetch", fetched)
+    monkeypatch.setattr(Staging, "let_go", freed)
+    module = nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(5)))
+    setting = PlanSetting(stage=3, offload=ON_HOST["offload"], mixed_precision=BF16, bucket_cap_mb=0.002)
+    optimizer = ZeroOptimizer(module, torch.optim.AdamW, lr=1e-3, **setting.arguments())
+    for _ in range(2):
+        module(torch.ones(2, 32)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gradient = 32 * 32 * 4
+    assert peak + gradient == MemoryPlan(model_of(module, "equal")).of_rank(setting, 0).staged_peak
+    optimizer.close()
+
+
 def compare_with_plan(row: dict[str, Any], tmp_path: Path) -> tuple[PlanSetting, MemoryPlan]:
     """Train a step at a setting on threads, and compare what each rank holds and sends with the plan."""
     setting, model = setting_of(row), described(row["model"])
@@ -170,7 +228,7 @@ def compare_with_plan(row: dict[str, Any], tmp_path: Path) -> tuple[PlanSetting,
             cls,
             module=module,
             process_group=transport,
-            **replace(setting, offload=setting.offload and Offload(tmp_path)).arguments(),
+            **replace(setting, offload=_placed(setting.offload, tmp_path)).arguments(),
             **arguments,
         )
         before = optimizer.traffic
@@ -191,6 +249,10 @@ def compare_with_plan(row: dict[str, Any], tmp_path: Path) -> tuple[PlanSetting,
             assert found.bytes[kind] <= bound == formula, (row, rank)
     assert sum(spent for _, spent in results) == plan.sent(setting), row
     return setting, plan
+
+
+def _placed(offload: Offload | None, folder: Path) -> Offload | None:
+    return offload if offload is None or offload.on_host else Offload(folder)
 
 
 TABLE_1 = """

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zero import Offload
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.memory import MemoryPlan
 from zero.planning.models.parameter_lists import in_units
@@ -42,6 +43,7 @@ CHAIN = (Reduction(AFTER_THE_LAST, 1.0, WireCost(10, 1)),) * 3  # 10 s from end 
 LATE, HALFWAY = UnitStep(PassSeconds(0, 8, host_backward=20)), Reduction(1, 0.5, WireCost(2, 2, host=5))
 BUCKETS = tuple(Reduction(1, ready, wire(6)) for ready in (0.5, 0.75, 1.0))
 MICRO_BATCHES = StepProgram((unit(1, 2), unit(3, 6)), (Reduction(1, 1.0, wire(5)),), micro_batches=4)
+COPIED = (ROOT, *(replace(unit(4, 4, again=again), copy=copy) for copy, again in ((2, 0), (3, 0), (5, None))))
 STATES = StepProgram((ROOT,), updates=(UpdateStep(1, read=2, write=2),) * 4)
 AGREEING = StepProgram((unit(10, 0),), control=2, synchronises=True, fixed=8, jitter=0.1)
 BESIDE = StepProgram((ROOT, unit(4, 0, 1, None), unit(4, 0, 2, None)), overlap=0.25, kept=True)
@@ -59,6 +61,17 @@ BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
     (STATES, {"update": 4, "disk": 7}),
     (replace(STATES, streams=False), {"update": 4, "disk": 16}),
     (MICRO_BATCHES, {"compute": 48, "reduction": 5}),
+    # copies of 2, 3 and 5 s: the first one is waited for; of the others, each beside 4 s of work, the last 1 s; the
+    # backward copies the first two again, and not what is whole
+    (StepProgram((ROOT, COPIED[3])), {"compute": 8, "gather": 5}),
+    (StepProgram(COPIED), {"compute": 24, "gather": 3}),
+    (replace(StepProgram(COPIED), ahead=0), {"compute": 24, "gather": 2 + 3 + 5 + 3 + 2}),
+    # the sums are copied on the device's own clock, and the host waits for the last one before it issues the update
+    (StepProgram(BACKWARD, (Reduction(1, 1.0, NOTHING, keep=2),)), {"compute": 8, "disk": 2}),
+    (
+        StepProgram(BACKWARD, (Reduction(1, 1.0, NOTHING, keep=2),), host_reads=True, host=3),
+        {"compute": 8, "disk": 2, "host": 3},
+    ),
     (replace(MICRO_BATCHES, reduced=4), {"compute": 48, "reduction": 20}),
     # the host launches in 3 s what takes 1 s; without streams that is compute's own time
     (StepProgram((SLOW, SLOW)), {"compute": 4, "host": 8}),
@@ -102,6 +115,7 @@ SETTINGS = {
     "reshard_after_forward": (True, False, 2),
     "mixed_precision": (None, PRECISIONS["bf16"]),
     "micro_batches": (1, 3),
+    "offload": (None, Offload("cpu", parameters="cpu")),
 }
 
 
@@ -146,7 +160,8 @@ def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
         assert sum(found.parts.values()) == pytest.approx(found.seconds)
         assert min(found.parts.values()) >= 0
         if setting.world_size == 1:
-            assert found.sent == found.parts["gather"] == found.parts["reduction"] == found.parts["control"] == 0
+            assert found.sent == found.parts["reduction"] == found.parts["control"] == 0
+            assert (found.parts["gather"] > 0) is bool(row["offload"])
         if setting.per_host == 1:
             assert found.crossed == pytest.approx(found.sent), "between hosts of one rank all that is sent crosses"
 
@@ -191,7 +206,7 @@ def test_with_many_tokens_the_host_vanishes_behind_the_device() -> None:
 
 @given(
     st.sampled_from(ROWS),
-    st.sampled_from(["link", "memory_bandwidth", "nic", "ring_step", "base", *CALLS]),
+    st.sampled_from(["link", "host_link", "memory_bandwidth", "nic", "ring_step", "base", *CALLS]),
     st.floats(1, 100),
 )
 def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, factor: float) -> None:

@@ -220,7 +220,7 @@ def calls_of(optimizer: ZeroOptimizer, parameter: Tensor) -> dict[str, Callable[
 
 
 def public(cls: type) -> set[str]:
-    facts = {"rank", "world_size", "traffic", "close", "state"}
+    facts = {"rank", "world_size", "traffic", "close", "state", "train", "eval"}  # the last two: not of every class
     own = [base for base in cls.__mro__ if base not in torch.optim.Optimizer.__mro__]
     return {name for base in own for name in vars(base) if not name.startswith("_")} - facts
 

@@ -17,6 +17,7 @@ from zero import ZeroOptimizer
 from zero.integrations.conversion import Conversions, convert, on_cpu
 
 from ..support.plain import assert_same_model, assert_same_states
+from ..support.two_modes import ScheduleFree
 
 
 def network() -> nn.Sequential:
@@ -55,6 +56,28 @@ def test_a_plain_optimizer_is_converted_with_its_class_groups_arguments_states_a
     (plain, reference), (model, zero) = trained
     assert isinstance(zero, ZeroOptimizer)
     assert_same_states(zero.state_dict(), reference.state_dict())
+    zero.close()
+    assert_same_model(model, plain)
+
+
+def test_a_plain_optimizer_of_two_modes_is_converted_in_its_mode() -> None:
+    trained: list[tuple[nn.Module, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for converts in (False, True):
+            model = network()
+            optimizer = ScheduleFree(model.parameters(), beta=0.8)
+            scheduler = ExponentialLR(optimizer, 0.9)
+            optimizer.train()
+            step(model, optimizer)
+            ours: Any = convert(optimizer, model, {}) if converts else optimizer
+            step(model, ours)
+            scheduler.step()
+            ours.eval()
+            trained.append((model, ours))
+    (plain, reference), (model, zero) = trained
+    assert_same_states(zero.state_dict(), reference.state_dict())
+    assert zero.param_groups[0]["k"] == 2
     zero.close()
     assert_same_model(model, plain)
 

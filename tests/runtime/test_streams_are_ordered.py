@@ -15,6 +15,8 @@ from collectives.algorithms.aside import AddedAside, Aside
 from collectives.algorithms.base import Launched
 from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
+from zero.parameters.gathered.buffers import GatheredBuffer, GatheredUnit
+from zero.parameters.gathered.units import GatheredUnits
 from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.state import device_memory
 from zero.state.device_memory import DeviceMemory
@@ -24,7 +26,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
 from .stream_backend import on_streams
-from .stream_checker import StreamChecker, here
+from .stream_checker import Stream, StreamChecker, here
 from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
@@ -164,20 +166,79 @@ def test_copies_of_offloaded_states_are_ordered(
     check(world_size, stage, program, offload=Offload("cpu"))
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(2, BF16)])
-def test_copies_of_parameters_on_the_host_are_ordered(
-    world_size: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def parameters_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
     monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
 
+
+ON_HOST: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    rows([(1, {}), (2, BF16)], [(1, BF16), (2, {}), (2, {"prefetch_depth": 2}), (4, {"reshard_after_forward": 2})]),
+)
+@pytest.mark.usefixtures("parameters_on_the_host")
+def test_copies_of_parameters_on_the_host_are_ordered(world_size: int, options: dict[str, Any]) -> None:
     def program(training: Training) -> None:
         training.steps(EACH, IN_TURN)
         with training.on("reader"):
             training.optimizer.consolidate_state_dict(None)
         training.steps(EACH)
 
-    check(world_size, 3, program, offload=Offload("cpu", parameters="cpu"), **options)
+    check(world_size, 3, program, **ON_HOST, **options)
+
+
+@pytest.mark.parametrize(("world_size", "depth"), rows([(1, 1)], [(2, 1), (1, 2), (1, 0)]))
+@pytest.mark.usefixtures("parameters_on_the_host")
+def test_a_unit_waits_for_the_copy_of_its_own_shard_alone(
+    world_size: int, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the copies for the next units run beside it."""
+    under_way: dict[tuple[int, int], tuple[Stream, int]] = {}  # by rank and unit: the copy's stream, and its number
+    beside: list[tuple[int, int]] = []
+    copy, install, reshard = GatheredBuffer.copy_kept, GatheredUnits.install, GatheredUnits.reshard
+
+    def copied(self: GatheredBuffer) -> None:
+        copy(self)
+        stream = here().current()
+        under_way[id(here()), self.spec(0).unit] = stream, stream.clock[stream]
+
+    def installed(self: GatheredUnits, unit: GatheredUnit) -> None:
+        known = here().current().clock
+        for (checker, number), (stream, time) in under_way.items():
+            if checker == id(here()) and number != unit.number and known.get(stream, 0) < time:
+                beside.append((unit.number, number))
+        stream, time = under_way[id(here()), unit.number]
+        assert known[stream] >= time, "it has waited for its own"
+        install(self, unit)
+
+    def resharded(self: GatheredUnits, unit: GatheredUnit, after_forward: bool) -> None:
+        reshard(self, unit, after_forward)
+        del under_way[id(here()), unit.number]
+
+    monkeypatch.setattr(GatheredBuffer, "copy_kept", copied)
+    monkeypatch.setattr(GatheredUnits, "install", installed)
+    monkeypatch.setattr(GatheredUnits, "reshard", resharded)
+    check(world_size, 3, lambda training: training.backwards(TOWERS), **ON_HOST, prefetch_depth=depth)
+    forward = [(unit, unit + ahead) for unit in range(1, 5) for ahead in range(1, depth + 1) if unit + ahead < 5]
+    backward = [(5 - unit, 5 - after) for unit, after in forward]
+    assert sorted(set(beside)) == sorted({*forward, *backward})
+
+
+@pytest.mark.usefixtures("parameters_on_the_host")
+def test_memory_of_a_copy_that_is_given_up_is_used_behind_it() -> None:
+    def program(training: Training) -> None:
+        manager = training.optimizer._storage.manager
+        (buffer,) = manager.units[1].gathered.buffers
+        buffer.begin_gather(torch.empty)
+        with manager.gathered._copying(buffer):
+            buffer.copy_kept()
+        buffer.end_gather()
+        torch.ones(1)  # in its memory
+
+    check(1, 3, program, **ON_HOST)
 
 
 @pytest.mark.parametrize(("world_size", "stage"), rows([(1, 3), (2, 1)], [(2, 3), (1, 0)]))

@@ -217,6 +217,16 @@ def resetting(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
     return ResettingAdamW(parameters, lr=1e-2)
 
 
+def schedule_free(parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Return an optimizer in train mode that changes to eval mode after its fourth step."""
+    from schedulefree import AdamWScheduleFree
+
+    optimizer = AdamWScheduleFree(parameters, lr=1e-2)
+    optimizer.register_step_post_hook(lambda *_: optimizer.eval() if optimizer.param_groups[0]["k"] == 4 else None)
+    optimizer.train()
+    return optimizer  # type: ignore[no-any-return]
+
+
 def mask_eight_rows(loop: PlainRanks) -> None:
     """Mask eight rows of the gradients of the first two parameters."""
     for parameter in loop.held[:2]:

@@ -26,10 +26,14 @@ import torch.distributed as dist
 from .ports import reserved_port
 
 SIZE = 4
-GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3))  # and all
+GROUPS = ((0,), (0, 1), (0, 1, 2), (0, 1, 2, 3), (1, 3), (1,), (2,), (3,), (0, 2), (2, 3))  # and all
 GROUP_TIMEOUT = 60.0 if torch.cuda.is_available() else 20.0  # seconds; a first program also makes CUDA contexts
 IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by the first optimizer of a process
 PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
+
+
+MADE: dict[tuple[int, ...], Any] = {}
+"""In a process of the pool: its process groups, by their ranks."""
 
 
 class ProgramError(Exception):
@@ -50,7 +54,7 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> N
     torch.set_num_threads(1)
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT))
     known = dict.fromkeys((*GROUPS, tuple(range(size))))
-    groups = {ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in known}
+    MADE.update({ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in known})
     pipe.send("ready")
     while True:
         try:
@@ -59,7 +63,7 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> N
             return
         try:
             program = getattr(importlib.import_module(module), name)
-            group = groups[ranks]
+            group = MADE[ranks]
             pipe.send(("result", program(group, dist.get_rank(group), *arguments)))
         except BaseException as error:
             pipe.send(("error", (type(error).__name__, str(error), traceback.format_exc())))

@@ -52,7 +52,6 @@ REFUSED = (
     Refused("optim", "galore_adamw_layerwise", "it projects whole matrices", "adagrad"),
     Refused("optim", "apollo_adamw", "it projects whole matrices", "adafactor"),
     Refused("optim", "lomo", "inside the backward"),
-    Refused("optim", "schedule_free_adamw", "between training and evaluation"),
     *(
         Refused("optim", name, "is not among those with which ZeroTrainer is tested")
         for name in ("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "grokadamw", "stable_adamw")

@@ -40,6 +40,9 @@ class Side(Protocol):
 
     def clear(self, how: Clear = "zero_grad") -> None: ...
 
+    def set_mode(self, mode: str) -> None:
+        """Call ``train()`` or ``eval()``, by name, of the model and of the optimizer."""
+
     def gathered(self, parameters: Any = None, *, write: bool = False) -> AbstractContextManager[None]: ...
 
     def join(self) -> AbstractContextManager[None]: ...
@@ -76,6 +79,10 @@ class OnRank:
     def clear(self, how: Clear = "zero_grad") -> None:
         clear(self.model, self.optimizer, how)
 
+    def set_mode(self, mode: str) -> None:
+        getattr(self.model, mode)()
+        getattr(self.optimizer, mode)()
+
 
 class AsPlain(PlainRanks):
     """The plain loop."""
@@ -87,6 +94,11 @@ class AsPlain(PlainRanks):
     def train(self, loss_of: LossOf, *, sync: bool = True, ranks: Iterable[int] | None = None) -> None:
         for rank in range(self.world_size) if ranks is None else ranks:
             self.backward(rank, lambda rank=rank: loss_of(self.model, rank).backward(), sync)  # type: ignore[misc]
+
+    def set_mode(self, mode: str) -> None:
+        self.meet()
+        getattr(self.model, mode)()
+        self.numbers.exchange(self.optimizer, mode)
 
     def gathered(self, parameters: Any = None, *, write: bool = False) -> AbstractContextManager[None]:
         self.meet()

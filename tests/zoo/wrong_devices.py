@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -59,7 +59,15 @@ def one_memory_for_all_rounded_copies(real: Any, self: Any, room: Any) -> None:
     real(self, again)
 
 
+def shards_are_copied_on_the_current_stream(real: Any, self: Any, buffer: Any) -> Iterator[None]:
+    yield
+
+
 WRONG: dict[str, Callable[..., Any]] = {
+    "one-rank-alone-gathers-nothing": lambda real, self, own, buffer, bounds, *, tag: self._all_gather(
+        own, buffer, bounds, tag
+    ),
+    "frozen-parameters-on-the-host-get-masters": lambda real, self: (self._flats(), real(self))[1],
     "a-digest-without-bounds": lambda real, digest, bounds, dtype: real(digest, [], dtype),
     "limbs-overflow-32-bits": lambda real, self, limbs, max_norm: real(self, limbs & 0xFFFFFFFF, max_norm),
     "shards-are-even-for-the-ranks-of-all-replicas": lambda real, end, spec, world_size: real(

@@ -16,6 +16,7 @@ import torch
 
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
+from zero.runtime.backward_tracker import in_backward
 
 
 def then(work: Any, call: Callable[[], object]) -> Any:
@@ -23,9 +24,9 @@ def then(work: Any, call: Callable[[], object]) -> Any:
     return SimpleNamespace(wait=lambda: (work.wait(), call()))
 
 
-def the_sum_is_divided_at_each_reduction(real: Any, self: Any) -> None:
-    real(self)
-    self._sum().data.div_(self.bucket.world_size)
+def the_sum_is_divided_at_each_reduction(real: Any, self: Any, then: Any) -> None:
+    real(self, lambda: self._sum().data.div_(self.bucket.world_size))
+    then()
 
 
 def reductions_stay_local(real: Any, self: Any, source: Any, bounds: Any, out: Any, *, start: Any, tag: Any) -> Any:
@@ -193,6 +194,34 @@ def an_inner_unit_releases_those_around_it(real: Any, self: Any, unit: int) -> N
         self._around = around
 
 
+def what_is_still_here_is_gathered_again(real: Any, self: Any, unit: int, here: Any, expected: list[int]) -> list[int]:
+    return real(self, unit, [], expected)  # type: ignore[no-any-return]
+
+
+def what_lies_around_is_gathered_twice(real: Any, self: Any, unit: int) -> None:
+    for number in self._ahead if in_backward() else ():
+        if number in self._around[unit] - {unit}:
+            self.manager.reshard(number)
+    real(self, unit)
+
+
+def weights_of_the_mode_stay_with_their_owners(real: Any, self: Any, *arguments: Any) -> Any:
+    run, self._run = self._run, lambda work, _, groups, call: run(work, [], groups, call)
+    try:
+        return real(self, *arguments)
+    finally:
+        del self._run
+
+
+def modes_leave_parameters_without_a_gradient(real: Any, states: Any) -> bytes:
+    present, _ = states.stepped()
+    return bytes([present[piece.slot] for piece in states.pieces])
+
+
+def copies_of_a_model_are_checked(real: Any, self: Any) -> Any:
+    return type(self), (self._engine(),)
+
+
 def kept_units_are_resharded(real: Any, self: Any, unit: int, backward: bool) -> None:
     schedule, self.schedule = self.schedule, replace(self.schedule, kept=frozenset())
     try:
@@ -286,6 +315,14 @@ WRONG: dict[str, Callable[..., Any]] = {
         real(self, tensor) and isinstance(tensor, torch.nn.Parameter)
     ),
     "the-norm-without-the-experts": lambda real, first, also: real(first, also)[:0],
+    "a-norm-along-two-groups-counts-replicas-twice": lambda real, self: replace(
+        real(self), own=self.own.merge(self.shared).merge(self.shared)
+    ),
+    "only-the-first-group-is-added-up": lambda real, self, groups: real(
+        self, groups[:1] if isinstance(groups, list) else groups
+    ),
+    "a-refused-argument-stays-on-its-rank": lambda real, self, replicated, problem: real(self, replicated, None),
+    "what-is-ignored-is-listed": lambda real, params, ignored=(): real(params),
     "an-argument-with-a-name-of-ours-is-dropped": lambda real, arguments, kwargs: (
         {key: value for key, value in real(arguments, kwargs).items() if key != "stage"}
     ),
@@ -296,9 +333,9 @@ WRONG: dict[str, Callable[..., Any]] = {
 """The bugs that an expression makes, by name."""
 
 
-def replicated_parameters_count_in_every_part(real: Any, self: Any, part: Any, replicated: Any, arguments: Any) -> Any:
-    whole = real(self, part, replicated, arguments)
-    return replace(whole, own=whole.own.merge(whole.shared))
+def replicated_parameters_count_in_every_part(real: Any, part: Any, told: Any) -> Any:
+    whole = real(part, told)
+    return replace(whole, own=whole.own.merge(part.shared))
 
 
 def gradients_of_replicated_parameters_are_not_compared(real: Any, self: Any, positions: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 from collectives import Kind, Tag
 
+from ..core.renames import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
 from .files import weaker
@@ -22,7 +23,7 @@ from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
-from .read.differences import Differences, Rename, Resize
+from .read.differences import Differences, Resize
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
 from .sharded_optimizer import ShardedOptimizer

@@ -51,6 +51,22 @@ def _path(text: str) -> Path:
     return Path(text)
 
 
+def _offload(text: str) -> Offload:
+    """Return the arguments of `Offload` that are written with commas between them. "./cpu" is a folder."""
+    states, given, parameters = text.partition(PARAMETERS)
+    if given and parameters != "cpu":
+        raise ValueError
+    return Offload("cpu" if states == "cpu" else _path(states), "cpu" if given else None)
+
+
+def _written_offload(value: Offload | None) -> str | None:
+    if value is None:
+        return None
+    return str(value.states) + (f"{PARAMETERS}{value.parameters}" if value.parameters else "")
+
+
+PARAMETERS = ",parameters="
+OFFLOAD = f"a path (the current folder is .), cpu, or cpu{PARAMETERS}cpu"
 PATH = "a path (the current folder is .)", "<path>"
 FORMS: Mapping[Any, TextForm] = {
     Path: TextForm(str, _path, _text, *PATH),
@@ -73,12 +89,7 @@ FORMS: Mapping[Any, TextForm] = {
         "<int,int>",
     ),
     str | Algorithm: TextForm(str, str, str),
-    Offload | None: TextForm(
-        str | None,
-        lambda path: Offload(_path(path)),
-        lambda value: None if value is None else str(value.states),
-        *PATH,
-    ),
+    Offload | None: TextForm(str | None, _offload, _written_offload, OFFLOAD, "<path|cpu>"),
     PrecisionOption: TextForm(
         PrecisionName, PRECISIONS.__getitem__, {value: name for name, value in PRECISIONS.items()}.__getitem__
     ),

@@ -184,7 +184,8 @@ def peak_bounds(
 
     The first is that of `UnitSchedule.at_once` (the root's rest and the two largest units, if no unit lies inside
     another), and the shards that are kept for the backward; where shards are rounded master weights
-    (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered. The second is three of the
+    (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered, and one copy in the dtype of
+    the master weights, which is rounded on the device. The second is three of the
     largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket of whole
     parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of each rank.
 
@@ -221,10 +222,13 @@ def peak_bounds(
         sums = 2 * -(-in_flight(bucket) // host_ranks)
         return moved + FOLDS_IN_FLIGHT * sums * bucket.dtypes.accumulate_dtype.itemsize
 
-    offloaded = any(bucket.offloaded for bucket in layout.buckets)
+    offloaded = [bucket for bucket in layout.buckets if bucket.offloaded]
+    wide = max(
+        (_largest(b, layout) * b.dtypes.master_dtype.itemsize for b in offloaded if b.dtypes.has_master), default=0
+    )
     largest = max((in_flight(b) * b.dtypes.accumulate_dtype.itemsize for b in layout.buckets), default=0)
     return {
-        "gathered_peak": gathered + copies if stage.gathers(1) and (layout.world_size > 1 or offloaded) else 0,
+        "gathered_peak": gathered + copies + wide if stage.gathers(1) and (layout.world_size > 1 or offloaded) else 0,
         "scratch_peak": max([3 * largest, *map(folded, layout.buckets if host_ranks else ())]) + exposed,
     }
 
@@ -297,10 +301,15 @@ def _copied_bytes(layout: Layout, unlisted: Layout | None) -> dict[int, int]:
         for bucket in which.buckets:
             spec = which.parameters[bucket.slots[0].parameter]
             if bucket.offloaded or keeps_masters_alone(bucket, trainable=which is layout and spec.trainable):
-                uneven = spec.alone or not bucket.on_accelerator
-                largest = bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
-                found[spec.unit] = found.get(spec.unit, 0) + largest * bucket.dtypes.param_dtype.itemsize
+                nbytes = _largest(bucket, which) * bucket.dtypes.param_dtype.itemsize
+                found[spec.unit] = found.get(spec.unit, 0) + nbytes
     return found
+
+
+def _largest(bucket: BucketSpec, layout: Layout) -> int:
+    """Return the most elements of a bucket that a rank owns."""
+    uneven = layout.parameters[bucket.slots[0].parameter].alone or not bucket.on_accelerator
+    return bucket.cuts.largest() if uneven else bucket.numel // bucket.world_size
 
 
 def formula_traffic(

@@ -71,6 +71,9 @@ def convert(plain: torch.optim.Optimizer, module: nn.Module, options: Options) -
     if states is not None:
         ours.load_state_dict(states)
     plain.param_groups = []
+    if hasattr(ours, "train"):  # a class that steps in train mode alone
+        plain.param_groups = [{**group, "params": []} for group in groups]
+        plain.train()  # type: ignore[attr-defined]
     plain.step()  # without parameters; schedulers warn if the optimizer that they were built with takes no step
     plain.param_groups = ours.param_groups
     return ours

@@ -111,12 +111,6 @@ REFUSALS = (
     ),
     Refusal(
         "optim",
-        "it exchanges all parameters between training and evaluation, and a rank has its shards alone",
-        'give optim="adamw_torch" and a schedule',
-        _starts("schedule_free_"),
-    ),
-    Refusal(
-        "optim",
         "its library is not among those with which ZeroTrainer is tested",
         "give optimizer_cls_and_kwargs=(class, arguments): a class that cannot be sharded is then refused by its name",
         _is("adamw_torch_xla", "adamw_torch_npu_fused", "adamw_anyprecision", "grokadamw", "stable_adamw"),

@@ -1,7 +1,7 @@
 """`ZeroTrainer`: the Trainer of transformers with a `ZeroOptimizer`. Needs transformers and accelerate.
 
 Knows: which methods of Trainer and Accelerator build the optimizer, clip, save and load. Does not know: how a step is
-taken. `trainer_arguments` has the arguments that are refused.
+taken. `trainer_arguments` has the arguments that are refused; `weights_of` and `init_of` are in `transformers_weights`.
 
 A name that begins with an underscore is private there. So a release may change it; the comment beside each says why it
 is needed.
@@ -20,6 +20,9 @@ from transformers import Trainer  # type: ignore[import-not-found, unused-ignore
 from ..config import ShardingOptions
 from ..optimizer import ZeroOptimizer
 from .trainer_arguments import check_accelerator, check_arguments, check_process, check_ranks, process_group_of
+from .transformers_weights import init_of, weights_of
+
+__all__ = ["ZeroConfig", "ZeroTrainer", "init_of", "weights_of"]
 
 
 @dataclass(frozen=True, kw_only=True)

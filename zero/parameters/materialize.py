@@ -11,7 +11,6 @@ keeps afterwards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -25,10 +24,10 @@ from collectives.torch_internals import make_subclass
 from ..core.names import by_known_name, child_name, known_as, named_parts, named_tensors, remark_on_prefix
 from ..core.parameter_specs import has_own_dispatch, is_copied, is_released
 from ..core.units import Ignored
+from .state_dicts import StateDict, shape_of, tensors_of
 
 InitFunction = Callable[[nn.Module], Any]
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-StateDict = Mapping[str, Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 def is_meta(tensor: Tensor) -> bool:
@@ -85,7 +84,7 @@ class Materializer:
             ValueError: a meta tensor has no source of values, or the state dict does not fit the model.
         """
         self.device, self._init = device, init
-        self._values: Mapping[str, Tensor] = {} if state_dict is None else _mapping(state_dict)
+        self._values: Mapping[str, Tensor] = {} if state_dict is None else tensors_of(state_dict)
         # by the model's names, those of the state dict; `in` on a mapping may read the tensor
         self._given = by_known_name({name: name for name in self._values}, {name for name, _ in named_tensors(module)})
         if state_dict is not None:
@@ -97,7 +96,7 @@ class Materializer:
             self._check(part)
         for own in (own for part in parts for own in part.own):
             name = self._given_as(own)
-            found = None if name is None else _shape(self._values, name)
+            found = None if name is None else shape_of(self._values, name)
             if name is not None and found is not None:
                 _check_shape(own, name, found)
 
@@ -350,51 +349,3 @@ def _is_marked(tensor: Tensor) -> bool:
 def _check_shape(own: _OwnedTensor, name: str, found: tuple[int, ...]) -> None:
     if found != tuple(own.made.shape):
         raise ValueError(f"{name!r} has shape {tuple(own.made.shape)}, but {found} in the state dict")
-
-
-def _shape(values: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:
-    """Return the shape of a value, or None if it is unknown without reading the tensor."""
-    if isinstance(values, _Files):
-        return values.shape(name)
-    return tuple(values[name].shape) if isinstance(values, dict) and name in values else None
-
-
-def _mapping(state_dict: StateDict) -> Mapping[str, Tensor]:
-    if isinstance(state_dict, Mapping):
-        return state_dict
-    one = isinstance(state_dict, (str, os.PathLike))
-    return _Files([state_dict] if one else list(state_dict))  # type: ignore[list-item,arg-type]
-
-
-class _Files(Mapping[str, Tensor]):
-    """The tensors of safetensors files; each is read on access."""
-
-    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
-        try:
-            from safetensors import safe_open  # type: ignore[import-not-found, unused-ignore]
-        except ModuleNotFoundError as absent:
-            raise ValueError("init_state_dict: to read files, python -m pip install safetensors") from absent
-        self._files: dict[str, Any] = {}
-        for path in paths:
-            try:
-                file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
-            except Exception as error:
-                raise ValueError(f"init_state_dict: {os.fspath(path)} cannot be read ({error})") from error
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                if name in self._files:
-                    raise ValueError(f"init_state_dict: {os.fspath(path)} has {name!r}, which another file has, too")
-                self._files[name] = file
-
-    def __getitem__(self, name: str) -> Tensor:
-        found: Tensor = self._files[name].get_tensor(name)
-        return found
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a tensor without reading its values; None if no file has the name."""
-        return tuple(self._files[name].get_slice(name).get_shape()) if name in self._files else None

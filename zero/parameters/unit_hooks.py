@@ -305,7 +305,7 @@ class UnitHooks:
                 f"stage 3: the graph of a compiled call is broken at {hooks.name or 'the model'!r}, whose parameters "
                 "are gathered and released there. Gradients may be summed in another order than in the plain loop "
                 "compiled in the same way, so bits may differ: compile each unit by itself, as in `for block in "
-                "model.blocks: block.compile()`",
+                "model.blocks: block.compile()`; of units inside units, the innermost ones",
                 stacklevel=2,
             )
 
@@ -320,10 +320,10 @@ class UnitHooks:
     def _change_to(self, unit: int) -> None:
         self._starting, backward, any_gathered = False, in_backward(), self.manager.any_gathered
         before = [*self._current, *self._ahead]
-        self._current = [*(number for number in self._current if number in self._around[unit] - {unit}), unit]
+        self._current = [*(number for number in before if number in self._around[unit] - {unit}), unit]
         following: list[int] = []
         if any_gathered:
-            following = self._order.backward(unit, self._ahead) if backward else self._order.forward(unit)
+            following = self._order.backward(unit, before, self._ahead) if backward else self._order.forward(unit)
         if not (backward or len(self._running) > 1 or torch.is_grad_enabled()):  # it is called alone
             following = []
         self._ahead = following[: self.schedule.depth]

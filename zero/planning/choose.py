@@ -20,6 +20,7 @@ from .setting import PlanSetting
 SAME = 0.015  # settings that were measured and published twice differ by this share of a step, in the median
 LATENCY_SHARE = 0.1  # of a bucket's reduction that latency may take before larger buckets are better
 MOST_RANKS = 10_000
+_PARAMETERS_ON_HOST = Offload("cpu", parameters="cpu")
 
 
 def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
@@ -38,6 +39,8 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
                     kept = replace(shared, reshard_after_forward=reshard)
                     yield kept
                     yield replace(kept, offload=Offload("cpu" if on_gpus else "."))
+                    if on_gpus and sharded and reshard is True:
+                        yield replace(kept, offload=_PARAMETERS_ON_HOST)
 
 
 def sharding_factors(cluster: Cluster) -> list[int]:
@@ -94,7 +97,7 @@ def name_of(setting: PlanSetting) -> str:
     if setting.prefetch_depth != 1:
         parts.append(f"{setting.prefetch_depth} ahead")
     if setting.offload:
-        parts.append(f"states on {setting.states_on}")
+        parts.append(f"{'states and parameters' if setting.offloads_parameters else 'states'} on {setting.states_on}")
     if setting.bucket_bytes != DEFAULT_CAP_MB * MIB:
         parts.append(f"{setting.bucket_bytes // MIB} MiB buckets")
     return ", ".join(parts)
@@ -123,9 +126,11 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | Non
 
 
 def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
-    """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk."""
+    """Return the first setting that fits: a stage, or stage 3 with its states on the host or on a disk, or with all of
+    its shards on the host."""
     tried = [planner.setting(cluster, stage) for stage in STAGES]
-    tried.append(replace(tried[-1], offload=Offload("." if cluster.gpu.family == "cpu" else "cpu")))
+    places = [Offload(".")] if cluster.gpu.family == "cpu" else [Offload("cpu"), _PARAMETERS_ON_HOST]
+    tried += [replace(tried[-1], offload=place) for place in places]
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None

@@ -14,18 +14,19 @@ rank that owns most has most.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ..core.buckets import build
 from ..core.cuts import OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
 from ..core.layout import BucketSizes, BucketSpec, Layout, is_accelerator
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
+from ..core.units import ROOT, UnitSchedule
 from ..precision import MixedPrecision, Patterns
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
-_Key = tuple[MixedPrecision | Patterns | None, int, BucketSizes, bool, bool, bool]
+_Key = tuple[MixedPrecision | Patterns | None, int, BucketSizes, bool, bool, bool, bool]
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
 """Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
 
@@ -115,10 +116,11 @@ class MemoryPlan:
                 setting.rule,
                 with_units=setting.has_units,
                 device=setting.device,
-                whole_matrices=key[-1],
+                whole_matrices=key[-2],
             )
+            specs = [replace(spec, offloaded=key[-1]) for spec in specs]
             most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
-            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key[-2])
+            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key[-3])
             seen: dict[object, BucketSpec] = {}
             counts: Counter[object] = Counter()
             for bucket in layout.buckets:
@@ -152,7 +154,7 @@ class MemoryPlan:
             means_are_shown=setting.shows_means,
             replicas=setting.replicas,
             reshard_group_size=setting.near,
-            schedule=setting.unit_schedule,
+            schedule=self._schedule(setting),
             hosts=setting.folded_hosts,
         )
         if not setting.row.parameters_are_gathered:
@@ -175,22 +177,30 @@ class MemoryPlan:
         total = {
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
-        largest = max((part.offloaded for part, _ in parts_), default=0)
+        staged = max((part.staged_peak for part, _ in parts_), default=0)
         total |= peak_bounds(
             laid_out.layout,
             setting.row,
             reshard_group_size=setting.near,
-            schedule=setting.unit_schedule,
+            schedule=self._schedule(setting),
             shards_are_exposed=setting.exposes_slices,
             host_ranks=setting.per_host if setting.folded_hosts > 1 else 0,
         )
         if not setting.gathers_units:
             total["gathered_peak"] = 0
-        total["staged_peak"] = _STAGED[setting.states_on] * largest
+        total["staged_peak"] = _STAGED[setting.states_on] * staged
+        if setting.offloads_parameters:  # and the gradient of the bucket that is stepped
+            total["staged_peak"] += max((part.scratch_peak for part, _ in parts_), default=0)
         return RankBytes(**total)
 
+    def _schedule(self, setting: PlanSetting) -> UnitSchedule:
+        """Return which units may be whole at once."""
+        kept = range(ROOT + 1, len(self.model.units)) if setting.keeps_units else ()
+        return replace(setting.unit_schedule, kept=frozenset(kept))
+
     def _of_bucket(self, setting: PlanSetting, bucket: BucketSpec, place: int) -> RankBytes:
-        """Return a rank's bytes of one bucket."""
+        """Return a rank's bytes of one bucket. ``staged_peak``: of its copies in a step; ``scratch_peak``: of its
+        gradient there."""
         members, stage, itemsize = self.members(bucket), setting.row, bucket.dtypes.itemsize("master_dtype")
         states, trainable = (
             setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix],
@@ -218,10 +228,24 @@ class MemoryPlan:
         room = max(high - low, int(on_disk)) * itemsize  # of a tensor that is reserved
         offloaded = states.tensors * room if setting.offload else 0
         offloaded += room if masters_move and bucket.dtypes.has_master else 0
-        beside = found.gradients + found.scalars + found.parameters
-        beside += (0 if setting.offload else found.states) + (0 if masters_move else found.masters)
+        kept, wide = found.gradients + found.parameters, 0
+        staged = offloaded
+        if setting.offloads_parameters:
+            staged, wide = (offloaded + room, room) if trainable else (0, 0)
+            offloaded += kept + found.masters
+            kept = 0
+        beside = kept + found.scalars + (0 if setting.offload else found.states)
+        beside += 0 if masters_move or setting.offloads_parameters else found.masters
         return RankBytes(
-            found.parameters, found.gradients, found.states, found.scalars, found.masters, offloaded, beside
+            found.parameters,
+            found.gradients,
+            found.states,
+            found.scalars,
+            found.masters,
+            offloaded,
+            beside,
+            scratch_peak=wide,
+            staged_peak=staged,
         )
 
 
@@ -229,4 +253,5 @@ def _key(setting: PlanSetting) -> _Key:
     """Return what a layout depends on."""
     across = setting.has_units and setting.shares_buckets
     whole = len(setting.classes) > 1
-    return setting.rule, setting.factor, setting.bucket_sizes, setting.has_units, across, whole
+    units, offloaded = setting.has_units, setting.offloads_parameters
+    return setting.rule, setting.factor, setting.bucket_sizes, units, across, whole, offloaded

@@ -14,7 +14,7 @@ from typing import Literal, cast
 from collectives import algorithm_for
 
 from ..config import ShardingOptions
-from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes
+from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, is_accelerator
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import UnitSchedule
 from ..precision import MixedPrecision, Patterns
@@ -94,9 +94,7 @@ class PlanSetting(ShardingOptions):
         self.reshard_group_size(self.world_size)
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
-        if self.offload and self.offload.parameters:
-            raise ValueError("Offload(parameters='cpu'): a plan has no formula for its copies yet")
-        if self.states_on == "host" and self.device == "cpu":
+        if self.states_on == "host" and not is_accelerator(self.device):
             raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
             raise ValueError(
@@ -176,12 +174,17 @@ class PlanSetting(ShardingOptions):
     def shares_buckets(self) -> bool:
         """Whether units share buckets."""
         in_common = self.device == "cpu" and not self.threads and self.per_host % self.factor == 0
-        return units_share_buckets(self.factor, in_common=in_common)
+        return not self.offloads_parameters and units_share_buckets(self.factor, in_common=in_common)
 
     @property
     def gathers_units(self) -> bool:
         """Whether units are gathered, since ranks do not see each other's shards of them in common memory."""
-        return self.has_units and self.factor > 1 and not self.shares_buckets
+        return self.has_units and (self.factor > 1 or self.offloads_parameters) and not self.shares_buckets
+
+    @property
+    def keeps_units(self) -> bool:
+        """Whether units that are gathered stay whole between a forward and its backward."""
+        return self.gathers_units and self.reshard_after_forward is not True and self.near == 1
 
     @property
     def exposes_slices(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -230,21 +231,16 @@ class GradAccumulator:
             self._local = narrow
         before = self.running_sum()
         start = None if before is None else before.data.to(self.bucket.device, non_blocking=True)
-        if self._home is not None:
+        if self._home is not None and before is not None:  # else it may be the contribution of a single rank
             self._kept_sum = None
         work = redistribute(self._local, self._sum(), self.bucket.cuts, collective, tag, start=start)
-
-        def reduced() -> None:
-            self._reduced()
-            then()
-
-        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, reduced)
+        return WaitedInStages(work, self._passing, self._passed_on, self._waiting, partial(self._reduced, then))
 
     def _passed_on(self) -> None:
         """Note that the contribution is part of a sum: its memory, and that of the running sum, is free."""
         self._local = self._saved_sum = None
 
-    def _reduced(self) -> None:
+    def _reduced(self, then: Callable[[], None]) -> None:
         """Note that the reduction of the contribution is complete."""
         if self._home is not None:  # `wait_for_host` follows, when the backward is over
             total = self._sum()
@@ -252,6 +248,7 @@ class GradAccumulator:
             self._kept_sum = FlatBuffer(self._home.copy_(total.data, non_blocking=True), Placement.SHARD, self.low)
         self.has_sum = True
         self._close()
+        then()
 
     def _close(self) -> None:
         self.touched = False
@@ -303,6 +300,8 @@ class GradAccumulator:
         if not self.has_sum:
             if self._whole is None and (self._stage.grads_replicated or not self._sum_apart):
                 self._whole = self._empty(Placement.WHOLE, self.bucket.dtypes.accumulate_dtype)
+            if self._home is not None:
+                self._kept_sum = FlatBuffer(self._home, Placement.SHARD, self.low)
             self.has_sum = True
             for kept in (self._sum().data, *self.tensors()):
                 kept.fill_(-0.0)
@@ -387,7 +386,8 @@ class GradAccumulator:
 
     def tensors(self) -> list[Tensor]:
         """Return the buffers that are kept between steps."""
-        return [buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None]
+        reserved = [] if self._home is None or not self._specs[0].trainable else [self._home]
+        return [*(buffer.data for buffer in (self._whole, self._kept_sum) if buffer is not None), *reserved]
 
     def _empty(self, placement: Placement, dtype: torch.dtype) -> FlatBuffer:
         return self._made(self._shard_group.empty, placement, dtype)

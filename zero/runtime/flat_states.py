@@ -171,6 +171,7 @@ class BucketStates:
         """
         for run in self.runs:
             state: dict[str, Any] = self.instance.state.get(run.parameter, {})
+            run.views = {name: view for name, view in run.views.items() if name in state}  # a class may drop states
             for name, value in state.items():
                 if value is run.views.get(name) or not is_elementwise(value, run.parameter):
                     continue
@@ -332,7 +333,7 @@ class BucketStates:
     def evict(self) -> None:
         """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
         if self._store is not None:
-            flats = self._flats()
+            flats = self._flats() if self._store.staged else {}  # the weights of frozen ones need no masters
             self._store.evict(flats)
             self._point_to({name: flats[name] for name in self._store.staged})
 

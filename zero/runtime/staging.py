@@ -1,6 +1,8 @@
-"""Copies of states that are offloaded to the host, on the device that steps them.
+"""Copies between the host and a device, beside the device's current stream.
 
 Knows: streams. Does not know: buckets, the use of a copy, when it is needed.
+
+`Staging` copies states that are offloaded for the step, and back:
 
     fetch     launch the copies to the device, on a stream of their own
     wait      make the device's current stream wait for these copies
@@ -13,23 +15,49 @@ If the host's memory is pinned, the host waits for none of these. On the CPU a c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+
+class CopyStream:
+    """A stream of a device for copies, which is made when it is first used. The CPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch the work of the block on this stream, after all work of the current stream so far."""
+        if self._stream is None:
+            self._stream = _line_on(self._device)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def wait(self) -> None:
+        """Make the current stream wait for all copies so far."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def event(self) -> torch.Event | None:
+        """Return an event of all copies so far, for which `torch.Stream.wait_event` waits; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
 
 
 class Staging:
     """Copies of tensors on a device, by name. Not collective."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: torch.Stream | None = None
+        self._device, self._copies = device, CopyStream(device)
         self.tensors: dict[str, Tensor] = {}
 
     def fetch(self, kept: Mapping[str, Tensor]) -> None:
-        if kept and self._stream is None:
-            self._stream = _line_on(self._device)
         self.tensors = {
             name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for name, tensor in kept.items()
         }
@@ -38,8 +66,8 @@ class Staging:
                 self.tensors[name].copy_(tensor, non_blocking=True)
 
     def wait(self) -> None:
-        if self.tensors and self._stream is not None:
-            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+        if self.tensors:
+            self._copies.wait()
 
     def put_back(self, kept: Mapping[str, Tensor]) -> None:
         with self._beside():
@@ -50,15 +78,8 @@ class Staging:
         self.wait()
         self.tensors = {}
 
-    @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Launch the work of the block on the stream of the copies, after all work of the current stream so far."""
-        if self._stream is None or not self.tensors:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
-            yield
+    def _beside(self) -> AbstractContextManager[None]:
+        return self._copies.beside() if self.tensors else nullcontext()
 
 
 def _line_on(device: torch.device) -> torch.Stream | None:

@@ -292,6 +292,11 @@ class Averages:
                     f"rank {rank} has the averages {names}, and rank 0 {found[0]}: build the same on all ranks"
                 )
 
+    @property
+    def in_use(self) -> bool:
+        """Whether the model computes with an average. Local."""
+        return bool(self._applied)
+
     def refuse_applied(self, purpose: str) -> None:
         """Raise `RuntimeError` inside `applied`. Local."""
         if self._applied:

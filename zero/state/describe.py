@@ -119,7 +119,9 @@ def describe(
     for stored in (*buckets, *storage.unlisted_buckets()):
         offloaded += stored.weights.kept() if stored.spec.offloaded else []
     for bucket in buckets:
-        offloaded += [bucket.states.weights, *bucket.grad.tensors()] if bucket.spec.offloaded else []
+        master = bucket.states.master if bucket.spec.offloaded else None
+        offloaded += [master.master] if master is not None and master.exists else []
+        offloaded += bucket.grad.tensors() if bucket.spec.offloaded else []
     units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
     formula = formula_bytes(
         layout,

@@ -16,13 +16,14 @@ from torch import Tensor
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options
 from .arguments import KEY, arguments_of, check_class, different_argument
-from .user_optimizer import NO_OPTIONS, BucketUpdate, UserOptimizer
+from .user_optimizer import NO_OPTIONS, BucketUpdate, Call, Mode, UserOptimizer, unhooked_step
 
 REMEDY = (
     "the lists of param groups are fixed, unlike their options: put it back as it was; requires_grad_(False) ends the "
     "training of a parameter, add_param_group() adds one, and for other groups build a new optimizer"
 )
 PARTITION = "partition"  # a key of a param group that is given, and is an option of this library
+TRAIN_MODE = "train_mode"  # the option in which schedule-free classes keep their mode, True or False
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
 
@@ -88,6 +89,33 @@ class UserOptimizers:
         """Forget the groups from this number on, which could not be added, and the classes that they alone had."""
         del self._of_groups[groups:], self._requested[groups:]
         del self._all[max([0, *self._of_groups]) + 1 :]
+
+    def with_modes(self) -> list[UserOptimizer]:
+        """Return the classes of groups that have `train` and `eval`."""
+        return [inner for _, inner in self.used() if inner.has_modes]
+
+    def modes(self, groups: Sequence[Options] | None = None) -> set[Mode | None]:
+        """Return the modes of the groups of these classes; with None if the options of one do not tell.
+
+        ``groups``: the live ones; None: those that were registered.
+        """
+        return {mode for _, mode in self._modes(self.lists.groups if groups is None else groups)}
+
+    def _modes(self, groups: Sequence[Options]) -> Iterator[tuple[int, Mode | None]]:
+        for number, (place, group) in enumerate(zip(self._of_groups, groups, strict=False)):  # lists may be edited
+            if self._all[place].has_modes:
+                in_train_mode = group.get(TRAIN_MODE)
+                yield number, ("train" if in_train_mode else "eval") if isinstance(in_train_mode, bool) else None
+
+    def why_no_step(self, groups: Sequence[Options]) -> str | None:
+        """Return an error text if a live group is in eval mode, whose weights are not to be trained; else None."""
+        for number, mode in self._modes(groups):
+            if mode == "eval":
+                return (
+                    f"step() in eval mode: param group {number}, of {self.of(number).name}, has the weights that are "
+                    "evaluated. Call optimizer.train() on all ranks before training, and after each evaluation"
+                )
+        return None
 
     def names(self) -> str:
         """Return the names of the classes that groups have, as text."""
@@ -155,13 +183,15 @@ class UserOptimizers:
             for key in self.main.defaults.keys() - own.defaults.keys() - (given.keys() - {PARTITION}):
                 del completed[key]
 
-    def step(self, updates: Sequence[BucketUpdate], groups: Sequence[Options]) -> dict[int, Options]:
+    def step(
+        self, updates: Sequence[BucketUpdate], groups: Sequence[Options], call: Call = unhooked_step
+    ) -> dict[int, Options]:
         """Step the buckets of each class. Arguments and result are those of `UserOptimizer.step`, for all groups."""
         changed: dict[int, Options] = {}
         for number, inner in enumerate(self._all):
             mine = [update for update in updates if update.optimizer_class == number]
             if mine:
-                changed |= inner.step(mine, self.groups_of(number, groups))
+                changed |= inner.step(mine, self.groups_of(number, groups), call)
         return changed
 
 

@@ -15,10 +15,7 @@ from .clip import check_norm_arguments
 from .model_parallel import ModelPart, Replicated
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
-    from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
-
-    from collectives import Transport
+    from .model_parallel import Group
 
 
 class _Clipping(Protocol):
@@ -26,9 +23,11 @@ class _Clipping(Protocol):
 
     def clip_grad_norm_(self, *, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor: ...
 
-    def clip_whole_model(self, over: Any, replicated: Replicated, **clip: Any) -> Tensor: ...
+    def clip_whole_model(
+        self, over: Any, replicated: Replicated, *, problem: Exception | None, **clip: Any
+    ) -> Tensor: ...
 
-    def clip_together(self, others: Sequence[Any], **clip: Any) -> Tensor: ...
+    def clip_together(self, others: Sequence[Any], *, problem: Exception | None, **clip: Any) -> Tensor: ...
 
 
 @untraced_methods
@@ -44,9 +43,9 @@ class WithClip:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = False,
         *,
-        over: ProcessGroup | Transport | DeviceMesh | None = None,
+        over: Group | Sequence[Group] | None = None,
         replicated: Replicated = (),
-        also: Iterable[WithClip] = (),
+        also: Iterable[WithClip] | None = None,
     ) -> Tensor:
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
 
@@ -60,24 +59,32 @@ class WithClip:
             error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
             over: with tensor, expert or pipeline parallelism by hand, the ranks that hold the other parts of the model:
                 one of each optimizer, at the same place. They all make the call. The norm is then the whole model's.
-            replicated: the parameters that each rank of ``over`` has, under one name and with the same gradient, or a
-                predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose gradients differ.
+                With two of these, both groups, such as ``[mesh["tp"], mesh["pp"]]``: each is added up in turn.
+            replicated: the parameters that each rank of ``over`` (of its first group) has, under one name and with the
+                same gradient, or a predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose
+                gradients differ.
             also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
-                experts of an expert-parallel group, say). The norm is that of all their gradients together, on all
-                ranks, and all are scaled. Every rank gives equally many; not inside `join`, nor with ``over``.
-                `ValueError` if such a group has ranks outside of this one's.
+                experts of an expert-parallel group, say), in any order; a rank without one gives ``[]``. The norm is
+                that of all their gradients together, on all ranks, and all are scaled. Not inside `join`, nor with
+                ``over``. `ValueError` if a rank of such a group is not in this one's, or has not given it.
         """
-        max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-        clip: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
-        if others := further_engines(self, also):
-            if over is not None:
+        problem: Exception | None = None
+        try:
+            max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
+            others = further_engines(self, also or ())
+            if over is not None and also is not None:
                 raise ValueError("clip_grad_norm_() takes over= or also=: a model in parts has one optimizer per rank")
-            self._engine.model_part.warn_of_others()
-            return self._engine.clip_together(others, **clip)
-        if over is None:
-            self._engine.model_part.warn_of_others()
+        except Exception as error:
+            if over is None and also is None:
+                raise
+            problem, others = error, []  # other ranks wait for this one: they must know
+        clip: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        if over is not None:
+            return self._engine.clip_whole_model(over, replicated, problem=problem, **clip)
+        self._engine.model_part.warn_of_others()
+        if also is None:
             return self._engine.clip_grad_norm_(**clip)
-        return self._engine.clip_whole_model(over, replicated, **clip)
+        return self._engine.clip_together(others, problem=problem, **clip)
 
 
 def further_engines(first: WithClip, also: Iterable[Any]) -> list[Any]:

@@ -6,7 +6,8 @@
 
 Each optimizer forms its sums over its own ranks first. Then the ranks of the group that a clip was given, which have
 one place in their optimizers, add up the parts: exact integers, so the norm is that of the whole model. Parameters that
-every part has must have equal gradients, of which a digest is compared.
+every part has must have equal gradients, of which a digest is compared. A model that is cut in two ways has two groups,
+which are added up in turn: along the second one nothing is replicated.
 
 Knows: exact sums, digests, the group of a clip. Does not know: buckets, shards, what ranks agree on before.
 """
@@ -14,6 +15,7 @@ Knows: exact sums, digests, the group of a clip. Does not know: buckets, shards,
 from __future__ import annotations
 
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -35,12 +37,16 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
 
+    Group = ProcessGroup | Transport | DeviceMesh
+    """Ranks of a clip that hold the parts of a model."""
+
 Replicated = Iterable[Tensor] | Callable[[str, Tensor], bool]
-"""The parameters that every rank of a group has: themselves, or a predicate of their names and themselves."""
+"""The parameters that every rank of the first group has: themselves, or a predicate of their names and themselves."""
 Places = list[int] | None
 """Positions in the layout of an optimizer, in ascending order."""
 
 _CALL = "clip_grad_norm_(over=...)"
+_COUNT = "number of groups in over="
 _SIZE = 1 << 64
 
 
@@ -84,6 +90,10 @@ class NormPart:
     def total(self) -> PowerSum:
         """The sum over all parameters, each replicated one once."""
         return self.own.merge(self.shared)
+
+    def of_a_part(self) -> NormPart:
+        """Return the part of ranks that have no parameter in common with other ranks."""
+        return NormPart(self.total, PowerSum.of([], self.own.norm_type), (), self.is_fp64)
 
     @property
     def is_finite(self) -> bool:
@@ -135,8 +145,9 @@ class ModelPart:
         self._transport, self._storage, self._means, self._joining = transport, storage, means, joining
         self._is_first_copy = transport.rank < shard_group.world_size  # among the ranks that hold the same shards
         self._known: list[tuple[object, Transport]] = []  # groups of earlier clips, which are few
-        self._group: Transport | None = None  # inside a clip
-        self._told = False  # in this clip, the other ranks know how it went here
+        self._groups: list[Transport] = []  # inside a clip
+        self._told = 0  # in this clip: groups whose ranks know how it went here
+        self._token = os.urandom(8).hex()  # of this rank
 
     def warn_of_others(self) -> None:
         """Warn once, on rank 0, that the norm of a clip is that of a part, if the job has further processes. Local."""
@@ -149,8 +160,11 @@ class ModelPart:
             )
         self._others = 0
 
-    def chosen(self, replicated: Replicated) -> dict[str, Any]:
-        """Return the positions that the user's argument chooses, and an error text if it is invalid. Local."""
+    def chosen(self, replicated: Replicated, problem: Exception | None) -> dict[str, Any]:
+        """Return the positions that the user's argument chooses, and an error text if it is invalid, or ``problem``.
+        Local."""
+        if problem is not None:
+            return {"replicated": [], "problem": f"{type(problem).__name__}: {problem}"}
         try:
             if callable(replicated):
                 named = zip(self._storage.layout.parameters, self._storage.parameters, strict=True)
@@ -163,21 +177,31 @@ class ModelPart:
         return {"replicated": found}
 
     @contextmanager
-    def over(self, group: ProcessGroup | Transport | DeviceMesh) -> Iterator[None]:
-        """Return a context in which `whole` is over the ranks of ``group``, too. Collective among them.
+    def over(self, groups: Group | Sequence[Group]) -> Iterator[Exception | None]:
+        """Return a context in which `whole` is over the ranks of one or several groups, too. Collective among them.
 
-        An error inside is one on all of these ranks.
+        An error inside is one on all of these ranks. The context's value is an error that one of the groups is none to
+        use, of which the ranks of this optimizer do not know yet.
         """
-        self._group, self._told = self._connected(group), False
+        several = groups if isinstance(groups, (list, tuple)) else [groups]
+        self._groups, self._told, problem = [], 0, None
         try:
-            yield
+            if not several:
+                raise ValueError("over=[] has no group: pass that of the ranks with the other parts of the model")
+            for group in several:
+                self._groups.append(self._connected(group))
+        except (TypeError, ValueError) as error:
+            problem = error
+        try:
+            yield problem
         except Exception as error:
-            if not self._told and not self._group.broken:
-                with suppress(CollectiveError):  # the first error says more
-                    self._exchange({"problem": f"{type(error).__name__}: {error}"})
+            for group in self._groups[self._told :]:
+                if not group.broken:
+                    with suppress(CollectiveError):  # the first error says more
+                        self._exchange(group, {"problem": f"{type(error).__name__}: {error}"})
             raise
         finally:
-            self._group = None
+            self._groups = []
 
     def _connected(self, group: Any) -> Transport:
         found = next((transport for known, transport in self._known if known == group), None)  # mesh["tp"] is made anew
@@ -186,11 +210,10 @@ class ModelPart:
             self._known = [(group, found), *(entry for entry in self._known if entry[0] != group)]
         return found
 
-    def _exchange(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        assert self._group is not None, "inside a clip over a group"
-        self._told = True
+    def _exchange(self, group: Transport, message: dict[str, Any]) -> list[dict[str, Any]]:
+        self._told += 1
         with as_a_whole(self._transport, f"in {_CALL}", CollectiveError):
-            told = self._group.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, _CALL))
+            told = group.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, _CALL))
         return [json.loads(data) for data in told]
 
     def whole(self, replicated: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> NormPart:
@@ -205,11 +228,13 @@ class ModelPart:
             RuntimeError: the same for ranks that failed before, with their reason.
         """
         arguments = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        if not self._joining.active:
+            arguments[_COUNT] = len(self._groups)
         mine = self._part(replicated, arguments)
         if not self._joining.active:
             return self._merge(mine, replicated, arguments)
         found: dict[str, Any] = {}
-        if self._group is not None:
+        if self._groups:
             try:
                 found = self._merge(mine, replicated, arguments).pack()
             except (ValueError, RuntimeError) as error:
@@ -245,22 +270,37 @@ class ModelPart:
         return [self._storage.layout.parameters[place].name for place in places]
 
     def _merge(self, part: NormPart, replicated: Sequence[int], arguments: dict[str, float]) -> NormPart:
-        """Return the part of all ranks of the group. Collective among them."""
-        names, place = self._names(replicated), [self._transport.rank, self._transport.world_size]
-        told = self._exchange({"arguments": arguments, "place": place, "names": names, **part.pack()})
-        for rank, theirs in enumerate(told):
-            if "problem" in theirs:
-                raise RuntimeError(f"{_CALL}: rank {rank} of the group failed: {theirs['problem']}")
-        for rank, theirs in enumerate(told):
-            _compare(rank, told[0], theirs)
-        orders = [dict(zip(theirs["names"], theirs["digests"], strict=True)) for theirs in told]
-        for name, first in orders[0].items():
-            for rank, theirs in enumerate(orders):
-                if theirs[name] != first:
-                    raise ValueError(_differs(name, rank, first, theirs[name]))
-        parts = [NormPart.unpack(theirs) for theirs in told]
-        own = reduce(PowerSum.merge, (theirs.own for theirs in parts))
-        return NormPart(own, part.shared, part.digests, any(theirs.is_fp64 for theirs in parts))
+        """Return the part of all ranks of the groups. Collective among them."""
+        names, members = self._names(replicated), [self._token]
+        for group in self._groups:
+            place = [self._transport.rank, self._transport.world_size]
+            mine = {"arguments": arguments, "place": place, "names": names, "members": members, **part.pack()}
+            told = self._exchange(group, mine)
+            for rank, theirs in enumerate(told):
+                if "problem" in theirs:
+                    raise RuntimeError(f"{_CALL}: rank {rank} of the group failed: {theirs['problem']}")
+            for rank, theirs in enumerate(told):
+                _compare(rank, told[0], theirs)
+            part, names = _added(part, told), []
+            members = [member for theirs in told for member in theirs["members"]]
+            if len(set(members)) < len(members):
+                raise ValueError(
+                    f"{_CALL}: a rank is in two of the groups, beside this one, so its gradients would count twice: "
+                    'pass groups along different dimensions, as [mesh["tp"], mesh["pp"]]'
+                )
+        return part
+
+
+def _added(part: NormPart, told: Sequence[dict[str, Any]]) -> NormPart:
+    """Return the part of all ranks of a group. Raises `ValueError` if gradients of a replicated parameter differ."""
+    orders = [dict(zip(theirs["names"], theirs["digests"], strict=True)) for theirs in told]
+    for name, first in orders[0].items():
+        for rank, theirs in enumerate(orders):
+            if theirs[name] != first:
+                raise ValueError(_differs(name, rank, first, theirs[name]))
+    parts = [NormPart.unpack(theirs) for theirs in told]
+    own = reduce(PowerSum.merge, (theirs.own for theirs in parts))
+    return NormPart(own, part.shared, part.digests, any(theirs.is_fp64 for theirs in parts)).of_a_part()
 
 
 def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -277,15 +317,16 @@ def _compare(rank: int, first: dict[str, Any], theirs: dict[str, Any]) -> None:
         where, name = (0, min(ours - others)) if ours - others else (rank, min(others - ours))
         raise ValueError(
             f"{_CALL}: replicated= has {name!r} on rank {where} of the group, but not on rank {rank - where}: name a "
-            "parameter on every rank of the group, or on none"
+            "parameter on every rank of the group, or on none; where the model is cut in two ways, pass both groups, "
+            'as over=[mesh["tp"], mesh["pp"]]: replicated parameters are those of all ranks of the first'
         )
 
 
 def _compare_arguments(rank: int, first: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
     """Raise `ValueError` if a rank has other arguments than rank 0, which is ``where``."""
     for key, value in first["arguments"].items():
-        if theirs["arguments"][key] != value:
-            raise ValueError(f"{_CALL}: {key} is {value} on {where}, and {theirs['arguments'][key]} on rank {rank}")
+        if (other := theirs["arguments"].get(key)) != value:
+            raise ValueError(f"{_CALL}: {key} is {value} on {where}, and {other} on rank {rank}")
 
 
 def _differs(name: str, rank: int, first: int | None, theirs: int | None) -> str:

@@ -15,6 +15,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..core.layout import BucketSpec, Dtypes, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
-from .user_optimizer import BucketUpdate, UserOptimizer, unhooked_step
+from .user_optimizer import BucketUpdate, Call, UserOptimizer, all_present, unhooked_step
 
 # With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
 # at multiples of 64 bytes. Throw-away tensors of so many times 64 bytes have such a rest if they are stepped whole, and
@@ -80,6 +81,8 @@ class FullParameters:
             self._optimizer = inner.plain(groups)
         except Exception as error:
             raise ClassFailedError(str(error)) from error
+        if inner.has_modes:
+            self.call(methodcaller("train"))
 
     def _noise(self, shape: tuple[int, ...]) -> Tensor:
         return torch.randn(shape, generator=self._generator, device="cpu")
@@ -109,8 +112,12 @@ class FullParameters:
         """Step all parameters once. Raises `ClassFailedError` if the class raises."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
+        self.call(unhooked_step)
+
+    def call(self, call: Call) -> None:
+        """Call a method of the class. Raises `ClassFailedError` if it raises."""
         try:
-            unhooked_step(self._optimizer)()
+            call(self._optimizer)
         except Exception as error:
             raise ClassFailedError(str(error)) from error
 
@@ -181,6 +188,8 @@ class OnRank:
         for numbers in members.values():
             first = whole.settings[numbers[0]]
             self._add(numbers, first.dtypes, first.device)
+        if inner.has_modes:
+            self.call(methodcaller("train"))
 
     def _add(self, numbers: Sequence[int], dtypes: Dtypes, device: torch.device) -> None:
         """Lay out a bucket of these parameters."""
@@ -223,7 +232,14 @@ class OnRank:
         self._inner.note_elementwise(names)
         pairs = zip(self._states, self._gradients, strict=True)
         updates = [BucketUpdate(states, gradient, b"\1" * len(states.pieces)) for states, gradient in pairs]
-        for number, options in self._inner.step(updates, dict(enumerate(self.groups))).items():
+        self._run(updates, unhooked_step)
+
+    def call(self, call: Call) -> None:
+        """Call a method of the class that is not its step."""
+        self._run([BucketUpdate(states, None, all_present(states)) for states in self._states], call)
+
+    def _run(self, updates: Sequence[BucketUpdate], call: Call) -> None:
+        for number, options in self._inner.step(updates, dict(enumerate(self.groups)), call).items():
             self.groups[number].update(options)
 
     def step_nothing(self) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import methodcaller
 from typing import Any, ClassVar
 
 import torch
@@ -111,7 +112,6 @@ class Trial:
                 refused[shape] = error
         for shape, problem in refused.items():
             if len(refused) == len(shapes):
-                check_steps_alone(self.inner, problem)
                 raise self.refusal(f"a step over a throw-away parameter failed ({problem})") from problem
             for spec in self._parameters:
                 if self.stands_for(shape, spec):
@@ -142,11 +142,10 @@ class Trial:
             for rank in ranks:
                 with self._refusing(f"a step over {self.parts} failed"):
                     rank.step(gradients, names)
-                for piece in rank.pieces if (step + 1) % self.every == 0 or step + 1 == steps else ():
-                    parameter = whole.parameters[piece.parameter]
-                    if not equal_values(piece.of(parameter), piece.values):
-                        problem = self.other_bits.format(tuple(parameter.shape))
-                        raise self.refusal(f"{problem} (within {step + 1} of {steps} steps)")
+                if (step + 1) % self.every == 0 or step + 1 == steps:
+                    self._compare_values(whole, rank, f"within {step + 1} of {steps} steps")
+        if inner.has_modes:
+            self._compare_modes(whole, ranks)
         kinds = self.check_states(whole)
         self.compare_states(whole, ranks, names)
         for rank in ranks:
@@ -155,6 +154,22 @@ class Trial:
                 with self._refusing("a step over no parameter failed, as a rank takes that owns none"):
                     rank.step_nothing()
         return names, kinds
+
+    def _compare_modes(self, whole: FullParameters, ranks: Sequence[OnRank]) -> None:
+        """Let the class exchange the weights for those of an evaluation, and these for those of training. Compare."""
+        for mode in ("eval", "train"):
+            whole.call(methodcaller(mode))
+            for rank in ranks:
+                with self._refusing(f"{mode}() over {self.parts} failed"):
+                    rank.call(methodcaller(mode))
+                self._compare_values(whole, rank, f"after {mode}()")
+
+    def _compare_values(self, whole: FullParameters, rank: OnRank, when: str) -> None:
+        """Raise `ValueError` if the parameters differ between those that were stepped whole and those on a rank."""
+        for piece in rank.pieces:
+            parameter = whole.parameters[piece.parameter]
+            if not equal_values(piece.of(parameter), piece.values):
+                raise self.refusal(f"{self.other_bits.format(tuple(parameter.shape))} ({when})")
 
     def _compare_options(self, whole: FullParameters, rank: OnRank) -> None:
         """Raise `ValueError` if options differ between whole parameters and those on a rank."""
@@ -298,17 +313,6 @@ class ByParameter(Trial):
                     raise ValueError(f"{what}: {problem}")
                 found |= own
         return found
-
-
-def check_steps_alone(inner: UserOptimizer, problem: Exception) -> None:
-    """Raise `ValueError` if a class failed because it needs more than its step, as schedule-free classes do."""
-    made: Any = inner.optimizer_class
-    if callable(getattr(made, "train", None)) and callable(getattr(made, "eval", None)):
-        raise ValueError(
-            f"{inner.name} cannot be sharded: its train() and eval() replace the weights by others, and its step needs "
-            f"such a call ({problem}). A ZeroOptimizer calls nothing but step(); a zero.ShardedAverage with another "
-            "class has averaged weights for evaluations"
-        ) from problem
 
 
 def _is_scalar(value: Any) -> bool:

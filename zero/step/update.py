@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Protocol
 
 import torch
@@ -22,14 +23,16 @@ from collectives.kernels import NORM_TYPES, kernels_of
 from ..core.norm import PowerSum
 from ..core.stage import GATHERS_IN_FLIGHT, Stage
 from ..runtime.bucket import Bucket
-from ..runtime.flat_buffer import redistribute
+from ..runtime.flat_buffer import FlatBuffer, redistribute
 from ..runtime.flat_states import Options
 from ..runtime.offload import wait_for_host
 from ..runtime.profiler_ranges import ProfilerRange, Waited
 from .classes import UserOptimizers
 from .clip import check_finite, clip_factor
 from .device_clip import ON_DEVICE, clip_on_device
-from .user_optimizer import BucketUpdate
+from .user_optimizer import BucketUpdate, Call, Mode, all_present, unhooked_step
+
+_Work = tuple[Bucket, FlatBuffer | None, bytes]  # a bucket, its gradient, and which of its pieces a call changes
 
 
 class _Means(Protocol):
@@ -48,6 +51,9 @@ class _Parameters(Protocol):
 
     def stepping(self) -> None:
         """Note that buckets will be updated."""
+
+    def loading(self) -> None:
+        """Note that all parameters will change."""
 
     def stepped(self) -> None:
         """Note that all buckets were updated."""
@@ -155,20 +161,42 @@ class Update:
 
         Returns the options that the user's class changed, by the param group's number.
         """
-        buckets = self._storage.buckets
+        self._storage.stepping()
+        work = [
+            (bucket, bucket.grad.final_grad(), bytes([bucket.used[piece.slot] for piece in bucket.states.pieces]))
+            for bucket in self._storage.buckets
+        ]
+        return self._run(work, [bucket.spec.index for bucket, *_ in work if 1 in bucket.used], groups, unhooked_step)
+
+    def set_mode(self, groups: Sequence[Options], mode: Mode) -> dict[int, Options]:
+        """Let the classes that have modes exchange the weights for those of ``mode``. Collective.
+
+        Returns like `step`.
+        """
+        self._storage.loading()
+        work: list[_Work] = [
+            (bucket, None, all_present(bucket.states))
+            for bucket in self._storage.buckets
+            if self._user_optimizers[bucket.specs[0].optimizer_class].has_modes
+        ]
+        return self._run(work, [bucket.spec.index for bucket, *_ in work], groups, methodcaller(mode))
+
+    def _run(
+        self, work: Sequence[_Work], changed: Sequence[int], groups: Sequence[Options], call: Call
+    ) -> dict[int, Options]:
+        """Make a call of the user's classes over buckets. ``changed``: those that change on some rank."""
         queue = BucketQueue(self._gather, GATHERS_IN_FLIGHT)
         if self._stage.parameters_are_gathered:
-            queue.begin_round([bucket.spec.index for bucket in buckets if 1 in bucket.used])
+            queue.begin_round(changed)
 
-        def update(bucket: Bucket) -> BucketUpdate:
+        def update(bucket: Bucket, gradient: FlatBuffer | None, present: bytes) -> BucketUpdate:
             def begin() -> None:
                 for watcher in self.watchers:
                     watcher.before_update(bucket.spec.index)
 
-            present = bytes([bucket.used[piece.slot] for piece in bucket.states.pieces])
             return BucketUpdate(
                 bucket.states,
-                bucket.grad.final_grad(),
+                gradient,
                 present,
                 self._event("update", bucket.spec.index),
                 partial(queue.ready, bucket.spec.index),
@@ -176,14 +204,13 @@ class Update:
                 bucket.specs[0].optimizer_class,
             )
 
-        self._storage.stepping()
         with behind_a_meeting(self._transport):
-            changed = self._user_optimizers.step([update(bucket) for bucket in buckets], groups)
+            options = self._user_optimizers.step([update(*each) for each in work], groups, call)
             queue.finish()
         self._pool.drop_cheap()
-        wait_for_host(bucket.spec for bucket in buckets)
+        wait_for_host(bucket.spec for bucket, *_ in work)
         self._storage.stepped()
-        return changed
+        return options
 
     def _gather(self, index: int) -> Work:
         bucket = self._storage.buckets[index]

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 from ..runtime.master_weights import sync_from_params
+
+Mode = Literal["train", "eval"]
+Call = Callable[[torch.optim.Optimizer], object]  # with an instance of the class, over the runs of its buckets
 
 NO_OPTIONS = ("params", "param_names", "optimizer_class")  # keys of a param group that the class does not see
 
@@ -39,7 +42,7 @@ class BucketUpdate:
 
     Attributes:
         states: of the interval.
-        gradient: the mean over the interval; None if the bucket has none.
+        gradient: the mean over the interval; None if the bucket has none, or the call is no step.
         present: whether each piece is stepped, in a byte, 0 or 1.
         event: returns the context of the step; of a group's buckets, that of the first is used.
         done: called after the step.
@@ -54,6 +57,14 @@ class BucketUpdate:
     done: Callable[[], object] = _nothing
     begin: Callable[[], object] | None = None
     optimizer_class: int = 0
+
+
+def unhooked_step(optimizer: torch.optim.Optimizer) -> None:
+    """Call the class's own ``step``, without torch's step hooks, which belong to the user's object alone."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
 
 
 class UserOptimizer:
@@ -72,6 +83,8 @@ class UserOptimizer:
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
+        # whether it exchanges the weights between training and evaluation, as schedule-free classes do
+        self.has_modes = all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval"))
         self.rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
 
     @property
@@ -139,7 +152,9 @@ class UserOptimizer:
             states.snapshot()  # drop the runs: they are views of master weights that may never be updated
             states.master.forget()
 
-    def step(self, updates: Sequence[BucketUpdate], groups: Mapping[int, Options]) -> dict[int, Options]:
+    def step(
+        self, updates: Sequence[BucketUpdate], groups: Mapping[int, Options], call: Call = unhooked_step
+    ) -> dict[int, Options]:
         """Step all pieces that are present, bucket by bucket.
 
         Each instance is stepped once, with all groups, also those without elements on this rank, so that the class's
@@ -148,6 +163,7 @@ class UserOptimizer:
         Args:
             updates: of all buckets of the class.
             groups: the user's param groups of the class, by their numbers.
+            call: what is called with each instance: its step, or another method that changes weights.
 
         Returns:
             The options that the class changed, by the group's number.
@@ -166,7 +182,7 @@ class UserOptimizer:
                     if update.begin is not None:
                         update.begin()
                 with together[0].event():
-                    found.append(_step(together, cut, groups))
+                    found.append(_step(together, cut, groups, call))
                     self._adopt(together)
                 for update in together:
                     if 1 in update.present:
@@ -213,12 +229,13 @@ def _by_instance(updates: Sequence[BucketUpdate]) -> list[list[BucketUpdate]]:
     return list(found.values())
 
 
-def unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the class's own ``step``, without torch's step hooks, which belong to the user's object alone."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    return lambda: step(optimizer)
+def all_present(states: BucketStates) -> bytes:
+    """Return which pieces a call changes that is no step, in a byte each, 0 or 1: all.
+
+    None, if there are no master weights yet: the bucket is frozen, and was never stepped.
+    """
+    found = states.master is None or states.master.exists
+    return bytes([found]) * len(states.pieces)
 
 
 class NotElementwiseError(ValueError):
@@ -233,7 +250,7 @@ class NotElementwiseError(ValueError):
         self.why = why
 
 
-def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping[int, Options]) -> _Stepped:
+def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping[int, Options], call: Call) -> _Stepped:
     """Step the buckets of one instance. The class may edit tensors among the copies of options in place."""
     groups, instance = {n: _apart(group) for n, group in groups.items()}, together[0].states.instance
     every = [update.states for update in together]
@@ -242,7 +259,7 @@ def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping
         for update in together:
             _prepare(update, cut)
         instance.param_groups = param_groups = _param_groups(every, groups)
-        unhooked_step(instance)()
+        call(instance)
     finally:
         for states in every:
             for run in states.runs:
@@ -253,13 +270,15 @@ def _step(together: Sequence[BucketUpdate], cut: frozenset[int], groups: Mapping
 
 
 def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
-    """Make the runs of a bucket, and give them their gradients."""
+    """Make the runs of a bucket, and give them their gradients, if there are any."""
     states, gradient = update.states, update.gradient
     states.plan(update.present, cut)
     states.ready()
-    wide = None if gradient is None else gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype)
+    if gradient is None:
+        return
+    # in the host's memory the gradient stays as it is until the step is over
+    wide = gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype, non_blocking=True)
     for run in states.runs:
-        assert wide is not None
         run.parameter.grad = run.of(wide)
 
 

@@ -14,7 +14,7 @@ from collectives import Transport, on_threads
 from zero import load, save
 
 from ...checkpoint.goes_on import goes_on, undisturbed, widest_first
-from ...checkpoint.runs import BF16, FP16, SMALL, Class, Topology, content, optimizer_of, run, step_folder
+from ...checkpoint.runs import BF16, FP16, SMALL, UNITS, Class, Topology, content, optimizer_of, run, step_folder
 from ...support.programs import locked_build
 
 pytestmark = pytest.mark.contract
@@ -46,12 +46,14 @@ def topologies(draw: st.DrawFn) -> Topology:
         draw(st.booleans()),
         draw(st.sampled_from([None, DISK])),
         collective=draw(st.sampled_from(["auto", *COLLECTIVES])),
+        units=draw(st.sampled_from(["", *UNITS])) if stage == 3 else "",
     )
 
 
 @settings(max_examples=max(3, settings().max_examples // 4))  # each trains three times
 @given(before=topologies(), after=topologies(), steps=st.integers(0, 2))
 @example(Topology(3, 1, SMALL), Topology(4, 2, SMALL, factor=2, offload=DISK), 1)
+@example(Topology(3, 3, SMALL, units="inside units"), Topology(2, 3, 25.0, units="kept inside units"), 1)
 @example(Topology(4, 3, SMALL, factor=1), Topology(4, 2, 0.002, factor=2, offload=DISK), 1)
 @pytest.mark.timeout(600)
 def test_training_goes_on_at_any_topology_as_if_undisturbed(before: Topology, after: Topology, steps: int) -> None:

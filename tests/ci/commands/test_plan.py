@@ -94,6 +94,18 @@ def test_it_prints_a_table_and_a_recommendation_and_writes_files(
     assert {event["ph"] for event in trace} == {"X", "M"}
 
 
+def test_a_model_whose_states_are_larger_than_the_gpu_goes_to_one_with_its_parameters_on_the_host(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert plan("--config=large.json --cluster=h100:1 --recompute=full --sequence=512") == 0
+    printed, found = capsys.readouterr().out, written()
+    (best,) = (each for each in found["choices"] if each["name"] == found["recommended"]["name"])
+    assert best["setting"]["parameters_on"] == best["setting"]["offload"] == "host"
+    assert best["bytes"]["states"] < 1 << 20 < found["cluster"]["usable_bytes"] < best["offloaded_bytes"]
+    assert "zero 3, states and parameters on host" in printed
+    assert 'offload=Offload("cpu", parameters="cpu")' in printed
+
+
 def test_the_start_has_the_flags_of_zero_train(monkeypatch: pytest.MonkeyPatch) -> None:
     from zero.commands.train import command as train
 
@@ -121,9 +133,10 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer() -> None:
     names = {"torch": torch, "Offload": zero.Offload, "MixedPrecision": zero.MixedPrecision, "model": None}
     names |= {"ZeroOptimizer": optimizer_of, "matrices": [1], "rest": [2]}
     for optimizer, precision in zip(OPTIMIZERS, (*PRECISIONS, *PRECISIONS), strict=True):
-        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": zero.Offload("cpu")}
+        offload = zero.Offload("cpu", parameters="cpu" if optimizer == "adamw" else None)
+        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": offload}
         found = eval(start("h100:8", precision, **given, optimizer=optimizer), dict(names))
-        assert (found["stage"], found["bucket_cap_mb"], found["offload"]) == (3, 3, zero.Offload("cpu"))
+        assert (found["stage"], found["bucket_cap_mb"], found["offload"]) == (3, 3, offload)
         assert ("mixed_precision" in found) is (precision != "fp32")
         assert found.get("defaults", {}).get("fused", False) is (optimizer not in ("adagrad", "muon"))
     found = eval(start("cpu:2", "bf16", "*norm*,embedding,head"), dict(names))
@@ -160,7 +173,7 @@ def test_modules_in_fp32_that_cannot_be_are_refused(capsys: pytest.CaptureFixtur
 
 
 def test_where_nothing_fits_it_names_a_change_that_does(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--config=large.json --cluster=h100:8 --sequence=8192"
+    flags = "--config=large.json --cluster=h100:8 --sequence=10240"
     assert plan(flags) == 1
     error = capsys.readouterr().err
     assert error == "error: no setting fits into 77.7 GB per rank: --recompute selective would fit\n"

@@ -1,7 +1,8 @@
-"""Programs on real processes: one model with precisions by module, under FSDP2 and under this library."""
+"""Programs on real processes, under FSDP2 and under this library: precisions by module, and ignored experts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from collectives import solo
 from zero import ZeroOptimizer
 
+from ...parameters.experts import EXPERTS, Sparse, loss_of, sparse
 from ...support.models import seeded
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -95,4 +99,55 @@ def _train(model: Model, optimizer: torch.optim.Optimizer, group: dist.ProcessGr
         optimizer.zero_grad()
         losses.append(loss.item())
     assert model.seen == [BF16, BF16, FP32]
+    return losses
+
+
+def experts_under_fsdp2(group: dist.ProcessGroup, rank: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Train dense parameters by FSDP2, and each rank's own expert beside it. Return losses, and whole parameters."""
+    model, mesh = sparse([rank % EXPERTS]), DeviceMesh.from_group(group, "cpu")
+    experts = list(model.experts().parameters())
+    ids = {id(parameter) for parameter in experts}
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, ignored_params=set(experts))
+    fully_shard(model, mesh=mesh, ignored_params=set(experts))
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in ids]
+    optimizers = [torch.optim.AdamW(params, lr=0.01) for params in (dense, experts)]
+
+    def step() -> None:
+        for parameter in experts:
+            assert parameter.grad is not None
+            parameter.grad.div_(dist.get_world_size(group))  # FSDP2 leaves them as this rank's
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    losses = _train_experts(model, rank, step)
+    named = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return losses, {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in named.items()}
+
+
+def experts_under_zero(group: dist.ProcessGroup, rank: int, stage: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = sparse([rank % EXPERTS])
+    given: dict[str, Any] = {"stage": stage, "lr": 0.01, "divisor": dist.get_world_size(group)}
+    dense = ZeroOptimizer(model, process_group=group, ignored=model.experts(), **given)
+    own = ZeroOptimizer(model.experts(), process_group=solo(), **given)
+
+    def step() -> None:
+        for optimizer in (dense, own):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    losses = _train_experts(model, rank, step)
+    own.close()
+    dense.close()
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def _train_experts(model: Sparse, rank: int, step: Callable[[], None]) -> list[float]:
+    losses = []
+    for number in range(STEPS):
+        loss = loss_of(model, number, rank)
+        loss.backward()  # type: ignore[no-untyped-call]
+        step()
+        losses.append(loss.item())
     return losses

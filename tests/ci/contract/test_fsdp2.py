@@ -1,4 +1,4 @@
-"""Policies of FSDP2 give here what they give there: losses and weights, where no order of a sum can matter."""
+"""FSDP2's policies and its ``ignored_params`` give here what they give there, where no order of a sum can matter."""
 
 from __future__ import annotations
 
@@ -17,3 +17,10 @@ def test_policies_by_module_train_the_bits_of_fsdp2(gloo: GlooPool, ranks: tuple
     expected = gloo.run(fsdp2.under_fsdp2, ranks=ranks)
     for stage in range(4):
         assert_same_value(gloo.run(fsdp2.under_zero, stage, ranks=ranks), expected, f"stage {stage}")
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["1", "2"])
+def test_what_both_ignore_trains_beside_them_to_the_same_bits(gloo: GlooPool, ranks: tuple[int, ...]) -> None:
+    expected = gloo.run(fsdp2.experts_under_fsdp2, ranks=ranks)
+    for stage in range(4):
+        assert_same_value(gloo.run(fsdp2.experts_under_zero, stage, ranks=ranks), expected, f"stage {stage}")

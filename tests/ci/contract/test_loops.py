@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ...contract import recipes
-from ...contract.recipes import EXAMPLES, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
+from ...contract.recipes import EXAMPLES, REQUIRED, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
 from ...support.launched import launch
 from ...support.loops import Halves, PlainLoop, seeded, two_layers
 from ...support.plain import assert_same_bits, assert_same_model, assert_same_states
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.contract
 
 @pytest.mark.parametrize("heading", [name for name in EXAMPLES if name not in ("Batch norm", "fp32", "Uneven data")])
 def test_a_block_trains_the_bits_of_the_plain_loop_at_every_stage(gloo: GlooPool, heading: str) -> None:
+    pytest.importorskip(REQUIRED.get(heading, "torch"))
     assert_trains_as_plain(gloo, heading)
 
 

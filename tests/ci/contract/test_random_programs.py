@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 from ...support.machine.backends import Processes
-from ...support.machine.hosts import ThreadsOnHosts
+from ...support.machine.hosts import ThreadsOnHosts, ThreadsWithParametersOnTheHost
 from ...support.machine.random_programs import UNITS, Collectives, RandomPrograms
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
@@ -34,11 +34,27 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -
 
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
+@pytest.mark.usefixtures("copied_from_the_host", "launched", "accelerated")
+def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_loop() -> None:
+    """A load may change the stage, and with it the place of parameters."""
+
+    class OnTheHost(RandomPrograms):
+        make_backend = ThreadsWithParametersOnTheHost
+        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
+        begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
+
+    OnTheHost.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
+
+
+@pytest.mark.hypothesis
+@pytest.mark.timeout(1500)
 def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: GlooPool) -> None:
     class OnProcesses(RandomPrograms):
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
-        collectives = Collectives(("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS)
+        collectives = Collectives(
+            ("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS, meshes=True
+        )
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 
     OnProcesses.check(40 if THOROUGH else 8, 30 if THOROUGH else 20)

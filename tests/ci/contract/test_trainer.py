@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -79,6 +80,7 @@ CHECKPOINTING = (
     "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 )  # before 5.23
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+FREE = ("adamw", "radam") if importlib.util.find_spec("schedulefree") else ()
 TRAININGS: list[dict[str, Any]] = [  # arguments that change a training
     {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_epsilon": 1e-5, "lr_scheduler_type": "constant"},
     {"optim": "sgd", "optim_args": "momentum=0.9", "lr_scheduler_type": "cosine", "warmup_steps": 0.5},
@@ -98,6 +100,7 @@ TRAININGS: list[dict[str, Any]] = [  # arguments that change a training
     {"load_best_model_at_end": True, "save_strategy": "best", "learning_rate": 1.0, "save_total_limit": 1, **EVALUATED},
     {"debug": "underflow_overflow", "accelerator_config": {"dispatch_batches": True}, "eval_on_start": True},
     {"accelerator_config": {"split_batches": True, "use_seedable_sampler": False}, "use_cache": True},
+    *({"optim": f"schedule_free_{name}", "lr_scheduler_type": "constant", **EVALUATED} for name in FREE),
 ]
 
 

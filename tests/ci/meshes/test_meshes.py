@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ...meshes import jobs
-from ...meshes.spread import Part, clipped, compare_parts
+from ...meshes.spread import Part, Stages, clipped, compare_parts
 from ...support.narrowed import PRECISIONS
 from ...support.plain import assert_same_bits
 from ...support.pool import GlooPool
@@ -64,6 +64,16 @@ def test_parts_on_six_processes_have_the_whole_models_norm(six: GlooPool, parts:
     whole = Part(*range(parts))
     expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 6 // parts))
     compare_parts(whole, expected, six.run(jobs.train_parts, parts, stage, "a mesh", ranks=range(6)))
+
+
+@pytest.mark.parametrize(("parts", "stage"), [(3, 2), (1, 3)])
+def test_stages_in_parts_on_six_processes_have_the_whole_models_norm(six: GlooPool, parts: int, stage: int) -> None:
+    whole = Stages(2, parts)
+    expected = clipped()(AsPlain(whole, lambda updated: torch.optim.AdamW(updated, lr=0.1), 3 // parts))
+    results = six.run(jobs.train_stages, stage, parts, ranks=range(6))
+    for number, part in enumerate(whole.stages):
+        of_part = [each for rank, each in enumerate(results) if rank % (2 * parts) // parts == number]
+        compare_parts(part, expected, of_part)
 
 
 def test_fsdp2_on_the_same_mesh_has_the_same_losses_and_parameters_on_integers(gloo: GlooPool) -> None:

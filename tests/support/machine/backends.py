@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
 
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
 from collectives import Loopback
 
 from ..carried import jitter
-from ..pool import GlooPool
+from ..pool import MADE, GlooPool
 from .program import Command, Config, Setting
 from .ranks import Rank, Saved
 
@@ -92,6 +96,15 @@ def copy_of(saved: Saved | None) -> Saved | None:
 def _call(group: Any, rank: int, method: str, *arguments: Any) -> Any:
     if method == "__init__":
         cls, config, setting, saved = arguments
-        _PROCESS["rank"] = cls(config, setting, group, rank, saved)
+        _PROCESS["rank"] = cls(config, setting, _mesh_of(setting, group, rank) if setting.mesh else group, rank, saved)
         return None
     return getattr(_PROCESS["rank"], method)(*arguments)
+
+
+def _mesh_of(setting: Setting, group: Any, rank: int) -> DeviceMesh:
+    """Return the mesh of a group of the pool, made of its other groups. The sharding factor is its last dimension."""
+    if (factor := setting.sharding_factor) is None:
+        return DeviceMesh.from_group(group, "cpu")
+    ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, factor)
+    groups = [MADE[tuple(along.tolist())] for along in (ranks[:, rank % factor], ranks[rank // factor])]
+    return DeviceMesh.from_group(groups, "cpu", mesh=ranks, mesh_dim_names=("replicate", "shard"))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from collectives import Algorithm, Collective, Hierarchical, Loopback, Shared, Transport
+from zero import Offload
 
 from ..carried import folded
 from ..sockets import meet, routed
@@ -42,6 +43,18 @@ class ThreadsOnHosts(Threads):
     """Ranks as threads, whose setting may name one of `HOSTS`."""
 
     rank: ClassVar[type[Rank]] = RankOnHosts
+
+
+class RankWithParametersOnTheHost(RankOnHosts):
+    """A rank whose parameters are in the host's memory at stage 3."""
+
+    offload_at_stage_3 = Offload("cpu", parameters="cpu")
+
+
+class ThreadsWithParametersOnTheHost(Threads):
+    """Ranks as threads whose parameters are in the host's memory at stage 3."""
+
+    rank: ClassVar[type[Rank]] = RankWithParametersOnTheHost
 
 
 class Sockets(Threads):

@@ -31,6 +31,7 @@ class Setting(Source):
     reshard: bool | int = True
     offload: bool = False  # states are on disk
     units: str = ""  # at stage 3, a key of `ranks.UNIT_ARGUMENTS`
+    mesh: bool = False  # ranks are those of a mesh, whose last dimension is the sharding factor
 
 
 class Config(Source):

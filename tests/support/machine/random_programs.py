@@ -110,12 +110,13 @@ class Collectives:
     """The algorithms of a machine.
 
     ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact. ``units``: how units are
-    chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`.
+    chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`. ``meshes``: ranks may be those of a mesh.
     """
 
     exact: tuple[str, ...]
     in_any_order: tuple[str, ...]
     units: tuple[str, ...] = ("",)
+    meshes: bool = False
 
     def names(self, integer: bool) -> tuple[str, ...]:
         return (*self.exact, *self.in_any_order) if integer else self.exact
@@ -126,10 +127,11 @@ def settings(
     draw: st.DrawFn,
     stages: Sequence[int],
     most_ranks: int,
-    collectives: tuple[str, ...],
-    units: tuple[str, ...] = ("",),
+    collectives: Collectives,
+    *,
+    integer: bool,
 ) -> Setting:
-    stage, ranks = draw(st.sampled_from(stages)), draw(st.integers(1, most_ranks))
+    stage, ranks, units = draw(st.sampled_from(stages)), draw(st.integers(1, most_ranks)), collectives.units
     factors = [None, *(factor for factor in range(1, ranks + 1) if stage and ranks % factor == 0)]
     factor = draw(st.sampled_from(factors))
     shared = ranks if factor is None else factor
@@ -138,11 +140,12 @@ def settings(
         stage,
         ranks,
         draw(CAPS),
-        draw(st.sampled_from(collectives)),
+        draw(st.sampled_from(collectives.names(integer))),
         factor,
         draw(st.sampled_from(reshard)),
         draw(st.booleans()),
         draw(st.sampled_from(units)) if stage == 3 and len(units) > 1 else units[0],
+        collectives.meshes and draw(st.booleans()),
     )
 
 
@@ -153,7 +156,7 @@ def configs(
     precision = draw(st.sampled_from(precisions))
     integer = not precision and draw(st.sampled_from([False, False, True]))
     return Config(
-        draw(settings(stages, most_ranks, collectives.names(integer), collectives.units)),
+        draw(settings(stages, most_ranks, collectives, integer=integer)),
         draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"))),
         draw(st.sampled_from([1, 2, 4, 9, 17])),
         integer,
@@ -273,7 +276,7 @@ def programs(
     config = draw(configs(stages, most_ranks, collectives, precisions))
     loads = st.builds(
         p.Load,
-        settings(STAGES, most_ranks, collectives.names(config.integer), collectives.units),
+        settings(STAGES, most_ranks, collectives, integer=config.integer),
         st.booleans(),
     )
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS)

@@ -38,10 +38,12 @@ Saved = tuple[dict[str, Any], dict[str, Any]]  # the state dicts of the model an
 class Rank(OnRank, Player):
     """Plays one rank, over a transport or a process group.
 
-    ``algorithms``: names for a setting's ``collective`` beside those of `collectives`.
+    ``algorithms``: names for a setting's ``collective`` beside those of `collectives`. ``offload_at_stage_3``: instead
+    of what a setting says.
     """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
+    offload_at_stage_3: ClassVar[Offload | None] = None
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.config, self.setting, self.rank = config, setting, rank
@@ -57,13 +59,12 @@ class Rank(OnRank, Player):
             config.groups(model),
             cls,
             module=model,
-            process_group=group,
+            **self._places(setting, group),
             stage=setting.stage,
             bucket_cap_mb=setting.bucket_cap_mb,
             collective=self.algorithms.get(setting.collective, setting.collective),
-            sharding_factor=setting.sharding_factor,
             **self._units(config, setting),
-            offload=Offload(tempfile.gettempdir()) if setting.offload else None,
+            offload=self._offload(setting),
             mixed_precision=config.mixed,
             **arguments,
         )
@@ -78,6 +79,18 @@ class Rank(OnRank, Player):
             optimizer.load_state_dict(saved[1])
         self.listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self.kept = []
+
+    def _offload(self, setting: Setting) -> Offload | None:
+        if setting.stage == 3 and self.offload_at_stage_3:
+            return self.offload_at_stage_3
+        return Offload(tempfile.gettempdir()) if setting.offload else None
+
+    @staticmethod
+    def _places(setting: Setting, group: Any) -> dict[str, Any]:
+        """Return the arguments that say which ranks there are, and which share a copy."""
+        if setting.mesh:
+            return {"mesh": group}
+        return {"process_group": group, "sharding_factor": setting.sharding_factor}
 
     @staticmethod
     def _units(config: Config, setting: Setting) -> dict[str, Any]:

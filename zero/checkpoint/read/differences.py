@@ -5,13 +5,12 @@ Knows: names, shapes, what the caller allows. Does not know: files, optimizers, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
-from ...core.names import known_as
+from ...core.renames import Rename, renamed
 
 Shape = tuple[int, ...]
-Rename = Mapping[str, str | None] | Callable[[str], str | None]
 Resize = Callable[[str, Shape, Shape], bool]
 
 
@@ -37,30 +36,7 @@ class Differences:
             ValueError: a mapping has a name that was not saved, or two saved names become one.
             TypeError: a new name is no text.
         """
-        there = list(saved)
-        if isinstance(self.rename, Mapping):
-            for name in self.rename:
-                if name not in there:
-                    raise ValueError(f"rename: the checkpoint has no {name!r}")
-        found: dict[str, str] = {}
-        before: dict[str, str] = {}  # the other way round
-        for name in there:
-            new = self._new(name)
-            if new is None:
-                continue
-            if not isinstance(new, str):
-                raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
-            plain = known_as(new, known)
-            new = new if plain in there and plain != name else plain  # a name that is taken keeps its own
-            if new in before:
-                raise ValueError(f"rename: {before[new]!r} and {name!r} of the checkpoint would both become {new!r}")
-            found[name], before[new] = new, name
-        return found
-
-    def _new(self, name: str) -> str | None:
-        if isinstance(self.rename, Mapping):
-            return self.rename.get(name, name)
-        return name if self.rename is None else self.rename(name)
+        return renamed(self.rename, saved, known, "the checkpoint")
 
     def has_rows(self, name: str, saved: Shape, shape: Shape) -> bool:
         """Return whether the leading rows are read of a tensor with another shape.

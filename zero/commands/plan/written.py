@@ -95,6 +95,7 @@ def _choice(choice: PlannedSetting, found: Findings) -> dict[str, Any]:
             "reshard": setting.reshard_after_forward,
             "prefetch_depth": setting.prefetch_depth,
             "offload": setting.states_on,
+            **({"parameters_on": "host"} if setting.offloads_parameters else {}),
             "bucket_bytes": setting.bucket_bytes,
             "precision": found.training.precision,
             **({"fp32_modules": list(found.training.fp32_modules)} if found.training.fp32_modules else {}),
@@ -175,7 +176,8 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
         arguments.append("module=model")
     arguments += [f"{name}={value}" for name, value in _sharding(setting).items()]
     if setting.offload:
-        arguments.append(f'offload=Offload("{setting.offload.states}")')
+        parameters = ', parameters="cpu"' if setting.offload.parameters else ""
+        arguments.append(f'offload=Offload("{setting.offload.states}"{parameters})')
     if cap:
         arguments.append(f"bucket_cap_mb={cap}")
     if setting.rule is not None:

@@ -31,9 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import collectives
 import zero
 
-from ... import ZeroOptimizer
+from ... import Offload, ZeroOptimizer
 from ...core.names import named_parameters
 from ...core.parameter_specs import is_copied
+from ...core.units import Ignored
+from ...precision import Precisions
 from ..runner import process_group, record_error, run_rank
 from .bit_diff import Difference, Run, first_difference
 from .reference import MixedReferenceLoop, ReferenceLoop
@@ -127,6 +129,10 @@ class Workload:
     def at(self, place: str) -> None:
         self._watchdog.at(f"{self.name}, {place}")
 
+    def ignored(self) -> Any:
+        """Return what the user leaves out of the optimizer, or else None."""
+        return resolve(self.spec.ignored)(self.model) if self.spec.ignored else None
+
     def groups(self) -> Any:
         """Return the param groups of the user, or else the model."""
         return resolve(self.spec.param_groups)(self.model) if self.spec.param_groups else self.model
@@ -152,11 +158,14 @@ class Workload:
         spec = self.spec
         self.at("the optimizer class")
         optimizer_class, groups = resolve(spec.optimizer_class), self.groups()
-        groups = [{"params": list(self.model.parameters())}] if groups is self.model else groups
+        left = Ignored(self.ignored(), self.model)
+        every = [parameter for parameter in self.model.parameters() if parameter not in left]
+        groups = [{"params": every}] if groups is self.model else groups
         if spec.precision is None:
             loop = ReferenceLoop(groups, optimizer_class, spec.defaults)
         else:
-            loop = MixedReferenceLoop(self.model, groups, optimizer_class, spec.defaults, spec.precision)
+            precisions = Precisions(spec.precision, self.model, left)
+            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions)
         yield 0, _compared_parameters(self.model)
         for step in range(1, self.steps + 1):
             for number in range(spec.micro_batches):
@@ -276,7 +285,9 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         bucket_cap_mb=spec.bucket_cap_mb,
         collective=spec.algorithm,
         mixed_precision=spec.precision,
-        units=resolve(spec.units) if spec.units else None,
+        offload=None if spec.offload is None else Offload(**spec.offload),
+        **spec.unit_arguments(stage),
+        ignored=workload.ignored(),
         optimizer_kwargs=spec.defaults,
     )
     found = _differences(folder, workload, optimizer, step)

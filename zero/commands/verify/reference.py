@@ -6,7 +6,7 @@ Does not know: micro-batches, ranks, or the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...core.layout import Dtypes
 from ...core.parameter_specs import is_laid_out
 from ...parameters.casting import cast, put_casts
-from ...precision import Precisions, Rule
+from ...precision import Precisions
 from ...step.arguments import arguments_of
 from ...step.clip import clip_grad_norm_
 
@@ -56,13 +56,14 @@ class MixedReferenceLoop(ReferenceLoop):
 
     def __init__(
         self,
-        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
         groups: Groups,
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
-        precision: Rule,
+        precisions: Precisions,
     ) -> None:
-        self._model, precisions = list(model.parameters()), Precisions(precision, model)
+        """``parameters``: those of the model to which ``precisions`` apply."""
+        self._model = list(parameters)
         self._dtypes = [precisions.of(parameter) for parameter in self._model]
         self._masters = [self._master(*known) for known in zip(self._model, self._dtypes, strict=True)]
         self._sums = dict[int, nn.Parameter]()  # by number of a parameter; each is the ``grad`` of an empty tensor

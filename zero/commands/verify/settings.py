@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from ...config import Offload
+
 __all__ = ["VerifyConfig"]
 
 
@@ -17,7 +19,16 @@ class VerifyConfig:
     """The settings of `zero verify`: a function, and arguments of `zero.verify` that replace those that it returns."""
 
     GROUPS: ClassVar = {
-        "What is run": ("stages", "world_sizes", "mesh", "collective", "bucket_cap_mb", "micro_batches", "max_norm"),
+        "What is run": (
+            "stages",
+            "world_sizes",
+            "mesh",
+            "collective",
+            "bucket_cap_mb",
+            "offload",
+            "micro_batches",
+            "max_norm",
+        ),
         "Where": ("device", "threads", "timeout"),
     }
     EXAMPLES: ClassVar = (
@@ -43,6 +54,7 @@ class VerifyConfig:
     )
     collective: Annotated[str | None, "algorithm that moves the buckets; default: auto"] = None
     bucket_cap_mb: Annotated[float | Literal["auto"] | None, "size of a bucket in MiB, or auto"] = None
+    offload: Annotated[Offload | None, "as of zero train; cpu,parameters=cpu: with --stages 3"] = None
     micro_batches: Annotated[int | None, "micro-batches per step, over all ranks"] = None
     max_norm: Annotated[float | None, "largest global gradient norm; default: no clipping"] = None
     device: Annotated[Literal["cpu", "cuda"] | None, "default: cuda if the host has a GPU for each rank, else cpu"] = (

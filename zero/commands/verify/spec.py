@@ -23,6 +23,7 @@ import torch
 
 from collectives import Algorithm
 
+from ...core.stage import STAGES, Placement
 from ...precision import MixedPrecision, Patterns, Rule, checked
 from ...step.clip import check_norm_arguments
 
@@ -33,14 +34,18 @@ RESULTS = "runs.jsonl"
 @dataclass(frozen=True)
 class VerifySpec:
     """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list,
-    ``collective`` the name of an algorithm or of its class, and ``mixed_precision`` as `written_precision` has it."""
+    ``reshard_after_forward`` a name or the value, ``collective`` the name of an algorithm or of its class,
+    ``mixed_precision`` as `written_precision` has it, and ``offload`` the arguments of `zero.Offload`."""
 
     build_model: str
     batches: str | list[Any]
     optimizer_class: str
     loss_fn: str | None
     units: str | None
+    reshard_after_forward: str | int
+    prefetch_depth: int
     param_groups: str | None
+    ignored: str | None
     defaults: dict[str, Any]
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]
@@ -50,6 +55,7 @@ class VerifySpec:
     bucket_cap_mb: float | Literal["auto"] | None
     collective: str
     mixed_precision: str | dict[str, Any] | list[tuple[str, dict[str, Any]]] | None
+    offload: dict[str, Any] | None
     threads: int
     timeout: float
     device: str
@@ -73,6 +79,17 @@ class VerifySpec:
         if isinstance(written, list):
             return Patterns(tuple((pattern, MixedPrecision(**dtypes)) for pattern, dtypes in written))
         return None if written is None else MixedPrecision(**written)
+
+    def unit_arguments(self, stage: int) -> dict[str, Any]:
+        """Return the arguments of `ZeroOptimizer` that say how units are chosen and gathered at a stage."""
+        if STAGES[stage].parameters is Placement.WHOLE:
+            return {}
+        reshard = self.reshard_after_forward
+        return {
+            "units": resolve(self.units) if self.units else None,
+            "reshard_after_forward": resolve(reshard) if isinstance(reshard, str) else reshard,
+            "prefetch_depth": self.prefetch_depth,
+        }
 
     @property
     def algorithm(self) -> str | Algorithm:

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,9 @@ from torch import Tensor, nn
 
 from collectives import Algorithm
 
-from ...core.stage import STAGES
+from ...config import Offload, ShardingOptions
+from ...core.stage import STAGES, check_prefetch_depth, check_reshard
+from ...core.units import Given, Predicate
 from ...optimizer import ZeroOptimizer
 from ...precision import MixedPrecision, PrecisionOption, checked
 from ...step.arguments import check_class, merged
@@ -94,11 +96,15 @@ def verify(
     mesh: Sequence[int] | None = None,
     micro_batches: int | None = None,
     max_norm: float | None = None,
-    units: Callable[[nn.Module], bool] | None = None,
+    units: Predicate | None = None,
+    reshard_after_forward: bool | int | Predicate = True,
+    prefetch_depth: int = 1,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
+    ignored: Callable[[nn.Module], Given] | None = None,
     bucket_cap_mb: float | Literal["auto"] | None = None,
     collective: str | Algorithm = "auto",
     mixed_precision: PrecisionOption = None,
+    offload: Offload | None = None,
     threads: int = 1,
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
@@ -132,11 +138,14 @@ def verify(
         micro_batches: the number of micro-batches per step, over all ranks, by which the summed gradient is divided.
             None: the least common multiple of ``world_sizes``.
         max_norm: clip the gradients to this norm, in the plain loop by `zero.clip_grad_norm_`; None: no clipping.
-        units, bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
+        units, reshard_after_forward, prefetch_depth: arguments of `ZeroOptimizer` at stage 3.
+        bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
+        ignored: a function that takes the model and returns the argument of `ZeroOptimizer`. No loop trains these.
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
             fp32 weights.
+        offload: argument of `ZeroOptimizer`; with ``parameters="cpu"`` for ``stages=(3,)``.
         threads: intra-op threads per process; their number changes bits.
         timeout: the most seconds for building the model, for a micro-batch, or for an update.
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
@@ -161,7 +170,13 @@ def verify(
     whole = rule if isinstance(rule, MixedPrecision) else None  # the throw-away module has none of the user's modules
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
     arguments = merged(defaults, optimizer_kwargs)
+    for stage in stage_numbers:
+        ShardingOptions(stage=stage, offload=offload)
     _dry_run(optimizer_class, stage_numbers, ours, arguments)
+    most_sharded = STAGES[max(stage_numbers)]
+    check_prefetch_depth(prefetch_depth, most_sharded)
+    for ranks in sizes if shape is None else shape[-1:]:
+        check_reshard(reshard_after_forward, ranks, most_sharded)
     spec = VerifySpec(
         build_model=reference(build_model, "build_model"),
         batches=reference(batches, "batches")
@@ -170,7 +185,12 @@ def verify(
         optimizer_class=reference(optimizer_class, "optimizer_class"),
         loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
         units=None if units is None else reference(units, "units"),
+        reshard_after_forward=reference(reshard_after_forward, "reshard_after_forward")
+        if callable(reshard_after_forward)
+        else reshard_after_forward,
+        prefetch_depth=prefetch_depth,
         param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
+        ignored=None if ignored is None else reference(ignored, "ignored"),
         defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
         stages=stage_numbers,
         world_sizes=sizes,
@@ -180,6 +200,7 @@ def verify(
         bucket_cap_mb=bucket_cap_mb,
         collective=collective if isinstance(collective, str) else reference(collective, "collective"),
         mixed_precision=written_precision(rule),
+        offload=None if offload is None else {**asdict(offload), "states": os.fspath(offload.states)},
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         device=place,
@@ -194,6 +215,7 @@ def verify(
     settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
     settings += "" if shape is None else f"; mesh: {' x '.join(map(str, shape))}"
     settings += "" if collective == "auto" else f"; collective: {spec.collective}"
+    settings += "" if offload is None else f"; {offload.kind}"
     settings += "" if place == "cpu" else "; on GPUs"
     if note is not None:
         spec.tell(note)

@@ -31,6 +31,7 @@ class GatheredBuffer(UnitBuffer):
     unsharded: Tensor | None = None
     post_forward_shard: Tensor | None = None  # shard of the whole, between a forward and its backward, for the group
     externally_held: Tensor | None = None  # a resharded buffer with external references
+    copied: torch.Event | None = None  # the end of the copy under way, and of what reads it, on a stream of its own
     address: int = 0  # of the memory of the whole, or of the externally held buffer, when it was gathered
 
     def __post_init__(self) -> None:
@@ -42,16 +43,30 @@ class GatheredBuffer(UnitBuffer):
         self.end_gather()
 
     def begin_gather(self, room: Callable[[int], Tensor]) -> None:
-        """Make `shard` this rank's part of a gather that begins. ``room`` returns memory for so many elements."""
+        """Make `shard` the memory of this rank's part of a gather that begins. ``room`` returns memory for so many
+        elements."""
+        if self.kept is not None:
+            self.end_gather()
+            self.shard = room(self.kept.source.numel())
+
+    def copy_kept(self) -> None:
+        """Launch the copy of this rank's part."""
         if self.kept is not None:
             source = self.kept.source
             if source.dtype is not self.bucket.dtypes.param_dtype:  # a copy from the host would round there, and wait
                 source = source.to(self.bucket.device, non_blocking=True)
-            self.shard = room(source.numel()).copy_(source, non_blocking=True)
+            self.shard.copy_(source, non_blocking=True)
+
+    def await_copy(self) -> None:
+        """Make the current stream wait for the copy, if it is on a stream of its own."""
+        copied, self.copied = self.copied, None
+        if copied is not None:
+            torch.accelerator.current_stream(torch.device(self.bucket.device)).wait_event(copied)
 
     def end_gather(self) -> None:
         """Free the copy, if there is one, when the whole is not here any more."""
         if self.kept is not None:
+            self.await_copy()  # of a gather that failed, too: the memory is used again
             self.shard = self._nothing
 
     def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:

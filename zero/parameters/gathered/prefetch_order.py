@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -34,7 +34,7 @@ class PrefetchOrder:
         self._closed = True
 
     def begin_backward(self) -> None:
-        """Begin a backward. It leaves a unit last that a forward enters before the units inside it."""
+        """Begin a backward. A forward leaves a unit after the units inside it, so a backward reaches it before them."""
         self._back, open_ = [], list[int]()
         for unit in self._path:
             while open_ and open_[-1] not in self._around[unit] - {unit}:
@@ -56,16 +56,18 @@ class PrefetchOrder:
         self._forward[position:] = [unit]
         return []
 
-    def backward(self, unit: int, expected: list[int]) -> list[int]:
+    def backward(self, unit: int, here: Sequence[int], expected: list[int]) -> list[int]:
         """Note that a backward reaches ``unit``; return the units that will probably follow, the next one first.
 
-        ``expected``: those that were predicted before. They follow a unit inside another one that was none of them: a
-        checkpoint computes such units anew in the order of a forward.
+        ``here``: the units that are gathered; those of them that follow are returned, however late they are needed.
+        ``expected``: the last prediction. It stays if ``unit`` lies inside another one and was not predicted: a
+        checkpoint computes such units anew, in the order of a forward.
         """
         if unit not in self._back:
             return expected if len(self._around[unit]) > 1 else []
         del self._back[: self._back.index(unit) + 1]
-        return _others(self._back, unit)[: self._most]
+        following = _others(self._back, unit)
+        return [*following[: self._most], *(other for other in here if other in following[self._most :])]
 
 
 def _others(units: Iterable[int], unit: int) -> list[int]:

@@ -15,7 +15,8 @@ the parameter as it would in a plain loop. If a step changes the parameter in be
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -28,6 +29,7 @@ from ...core.cuts import Cuts
 from ...core.layout import BucketSpec
 from ...core.parameter_specs import as_plain
 from ...runtime.joining import Joining
+from ...runtime.staging import CopyStream
 from ..edit_detector import EditDetector
 from ..unit_buffer import usable_later
 from .buffers import GatheredBuffer, GatheredUnit, State
@@ -51,6 +53,7 @@ class GatheredUnits:
         self.pool = Pool(exact=True)
         self.saved_tensors = SavedTensorIndex()
         self._externally_held: list[GatheredBuffer] = []
+        self._copies: dict[torch.device, CopyStream] = {}  # of shards in the host's memory
 
     def add_buffer(self, unit: GatheredUnit, buffer: GatheredBuffer) -> None:
         """Add a buffer. Its parameters lose their own memory."""
@@ -104,14 +107,32 @@ class GatheredUnits:
         bucket, (kept, buffer.post_forward_shard) = buffer.bucket, (buffer.post_forward_shard, None)
         buffer.begin_gather(partial(self._room, buffer))
         if kept is not None and self._post_forward_group is not None:
+            with self._copying(buffer):
+                buffer.copy_kept()
             cuts, (low, high) = self._kept(self._post_forward_group, bucket)
             target[low:high].copy_(kept)
             return self._post_forward_group.collective.all_gather(target, cuts, tag=_tag(unit, buffer))
         if buffer.kept is not None:  # nothing else writes into its copy, so it can be read until the wait
-            return all_gather_from(self._collective, buffer.shard, target, bucket.cuts, tag=_tag(unit, buffer))
+            with self._copying(buffer):
+                buffer.copy_kept()
+                return all_gather_from(self._collective, buffer.shard, target, bucket.cuts, tag=_tag(unit, buffer))
         low, high = bucket.owned(self._rank)
         target[low:high].copy_(buffer.shard)
         return self._collective.all_gather(target, bucket.cuts, tag=_tag(unit, buffer))
+
+    @contextmanager
+    def _copying(self, buffer: GatheredBuffer) -> Iterator[None]:
+        """Launch the work of the block beside the current stream if it copies from the host; `wait` orders its end."""
+        if not buffer.bucket.offloaded:
+            yield
+            return
+        device = torch.device(buffer.bucket.device)
+        copies = self._copies.setdefault(device, CopyStream(device))
+        try:
+            with copies.beside():
+                yield
+        finally:
+            buffer.copied = copies.event()
 
     def _kept(self, group: Choice, bucket: BucketSpec) -> tuple[Cuts, tuple[int, int]]:
         """Return the cuts of a whole bucket in the post-forward group, and the interval that this rank keeps."""
@@ -122,6 +143,8 @@ class GatheredUnits:
         """Wait for the all-gathers under way."""
         if unit.state is State.GATHERING:
             with unit.waiting():
+                for buffer in unit.buffers:
+                    buffer.await_copy()
                 while unit.work:
                     unit.work[0].wait()
                     unit.work.pop(0)

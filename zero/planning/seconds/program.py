@@ -35,11 +35,13 @@ class UnitStep:
         passes: seconds of its compute and of its host for one micro-batch.
         gather: before its forward; `NOTHING` if its parameters are whole.
         again: before its backward; None if it is still gathered then.
+        copy: in which this rank's shard is copied from the host before each gather.
     """
 
     passes: PassSeconds
     gather: WireCost = NOTHING
     again: WireCost | None = None
+    copy: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,14 @@ class Reduction:
         ready: the share of that unit's backward after which it is ready.
         cost: of its reduce-scatter or all-reduce.
         means: of the all-gather of its means (stage 0).
+        keep: seconds of compute in which this rank's sum is copied to the host, and the sum so far from there.
     """
 
     unit: int
     ready: float
     cost: WireCost
     means: WireCost = NOTHING
+    keep: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class StepProgram:
         streams: compute runs beside the host.
         control: seconds of the messages on which ranks agree, which the host waits for.
         synchronises: the host waits for the device before the update, as for the norm of a clip.
+        host_reads: the host waits for the device after each backward that reduces, since it has the sums.
         host: seconds of the host for a clip and a step, without what each bucket adds.
         fixed: seconds that no unit explains.
         overlap: see the module.
@@ -108,6 +113,7 @@ class StepProgram:
     streams: bool = True
     control: float = 0.0
     synchronises: bool = False
+    host_reads: bool = False
     host: float = 0.0
     fixed: float = 0.0
     overlap: float = 0.0

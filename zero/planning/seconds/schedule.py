@@ -133,16 +133,19 @@ def program_of(
     gathers = setting.gathers_units
     return StepProgram(
         units=costs.of_units(units, buckets if gathers else ()),
-        reductions=tuple(Reduction(bucket.unit, bucket.ready, cost, means) for bucket, (cost, means, _) in found),
+        reductions=tuple(
+            Reduction(bucket.unit, bucket.ready, cost, means, costs.kept(bucket)) for bucket, (cost, means, _) in found
+        ),
         updates=tuple(update for _, (_, _, update) in found),
         micro_batches=micro_batches,
         reduced=costs.reduced,
         in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)) + sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
-        kept=gathers and setting.near == 1,
+        kept=setting.keeps_units,
         ahead=setting.prefetch_depth,
         streams=wires.on_gpu,
         control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
+        host_reads=setting.offloads_parameters,
         host=wires.cluster.calls.step,
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
         overlap=compute.constants["overlap"] if wires.on_gpu else 0.0,
@@ -183,16 +186,40 @@ class _Costs:
         hooked = (unit.passes.with_hooks(in_unit, in_unit + calls.parameter * unit.tensors) for unit in units)
         slowed = [_slowed(passes, crowd) for passes in hooked]
         gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
-        around = RankGroup.neighbours(cluster, near)
+        around, copies = RankGroup.neighbours(cluster, near), [0.0] * len(units)
         for bucket in gathered:
             width, home = bucket.dtypes.itemsize("param_dtype"), bucket.home
+            copies[home] += self._copied(bucket)
             for costs, group in ((gather, self.group), (again, around)):
                 cost = self._in_all_groups(bucket, width, group)
                 costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
-        stay = ONE_AHEAD.whole_when_a_backward_begins(range(len(units))) if gathered and near > 1 else range(len(units))
+        every = range(len(units))
+        stay = ONE_AHEAD.whole_when_a_backward_begins(every) if gathered and not self.setting.keeps_units else every
         return tuple(
-            UnitStep(passes, gather[unit], None if unit in stay else again[unit]) for unit, passes in enumerate(slowed)
+            UnitStep(passes, gather[unit], None if unit in stay else again[unit], copies[unit])
+            for unit, passes in enumerate(slowed)
         )
+
+    def _copied(self, bucket: BucketLoad) -> float:
+        """Return the seconds in which a rank copies its shard of a bucket for a gather: of masters, if it has them."""
+        alone = bucket.trainable and bucket.dtypes.has_master
+        return self._on_host_link(self._shard(bucket), bucket, "master_dtype" if alone else "param_dtype")
+
+    def kept(self, bucket: BucketLoad) -> float:
+        """Return the seconds in which the sum of a bucket goes to the host, and comes from there to go on."""
+        return self._on_host_link((2 if self.reduced > 1 else 1) * self._shard(bucket), bucket, "accumulate_dtype")
+
+    def _on_host_link(self, elements: float, bucket: BucketLoad, dtype: str) -> float:
+        """Return the seconds of a copy; 0 unless parameters are in the host's memory."""
+        nbytes = elements * bucket.dtypes.itemsize(dtype) if self.setting.offloads_parameters else 0.0
+        return nbytes / self.wires.cluster.gpu.host_link
+
+    def _shard(self, bucket: BucketLoad) -> int:
+        """Return the elements of a rank's largest shard: of even ones that of the last rank."""
+        if bucket.whole is not None:
+            return bucket.whole.longest
+        low, high = EvenCuts(bucket.elements, self.group.ranks, bucket.dtypes.alignment).owned(self.group.ranks - 1)
+        return high - low
 
     def _reduction(self, bucket: BucketLoad) -> WireCost:
         dtypes, elements, wires, factor = bucket.dtypes, bucket.elements, self.wires, self.group.ranks
@@ -215,16 +242,16 @@ class _Costs:
         if whole is not None:
             share = 1.0 if setting.row.grads_replicated else whole.share
             owned, work, state_tensors = owned * share, whole.multiplications * share, whole.state_tensors
-        elif not setting.row.grads_replicated:  # the last rank has the largest shard
-            low, high = EvenCuts(bucket.elements, self.group.ranks, dtypes.alignment).owned(self.group.ranks - 1)
-            owned = high - low
+        elif not setting.row.grads_replicated:
+            owned = self._shard(bucket)
         gather, moved = NOTHING, 0.0
         if setting.row.parameters_are_gathered:
             gather = self._in_all_groups(bucket, dtypes.itemsize("param_dtype"), self.group)
         if setting.offload:
-            kept = state_tensors + (dtypes.has_master and not self.wires.on_gpu)
+            kept = state_tensors + (dtypes.has_master and not self.wires.on_gpu) + setting.offloads_parameters
             moved = owned * kept * dtypes.itemsize("master_dtype") / self.wires.cluster.gpu.host_link
         seconds = self.compute.update(owned, dtypes, state_tensors) + self.compute.orthogonalization(work)
+        seconds += self._on_host_link(owned, bucket, "master_dtype")  # the gradient
         return UpdateStep(seconds, gather, moved, moved, self.wires.cluster.calls.update)
 
     def _in_all_groups(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
@@ -238,7 +265,7 @@ class _Costs:
             algorithm = self.wires.algorithm(group)
             cost = self.wires.all_gather(algorithm, nbytes, group)
             longer = self.wires.all_gather(algorithm, even, group)
-            host = self.wires.cluster.calls.gather if group.ranks > 1 else 0.0
+            host = self.wires.cluster.calls.gather if group.ranks > 1 or self.setting.offloads_parameters else 0.0
             self._gathers[key] = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
         return self._gathers[key]
 

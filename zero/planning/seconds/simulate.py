@@ -3,10 +3,12 @@
     host      h   launches kernels and collectives; it may be ahead of the device
     compute   c   runs forwards, backwards, folds and updates, and waits
     wire      x   runs collectives one at a time, in the order of their launch
+    copies    p   copies shards from the host before gathers, one at a time
     disk      d   reads and writes states, beside the update
 
     compute begins no earlier than the host has begun to issue it, and ends no earlier than that has ended
     a collective starts at max(x, h, when its memory is ready); what waits for it continues at its end
+    a copy starts at max(p, h, c, when its memory is ready), and its collective no earlier than at its end
     while the wire is busy, compute runs at 1/(1 + overlap) of its speed
 
 A `StepProgram` is the schedule as data. A rank without streams (a CPU) has one clock for host and compute. All ranks
@@ -47,13 +49,14 @@ class _State:
     issued: float = 0.0
     compute: float = 0.0
     wire: float = 0.0
+    copies: float = 0.0
     sent: float = 0.0
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
 
     def repeat(self, before: _State, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
-        for name in ("host", "issued", "compute", "wire", "sent", "crossed"):
+        for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
             setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
         for name in PARTS:
             self.parts[name] += times * (self.parts[name] - before.parts[name])
@@ -69,7 +72,7 @@ class _Rank:
         self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
         self._arriving: dict[int, tuple[float, float]] = {}  # unit -> end of its gather under way, seconds of a copy
-        self._flying: deque[tuple[float, float]] = deque()  # reductions: end, seconds of the fold
+        self._flying: deque[tuple[float, float, float]] = deque()  # reductions: end, seconds of the fold and of copies
         self._next = 0  # of the program's reductions
         self._ready: set[int] = set()
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
@@ -187,18 +190,30 @@ class _Rank:
     def _release(self, unit: int, *, stays: bool) -> None:
         """Note the end of a unit's use. ``stays``: its memory is in use until its backward."""
         self._last_use[unit] = self.state.compute
-        if unit and not stays and self._program.units[unit].gather.seconds > 0.0:
+        step = self._program.units[unit]
+        if unit and not stays and (step.gather.seconds > 0.0 or step.copy > 0.0):
             self._used.append(self.state.compute)
 
     def _gather(self, unit: int, cost: WireCost | None, ahead: int = 0) -> None:
         """Launch the gather of a unit, unless it is under way. Besides the rest, one unit and those ahead of it have
         memory: with one ahead, that of the unit two before it in the order of use. ``ahead``: how many units are used
         before it, the one in use included."""
-        if cost is None or (cost.seconds <= 0.0 and cost.fold <= 0.0) or unit in self._arriving:
+        copy = self._program.units[unit].copy
+        if cost is None or max(cost.seconds, cost.fold, copy) <= 0.0 or unit in self._arriving:
             return
         own = self._program.kept or unit == 0
         free = self._last_use[unit] if own else self._used[ahead]
-        self._arriving[unit] = (self._send(cost, free, f"gather {unit}"), cost.fold)
+        copied = self._copy(copy, free, f"copy shard {unit}")
+        self._arriving[unit] = (max(copied, self._send(cost, max(free, copied), f"gather {unit}")), cost.fold)
+
+    def _copy(self, seconds: float, ready: float, name: str) -> float:
+        """Launch a copy from the host, behind the work that compute has so far. Return its end; 0 without a copy."""
+        if seconds <= 0.0:
+            return 0.0
+        start = max(self.state.copies, self._now(), self.state.compute, ready)
+        self.state.copies = start + seconds
+        self.note(name, "copies", start, seconds)
+        return self.state.copies
 
     def _await_unit(self, unit: int) -> None:
         if unit in self._arriving:
@@ -245,15 +260,16 @@ class _Rank:
         limit = self._program.in_flight
         while limit and len(self._flying) >= limit:
             self._land()
-        cost = self._program.reductions[self._next].cost
-        end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
-        self._flying.append((end, cost.fold))
+        reduction = self._program.reductions[self._next]
+        end = self._send(reduction.cost, self.state.compute, f"reduce bucket {self._next}")
+        self._flying.append((end, reduction.cost.fold, reduction.keep))
         self._next += 1
 
     def _land(self) -> None:
-        end, fold = self._flying.popleft()
+        end, fold, keep = self._flying.popleft()
         self.wait(end, "reduction")
         self._work(fold, "fold", "fold")
+        self._work(keep, "disk", "copy sum")
 
     def _finish(self) -> None:
         """Launch the buckets that are left, and wait for all."""
@@ -262,6 +278,8 @@ class _Rank:
             self._reduce()
         while self._flying:
             self._land()
+        if self._program.host_reads:
+            self.state.host = max(self.state.host, self.state.compute)
         if self._program.means_each_time:
             self._gather_means()
 

@@ -1,0 +1,147 @@
+"""Models of transformers built without memory have the bits of `from_pretrained`, whatever the names in their files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
+
+from ...contract.recipes import assert_same_dict
+from .architectures import ARCHITECTURES, RENAMED
+from .ecosystem import WORLD_SIZE
+
+transformers = pytest.importorskip("transformers")
+from zero.integrations.transformers import init_of, weights_of  # noqa: E402 - needs transformers
+
+pytestmark = pytest.mark.timeout(300)
+MOE = "Qwen3MoeForCausalLM"
+
+
+def saved(folder: Path, name: str, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    """Write a model of random values, also of those that an initialisation would set to 0 or 1; return its class."""
+    found = getattr(transformers, name)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = found(found.config_class(**ARCHITECTURES[name])).to(dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_()
+    model.save_pretrained(folder, **options)
+    return found
+
+
+def on_meta(found: Any, folder: Path) -> Any:
+    with torch.device("meta"):
+        return found._from_config(found.config_class.from_pretrained(folder))
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers, also those that no file has."""
+    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
+def assert_built(found: Any, folder: Path) -> None:
+    """Build a model of a folder on two ranks at stage 3, and compare it with what `from_pretrained` returns."""
+    expected = tensors_of(found.from_pretrained(folder))
+    models = [on_meta(found, folder) for _ in range(WORLD_SIZE)]  # here: the library sets the default dtype of all
+
+    def build(transport: Transport) -> dict[str, Tensor]:
+        model = models[transport.rank]
+        given = {"param_init_fn": init_of(model), "init_state_dict": weights_of(model, folder)}
+        ZeroOptimizer(model, torch.optim.AdamW, stage=3, process_group=transport, lr=1e-2, **given).close()
+        return tensors_of(model)
+
+    for state in on_threads(WORLD_SIZE, build):
+        assert_same_dict(state, expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_has_the_bits_of_from_pretrained(name: str, tmp_path: Path) -> None:
+    found = saved(tmp_path, name)
+    written = load_file(tmp_path / "model.safetensors")
+    assert (set(written) <= set(on_meta(found, tmp_path).state_dict())) is (name not in RENAMED)
+    assert_built(found, tmp_path)
+
+
+def test_weights_in_16_bits_and_in_several_files_are_converted_as_well(tmp_path: Path) -> None:
+    found = saved(tmp_path, MOE, torch.bfloat16, max_shard_size="3KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert_built(found, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_of leaves out")
+def test_a_model_is_built_from_the_folder_of_one_with_another_head(tmp_path: Path) -> None:
+    saved(tmp_path, MOE)
+    with pytest.warns(UserWarning, match=r"the model lacks lm_head.weight, which weights_of leaves out"):
+        weights_of(on_meta(transformers.Qwen3MoeModel, tmp_path), tmp_path)
+    assert_built(transformers.Qwen3MoeModel, tmp_path)
+    assert_built(getattr(transformers, MOE), tmp_path)
+    inner = transformers.Qwen3MoeModel.from_pretrained(tmp_path)
+    inner.save_pretrained(tmp_path / "inner")
+    model = on_meta(getattr(transformers, MOE), tmp_path / "inner")
+    assert set(model.state_dict()) - set(weights_of(model, tmp_path / "inner")) == {"lm_head.weight"}
+
+
+def test_a_tensor_is_read_alone_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = on_meta(saved(tmp_path, MOE), tmp_path)
+    weights = weights_of(model, tmp_path)
+    read: list[str] = []
+    kind = type(weights._files)  # type: ignore[attr-defined]
+    real = kind.__getitem__
+    monkeypatch.setattr(kind, "__getitem__", lambda self, name: (read.append(name), real(self, name))[1])
+    assert weights["model.layers.1.mlp.experts.down_proj"].shape == (4, 16, 8)
+    assert read == [f"model.layers.1.mlp.experts.{expert}.down_proj.weight" for expert in range(4)]
+
+
+def edit(folder: Path, name: str, edits: dict[str, Any]) -> Any:
+    """Save a model, change its file (None: take away), and return it on the meta device."""
+    found = saved(folder, name)
+    file = folder / "model.safetensors"
+    values = {**load_file(file), **edits}
+    save_file({name: value for name, value in values.items() if value is not None}, file, {"format": "pt"})
+    return on_meta(found, folder)
+
+
+EXPERT = "model.layers.0.mlp.experts.2.gate_proj.weight"
+NORM = "model.norm.weight"
+UNFIT: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a lost expert": (MOE, {EXPERT: None}, r"'model.layers.0.mlp.experts.gate_up_proj' cannot be made of .*from_pretr"),
+    "another shape": (MOE, {NORM: torch.ones(3)}, r"'model.norm.weight' has shape \(16,\), but \(3,\) in the files"),
+    "two values of a tie": (
+        "GPT2LMHeadModel",
+        {"lm_head.weight": torch.ones(31, 16)},
+        "differ in the files: set con",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_what_cannot_be_converted_is_named_with_the_remedy(case: str, tmp_path: Path) -> None:
+    name, edits, words = UNFIT[case]
+    model = edit(tmp_path, name, edits)
+    with pytest.raises(ValueError, match=words):
+        weights_of(model, tmp_path)
+
+
+def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"for a PreTrainedModel of transformers, not for a Linear"):
+        weights_of(nn.Linear(2, 2), tmp_path)
+    found = saved(tmp_path, "T5ForConditionalGeneration", torch.float16)
+    with pytest.raises(ValueError, match=r"wo.weight' is torch.float16, but from_pretrained keeps it in torch.float32"):
+        weights_of(on_meta(found, tmp_path), tmp_path)
+    model = on_meta(saved(tmp_path, "GPT2LMHeadModel"), tmp_path)
+    model.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match="are quantised: load it by from_pretrained"):
+        weights_of(model, tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
+    del model.config.quantization_config
+    with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json: load it by"):
+        weights_of(model, tmp_path)

@@ -1,0 +1,188 @@
+"""One clip of several optimizers, which ranks are given in other orders, or cannot make: the same for all, at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from collectives import Transport, on_threads
+from zero import ZeroOptimizer
+
+from ..support.errors import error_of
+from ..support.limits import BOUND
+from ..support.models import seeded
+from ..support.plain import assert_same_bits
+from ..support.sides import AsPlain
+
+pytestmark = pytest.mark.contract
+
+
+@dataclass(frozen=True)
+class Case:
+    """Modules, by name, beside one that all ranks train.
+
+    ``groups``: the ranks that train each module; ``orders``: of each rank, its modules as it gives them to a clip;
+    ``stages``: of the optimizers of the first module and the others.
+    """
+
+    groups: dict[str, tuple[int, ...]]
+    orders: tuple[str, ...]
+    stages: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        return len(self.orders)
+
+    def stage(self, number: int) -> int:
+        return self.stages[number % len(self.stages)]
+
+    def build(self) -> nn.ModuleDict:
+        return seeded(5, lambda: nn.ModuleDict({name: nn.Linear(3, 3) for name in ("all", *self.groups)}))
+
+    def loss_of(self, model: Any, step: int, rank: int) -> Tensor:
+        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
+        for name in ("all", *sorted(self.orders[rank])):
+            x = x + torch.tanh(model[name](x))
+        return x.square().mean()
+
+    def plain_loop(self, norm_types: Sequence[float]) -> tuple[nn.ModuleDict, list[Tensor]]:
+        model, norms = self.build(), list[Tensor]()
+        loop = AsPlain(model, lambda updated: torch.optim.AdamW(updated, lr=0.05), self.ranks)
+        for step, norm_type in enumerate(norm_types):
+            loop.train(lambda model, rank, step=step: self.loss_of(model, step, rank))  # type: ignore[misc]
+            norms.append(loop.clip(0.5, norm_type))
+            loop.step()
+            loop.clear()
+        return model, norms
+
+    def check(self, results: Sequence[tuple[Rank, list[Tensor]]], norm_types: Sequence[float]) -> None:
+        """Assert that ranks have the plain loop's norms, and its parameters of their modules."""
+        plain, expected = self.plain_loop(norm_types)
+        for rank, norms in results:
+            for mine, theirs in zip(norms, expected, strict=True):
+                assert_same_bits(mine, theirs, "norm")
+            for name in ("all", *rank.of):
+                for key, parameter in rank.model[name].named_parameters():
+                    assert_same_bits(parameter, plain[name].get_parameter(key), f"{name}.{key}")
+
+
+class Rank:
+    """A rank's model, the optimizer of what all ranks train, and those of its other modules."""
+
+    def __init__(self, transport: Transport, case: Case) -> None:
+        self.rank, self.model, self.case = transport.rank, case.build(), case
+        given: dict[str, Any] = {"lr": 0.05, "divisor": case.ranks}
+        self.first = ZeroOptimizer(self.model["all"], process_group=transport, stage=case.stage(0), **given)
+        self.of = {
+            name: ZeroOptimizer(
+                self.model[name], process_group=transport.split(ranks, number), stage=case.stage(number), **given
+            )
+            for number, (name, ranks) in enumerate(case.groups.items(), start=1)
+            if self.rank in ranks
+        }
+        self.also = [self.of[name] for name in case.orders[self.rank]]
+
+    def train(self, norm_types: Sequence[float]) -> list[Tensor]:
+        norms = []
+        for step, norm_type in enumerate(norm_types):
+            self.case.loss_of(self.model, step, self.rank).backward()  # type: ignore[no-untyped-call]
+            norms.append(self.first.clip_grad_norm_(0.5, norm_type, also=self.also))
+            self.first.step()
+            for each in self.of.values():
+                each.step()
+            for each in (self.first, *self.also):
+                each.zero_grad()
+        return norms
+
+    def close(self) -> None:
+        for each in (*self.of.values(), self.first):
+            each.close()
+
+
+IN_A_RING = Case({"a": (0, 1), "b": (1, 2), "c": (0, 2)}, ("ac", "ba", "cb"), (2,))
+"""If ranks entered their further optimizers in the order in which they give them, every rank would wait."""
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    ranks = draw(st.integers(2, 6))
+    some = st.lists(st.integers(0, ranks - 1), min_size=1, unique=True).map(lambda found: tuple(sorted(found)))
+    groups = dict(zip("abcd", draw(st.lists(some, min_size=1, max_size=4)), strict=False))
+    mine = [[name for name, members in groups.items() if rank in members] for rank in range(ranks)]
+    orders = tuple("".join(draw(st.permutations(names))) for names in mine)
+    return Case(groups, orders, tuple(draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))))
+
+
+def trained(case: Case, norm_types: Sequence[float]) -> list[tuple[Rank, list[Tensor]]]:
+    def program(transport: Transport) -> tuple[Rank, list[Tensor]]:
+        rank = Rank(transport, case)
+        norms = rank.train(norm_types)
+        rank.close()
+        return rank, norms
+
+    return on_threads(case.ranks, program, timeout=BOUND)
+
+
+def test_further_optimizers_that_wait_for_each_other_in_the_order_given_are_clipped() -> None:
+    IN_A_RING.check(trained(IN_A_RING, [2.0, 2.0]), [2.0, 2.0])
+
+
+@pytest.mark.hypothesis
+@given(case=cases(), norm_types=st.lists(st.sampled_from([1.0, 2.0, 3.0, math.inf]), min_size=1, max_size=2))
+@settings(max_examples=max(6, settings().max_examples // 8))
+def test_any_further_optimizers_of_any_ranks_in_any_order_have_one_norm(case: Case, norm_types: list[float]) -> None:
+    """A rank may have none, and several may have the same ranks."""
+    case.check(trained(case, norm_types), norm_types)
+
+
+WRONG: dict[str, tuple[Callable[[Rank], dict[str, Any]], str]] = {
+    "one is missing": (
+        lambda rank: {"also": [rank.of["c"]] if rank.rank == 0 else rank.also},
+        "ValueError: clip_grad_norm_(also=...): rank 1 has given a further optimizer of 2 ranks, that of 'weight' and "
+        "1 more parameters, but its rank 0 has not",
+    ),
+    "others": (
+        lambda rank: {"also": [rank.also[0]]},
+        "ValueError: clip_grad_norm_(also=...): rank 0 has given a further optimizer of 2 ranks",
+    ),
+    "no optimizer": (
+        lambda rank: {"also": [*rank.also, *([3] if rank.rank == 2 else [])]},
+        "TypeError: also[2] must be a further ZeroOptimizer, each once, not int",
+    ),
+    "no norm": (
+        lambda rank: {"max_norm": -1.0 if rank.rank else 1.0},
+        "ValueError: max_norm must be at least 0 (math.inf to measure without clipping), not -1.0",
+    ),
+    "another norm": (
+        lambda rank: {"norm_type": 3.0 if rank.rank == 1 else 2.0},
+        "error_if_nonfinite are [0.5, 2.0, False] on rank 0, and [0.5, 3.0, False] on rank 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_clip_that_ranks_make_in_different_ways_is_an_error_on_all_at_once_and_training_goes_on(name: str) -> None:
+    change, words = WRONG[name]
+
+    def program(transport: Transport) -> tuple[str, Rank, list[Tensor]]:
+        rank = Rank(transport, IN_A_RING)
+        IN_A_RING.loss_of(rank.model, 0, rank.rank).backward()  # type: ignore[no-untyped-call]
+        error = error_of(rank.first.clip_grad_norm_, **{"max_norm": 0.5, "also": rank.also, **change(rank)})
+        for each in (rank.first, *rank.also):
+            each.zero_grad()
+        norms = rank.train([2.0])
+        rank.close()
+        return error, rank, norms
+
+    found = on_threads(3, program, timeout=BOUND)
+    for error, _, _ in found:
+        assert words in error
+    IN_A_RING.check([(rank, norms) for _, rank, norms in found], [2.0])
