@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from zero.step.block_trial import ByBlocks
 from zero.step.trial import Trial
 from zero.step.user_optimizer import NotElementwiseError
 
@@ -22,6 +23,7 @@ from zero.step.user_optimizer import NotElementwiseError
 def remember(patch: pytest.MonkeyPatch) -> None:
     """Let equal trials run once. Ranks that are threads wait for the one of them that runs it."""
     found: dict[Hashable, tuple[Any, str | None]] = {}
+    rules: dict[Hashable, Any] = {}  # what a trial by blocks notes beside its result
     locks: dict[Hashable, threading.Lock] = {}
     run = Trial.run
 
@@ -36,11 +38,14 @@ def remember(patch: pytest.MonkeyPatch) -> None:
             if key not in found:
                 try:
                     found[key] = run(trial), None
+                    rules[key] = trial.rules if isinstance(trial, ByBlocks) else {}
                 except NotElementwiseError as error:
                     found[key] = None, error.why
         result, why = found[key]
         if why is not None:
             raise NotElementwiseError(trial.inner.name, why)
+        if isinstance(trial, ByBlocks):
+            trial.rules = rules[key]
         return result
 
     patch.setattr(Trial, "run", remembered)
