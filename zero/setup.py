@@ -99,10 +99,9 @@ def build(
         check_not_in_units(config.module, config.ignored)
         precisions = config.precisions()
         bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts, precisions)
-        materializer = find_meta()
         offload_backend = None if config.offload is None else backend_for(config.offload, device)
         if config.row.parameters is Placement.WHOLE:
-            storage = ParameterStorage(transport, shard_group, config.module, precisions, materializer, config.ignored)
+            storage = ParameterStorage(transport, shard_group, config.module, precisions, find_meta(), config.ignored)
         else:
             storage = ShardedStorage(
                 transport,
@@ -115,7 +114,7 @@ def build(
                 post_forward_group,
                 reshard if callable(reshard) else resharded,
                 config.prefetch_depth,
-                materializer,
+                find_meta(),
                 offload_backend if config.offloads_parameters else None,
                 streams,
                 backwards,

@@ -15,7 +15,7 @@ from typing import Any
 
 from collectives import Kind, Tag
 
-from ..core.renames import Rename
+from ..core.names import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
 from .files import weaker

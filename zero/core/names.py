@@ -13,7 +13,7 @@ elsewhere (a file, a state dict) it is known by its name, and only if the name i
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from collectives.torch_internals import WRAPPERS, wrapped_key
 MASTERS = "masters"  # a key of state dicts, and a folder of checkpoints: the master weights
 _Value = TypeVar("_Value")
 _DDP = "module."
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+"""Old names -> new ones, None for what is left out."""
 
 
 def named_parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
@@ -121,3 +123,43 @@ def remark_on_prefix(names: Iterable[str], known: Container[str]) -> str:
     return (
         f". Its names begin with {_DDP!r}, which DistributedDataParallel puts before those of the model: take that away"
     )
+
+
+def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], where: str) -> dict[str, str]:
+    """Return saved name -> new name, without what is left out.
+
+    Args:
+        rename: saved name -> new name, or None to leave it out; a mapping has only the names that change.
+        saved: all saved names.
+        known: the names of the model, as far as they are known.
+        where: what has the saved names, for errors: "the checkpoint".
+
+    Raises:
+        ValueError: a mapping has a name that was not saved, or two saved names become one.
+        TypeError: a new name is no text.
+    """
+    there = dict.fromkeys(saved)
+    if isinstance(rename, Mapping):
+        for name in rename:
+            if name not in there:
+                raise ValueError(f"rename: {where} has no {name!r}")
+    found: dict[str, str] = {}
+    before: dict[str, str] = {}  # the other way round
+    for name in there:
+        new = _new(rename, name)
+        if new is None:
+            continue
+        if not isinstance(new, str):
+            raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
+        plain = known_as(new, known)
+        new = new if plain in there and plain != name else plain  # a name that is taken keeps its own
+        if new in before:
+            raise ValueError(f"rename: {before[new]!r} and {name!r} of {where} would both become {new!r}")
+        found[name], before[new] = new, name
+    return found
+
+
+def _new(rename: Rename | None, name: str) -> str | None:
+    if isinstance(rename, Mapping):
+        return rename.get(name, name)
+    return name if rename is None else rename(name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.renames import Rename, renamed
+from ..core.names import Rename, renamed
 
 StateDict = Mapping[str, Tensor] | str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 Shape = tuple[int, ...]

@@ -88,8 +88,7 @@ class BucketStates:
             store: the memory of the states, if they are offloaded.
             one_owner: whether the class steps each parameter by itself, in its shape; blocks: each piece, 1-D.
         """
-        self._store = store
-        self.instance = instance
+        self._store, self.instance = store, instance
         self._shapes, self._in_shape, self.alone = shapes, one_owner, one_owner or blocks
         self.scalars = [shape == () for shape, _ in shapes]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
-from ...core.renames import Rename, renamed
+from ...core.names import Rename, renamed
 
 Shape = tuple[int, ...]
 Resize = Callable[[str, Shape, Shape], bool]
