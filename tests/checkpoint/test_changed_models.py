@@ -237,6 +237,36 @@ def test_master_weights_and_averages_have_old_rows_as_they_were_saved_and_new_on
                 assert_same_bits(weights, expected, name)
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_weights_without_master_weights_replace_those_of_every_rank(stage: int, tmp_path: Path) -> None:
+    """The saved weights are those of the model, rounded: only the master weights differ."""
+
+    def trained(transport: Transport) -> tuple[Any, ZeroOptimizer]:
+        model, optimizer = of(transport, New, stage, 1, BF16)
+        train(model, optimizer, range(transport.rank, transport.rank + 1), transport.world_size, 2, NEW)
+        return model, optimizer
+
+    def write(transport: Transport) -> None:
+        model = nn.Module()
+        for name, value in trained(transport)[0].state_dict().items():
+            if name in GROWN:
+                model.register_parameter(name.replace(".", "_"), nn.Parameter(value[:OLD].to(torch.bfloat16)))
+        save(tmp_path / "saved", ZeroOptimizer(model, torch.optim.AdamW, process_group=transport))
+
+    def program(transport: Transport) -> nn.Module:
+        model, optimizer = trained(transport)
+        names = {name.replace(".", "_"): name for name in GROWN}
+        load(tmp_path / "saved", optimizer, strict=False, rename=names, resize=is_grown, rng=False)
+        train(model, optimizer, range(transport.rank, transport.rank + 1), transport.world_size, 2, NEW)
+        optimizer.close()
+        return model
+
+    on_threads(1, write)
+    (alone,) = on_threads(1, program)
+    for found in on_threads(3, program):
+        assert_same_model(found, alone)
+
+
 def test_a_smaller_vocabulary_has_the_first_rows(tmp_path: Path) -> None:
     def larger(transport: Transport) -> tuple[nn.Module, ZeroOptimizer]:
         return of(transport, lambda: nn.Sequential(nn.Embedding(NEW, WIDTH)), 3, 0)

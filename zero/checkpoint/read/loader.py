@@ -258,7 +258,9 @@ class Loader:
             if parts.stage.states is Placement.WHOLE and number in self._contents.updated:
                 held += [flat for _, flat in sorted(bucket.states.flat.items())] if self._with_states else []
                 held += [self._contents.averages.by_name[name].room(bucket) for name in sorted(self.fit.averages)]
-                held += [FlatBuffer(bucket.states.master.master, Placement.WHOLE)] if wide else []  # type: ignore[union-attr]
+                if wide or number in self._partial:
+                    assert bucket.states.master is not None
+                    held.append(FlatBuffer(bucket.states.master.master, Placement.WHOLE))
             for place, whole in enumerate(held):
                 tag = Tag(Kind.ALL_GATHER, f"loading bucket {number}, tensor {place}", index=number)
                 cuts = bucket.spec.cuts
