@@ -319,6 +319,22 @@ def test_param_groups_that_are_others_keep_their_options_and_a_class_has_its_own
     on_threads(2, program)
 
 
+def test_param_groups_in_another_order_keep_their_options(tmp_path: Path) -> None:
+    def made(transport: Transport, names: tuple[str, str], rates: tuple[float, float]) -> ZeroOptimizer:
+        model = seeded(0, New)
+        parts = [model.get_submodule(name).parameters() for name in names]
+        groups = [{"params": list(part), "lr": rate} for part, rate in zip(parts, rates, strict=True)]
+        return ZeroOptimizer(groups, torch.optim.AdamW, module=model, process_group=transport)
+
+    def program(transport: Transport) -> list[float]:
+        save(tmp_path / "saved", made(transport, ("words", "body"), (0.5, 0.25)))
+        optimizer = made(transport, ("body", "words"), (0.125, 0.0625))
+        assert len(load(tmp_path / "saved", optimizer, strict=False).not_restored) == 2
+        return [group["lr"] for group in optimizer.param_groups]
+
+    assert on_threads(2, program) == [[0.125, 0.0625]] * 2
+
+
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a name that was not saved": ({"rename": {"innr.weight": "body.weight"}}, "rename: the checkpoint has no 'innr.we"),
     "two names become one": (

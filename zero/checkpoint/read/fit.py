@@ -222,10 +222,12 @@ class Fit:
         self.values = {name: found for name, found in self.values.items() if name in kept}
         if self._allowed.strict:
             return saved
+        number_of = {name: number for number, group in enumerate(saved) for name in group["params"]}
         found = []
         for number, (mine, names) in enumerate(zip(classes, contents.names, strict=True)):
             options = saved[number] if len(saved) == len(classes) else {}
-            if not options or options.get("optimizer_class") not in (mine, None):
+            elsewhere = any(number_of.get(name, number) != number for name in names)  # groups in another order, say
+            if not options or elsewhere or options.get("optimizer_class") not in (mine, None):
                 options = {key: value for key, value in contents.groups[number].items() if key not in NO_OPTIONS}
                 self.own_options.append(number)
             found.append({**options, "optimizer_class": mine, "params": names})
