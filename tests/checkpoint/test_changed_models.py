@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer, load, save
+from zero import MixedPrecision, ShardedAverage, ZeroOptimizer, load, save
 
 from ..support.errors import error_of
 from ..support.loops import code_of
@@ -333,6 +333,25 @@ def test_param_groups_in_another_order_keep_their_options(tmp_path: Path) -> Non
         return [group["lr"] for group in optimizer.param_groups]
 
     assert on_threads(2, program) == [[0.125, 0.0625]] * 2
+
+
+def test_an_average_without_a_parameter_that_was_frozen_names_the_way_on(tmp_path: Path) -> None:
+    def made(transport: Transport, name: str, *, frozen: bool) -> ZeroOptimizer:
+        model = seeded(0, New)
+        model.body.requires_grad_(not frozen)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = ZeroOptimizer(trained, torch.optim.AdamW, module=model, process_group=transport)
+        ShardedAverage(optimizer, name=name).update_parameters()
+        return optimizer
+
+    def program(transport: Transport) -> str:
+        save(tmp_path / "saved", made(transport, "average", frozen=True))
+        load(tmp_path / "saved", made(transport, "another", frozen=False), strict=False)
+        other = made(transport, "average", frozen=False)
+        return error_of(lambda: load(tmp_path / "saved", other, strict=False))
+
+    for text in on_threads(2, program):
+        assert "have no 'body.weight' of this model's shape: give the ShardedAverage another name=" in text
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

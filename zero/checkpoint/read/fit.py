@@ -164,7 +164,8 @@ class Fit:
                     continue
                 if stored.name not in found or found[stored.name][1].shape != self.model[stored.name][1].shape:
                     raise ValueError(
-                        f"the checkpoint's averages {name!r} have no {stored.name!r} of this model's shape"
+                        f"the checkpoint's averages {name!r} have no {stored.name!r} of this model's shape: give the "
+                        "ShardedAverage another name=, and it begins anew"
                     )
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
