@@ -361,6 +361,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "rename: 'inner.weight' and 'inner.bias' of the checkpoint would both become 'inner.weight'",
     ),
     "no name": ({"rename": lambda name: 3}, "is 3, neither a text nor None"),
+    "no map": ({"rename": ["inner.weight"]}, "rename must be a mapping from saved names to new ones, or a function"),
+    "no function": ({"resize": True}, "resize must be a function of a name and two shapes, not True"),
     "columns": ({"resize": lambda *_: True}, "which differ in more than their first dimension: return False for it"),
     "strict": (
         {"strict": True},

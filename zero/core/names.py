@@ -136,8 +136,10 @@ def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], 
 
     Raises:
         ValueError: a mapping has a name that was not saved, or two saved names become one.
-        TypeError: a new name is no text.
+        TypeError: a new name is no text, or ``rename`` is neither a mapping nor a function.
     """
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise TypeError(f"rename must be a mapping from saved names to new ones, or a function, not {rename!r}")
     there = dict.fromkeys(saved)
     if isinstance(rename, Mapping):
         for name in rename:

@@ -34,8 +34,10 @@ class Differences:
 
         Raises:
             ValueError: a mapping has a name that was not saved, or two saved names become one.
-            TypeError: a new name is no text.
+            TypeError: a new name is no text, or an argument is of another kind.
         """
+        if self.resize is not None and not callable(self.resize):
+            raise TypeError(f"resize must be a function of a name and two shapes, not {self.resize!r}")
         return renamed(self.rename, saved, known, "the checkpoint")
 
     def has_rows(self, name: str, saved: Shape, shape: Shape) -> bool:
