@@ -148,19 +148,20 @@ class Narrowed:
             found.append(torch.where(written, p.to(wide.dtype), wide))
         return found
 
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Let the wide weights take over what the user wrote into the model."""
         for wide, followed in zip(self.updated, self.followed(), strict=True) if self.is_mixed else ():
             wide.detach().copy_(followed)
 
     def exchange(self, optimizer: Any, mode: str) -> None:
         """Call an optimizer's ``train()`` or ``eval()``, by name."""
-        self._follow()
+        self.follow()
         getattr(optimizer, mode)()
         for p, wide in zip(self.parameters, self.updated, strict=True) if self.is_mixed else ():
             p.data.copy_(wide.detach())
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
-        self._follow()
+        self.follow()
         if self.is_mixed:
             for wide, held in zip(self.updated, self.held, strict=True):
                 wide.grad = None if held.grad is None else held.grad.to(wide.dtype)

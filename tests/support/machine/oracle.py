@@ -111,6 +111,7 @@ class Oracle(AsPlain, Player):
         }
 
     def load(self, setting: Setting) -> None:
+        self.numbers.follow()  # saved master weights have followed what was written: a later edit may undo it in bf16
         saved = copy.deepcopy(self.classes.state_dict())
         self.setting, self.world_size, self.divisor = setting, setting.world_size, setting.world_size
         self.model.zero_grad()
