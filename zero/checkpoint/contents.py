@@ -195,13 +195,13 @@ class Contents:
         Raises `TypeError` naming an option that cannot be saved.
         """
         found = []
-        for number, group in enumerate(self.groups):
+        for number, (group, names) in enumerate(zip(self.groups, self.names, strict=True)):
             inner = self.parts.classes.of(number)
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = inner.qualified_name
             encoded["optimizer_module"] = inner.optimizer_class.__module__
-            found.append({**encoded, "params": self.names[number]})
+            found.append({**encoded, "params": names})
         return found
 
     # -- the states ---------------------------------------------------------------------------------------------------

@@ -185,9 +185,10 @@ def peak_bounds(
     The first is that of `UnitSchedule.at_once` (the root's rest and the two largest units, if no unit lies inside
     another), and the shards that are kept for the backward; where shards are rounded master weights
     (`keeps_masters_alone`) or offloaded, also their copies of the units that are gathered, and one copy in the dtype of
-    the master weights, which is rounded on the device. The second is three of the
-    largest bucket, plus with ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket of whole
-    parameters counts as W of the largest shard that a rank owns of it: the owner may receive so many, one of each rank.
+    the master weights, which is rounded on the device. The second is three of the largest bucket, plus with
+    ``shards_are_exposed`` a copy of this rank's shards of those units. A bucket of whole parameters, or of parameters
+    that are cut between blocks, counts as W of the largest shard that a rank owns of it: the owner may receive so many,
+    one of each rank.
 
     If sums are folded over hosts of L ranks, two buckets are in flight. Then it is five of the largest bucket in the
     dtype that travels (for each what a rank has and what arrives, and for one what it sends), and for each 2/L of it in

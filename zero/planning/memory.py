@@ -26,7 +26,6 @@ from ..precision import MixedPrecision, Patterns
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
-_Key = tuple[MixedPrecision | Patterns | None, int, BucketSizes, bool, bool, bool, bool]
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
 """Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
 
@@ -63,6 +62,19 @@ class RankBytes:
     def optimizer(self) -> int:
         """What `describe()` reports as "optimizer"."""
         return self.states + self.step_counts + self.masters
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a layout depends on."""
+
+    rule: MixedPrecision | Patterns | None
+    factor: int
+    sizes: BucketSizes
+    has_units: bool
+    across_units: bool
+    whole_matrices: bool
+    offloaded: bool
 
 
 @dataclass(frozen=True)
@@ -116,11 +128,11 @@ class MemoryPlan:
                 setting.rule,
                 with_units=setting.has_units,
                 device=setting.device,
-                whole_matrices=key[-2],
+                whole_matrices=key.whole_matrices,
             )
-            specs = [replace(spec, offloaded=key[-1]) for spec in specs]
+            specs = [replace(spec, offloaded=key.offloaded) for spec in specs]
             most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
-            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key[-3])
+            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key.across_units)
             seen: dict[object, BucketSpec] = {}
             counts: Counter[object] = Counter()
             for bucket in layout.buckets:
@@ -250,8 +262,12 @@ class MemoryPlan:
 
 
 def _key(setting: PlanSetting) -> _Key:
-    """Return what a layout depends on."""
-    across = setting.has_units and setting.shares_buckets
-    whole = len(setting.classes) > 1
-    units, offloaded = setting.has_units, setting.offloads_parameters
-    return setting.rule, setting.factor, setting.bucket_sizes, units, across, whole, offloaded
+    return _Key(
+        setting.rule,
+        setting.factor,
+        setting.bucket_sizes,
+        setting.has_units,
+        setting.has_units and setting.shares_buckets,
+        len(setting.classes) > 1,
+        setting.offloads_parameters,
+    )

@@ -92,6 +92,8 @@ class PlanSetting(ShardingOptions):
                 "mixed_precision: a function needs modules, and a plan has names alone: give patterns of names"
             )
         self.reshard_group_size(self.world_size)
+        if self.partition == "block":
+            raise ValueError('partition="block": a plan has no formula for the states of blocks yet')
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and not is_accelerator(self.device):

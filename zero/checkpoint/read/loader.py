@@ -194,7 +194,7 @@ class Loader:
         if piece is None or not piece.numel:
             return
         whole, piece = piece, self._saved_part(number, piece)
-        if folder == OPTIMIZER:
+        if folder == OPTIMIZER and piece.end < whole.end:
             into[piece.end - low : whole.end - low].zero_()  # new rows
         if not piece.numel:
             return
@@ -228,7 +228,8 @@ class Loader:
             room = self._contents.averages.by_name[name].room(bucket)
             for piece in self._pieces[number].values():
                 new = replace(piece, begin=self._saved_part(number, piece).end)
-                room.piece(new).copy_(weights.piece(new))
+                if new.numel:
+                    room.piece(new).copy_(weights.piece(new))
 
     def _read(self) -> None:
         """Read all that is expected."""
