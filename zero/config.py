@@ -135,6 +135,11 @@ class ShardingOptions:
         """Whether shards of parameters on a device lie in the host's memory."""
         return self.offload is not None and self.offload.parameters is not None
 
+    def gathers_shards(self, ranks: int) -> bool:
+        """Return whether whole parameters are made of shards that lie elsewhere: on other ones of the ``ranks`` that
+        share a copy, or in the host's memory."""
+        return ranks > 1 or self.offloads_parameters
+
     @property
     def copy_ranks(self) -> int | None:
         """The number of ranks that share one copy of what is sharded; None: all."""
@@ -207,7 +212,7 @@ class Config(ShardingOptions):
         return bucket_sizes(
             self.bucket_cap_mb,
             device.type,
-            units_are_gathered=self.row.parameters is Placement.SHARD and (ranks > 1 or self.offloads_parameters),
+            units_are_gathered=self.row.parameters is Placement.SHARD and self.gathers_shards(ranks),
             ranks=ranks,
             hosts=hosts,
             largest_unit=max((_bytes(unit, device, precisions) for unit in units), default=0),

@@ -91,8 +91,7 @@ def build(
         inexact = "NCCL chooses the order of sums, so parameters do not have the bits of the plain loop"
         warnings.warn(f"{inexact}; {choice.reason}", stacklevel=2)
     post_forward_group = _post_forward_group(shard_group, device, reshard_group_size)
-    is_gathered = shard_group.world_size > 1 or config.offloads_parameters
-    resharded = reshard is True or reshard_group_size > 1 or not is_gathered
+    resharded = reshard is True or reshard_group_size > 1 or not config.gathers_shards(shard_group.world_size)
     transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
     try:
         check_modules(config.module)

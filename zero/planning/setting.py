@@ -181,7 +181,7 @@ class PlanSetting(ShardingOptions):
     @property
     def gathers_units(self) -> bool:
         """Whether units are gathered, since ranks do not see each other's shards of them in common memory."""
-        return self.has_units and (self.factor > 1 or self.offloads_parameters) and not self.shares_buckets
+        return self.has_units and self.gathers_shards(self.factor) and not self.shares_buckets
 
     @property
     def keeps_units(self) -> bool:
