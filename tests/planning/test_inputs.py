@@ -45,7 +45,12 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
     ({"stage": 3, "offload": Offload("cpu")}, "with parameters on the CPU"),
     ({"stage": 2, "device": "cuda", "offload": Offload("cpu", parameters="cpu")}, "it is for stage 3"),
-    ({"partition": "block"}, 'partition="block": a plan has no formula for the states of blocks yet'),
+    ({"partition": "block"}, 'partition="block" is planned for optimizers with states for blocks'),
+    ({"optimizer": "adamw8bit"}, "not None for 'adamw8bit'"),
+    (
+        {"optimizer": "adamw4bit", "partition": "block", "offload": Offload("elsewhere")},
+        "offload: states for blocks of elements stay beside the parameters",
+    ),
     ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
     ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
 )

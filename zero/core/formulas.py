@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from .cuts import Cuts
 from .layout import BucketSpec, Layout, ParameterSpec
 from .runs import CUT, adjoins, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
@@ -213,10 +214,14 @@ def peak_bounds(
     elif reshard_group_size is not None and reshard_group_size < layout.world_size:
         gathered += sharded_bytes(all_units, reshard_group_size)
 
+    longest: dict[Cuts, int] = {}  # shards, in elements: many buckets have equal cuts
+
     def in_flight(bucket: BucketSpec) -> int:
-        is_uneven = layout.parameters[bucket.slots[0].parameter].alone
-        evened = layout.world_size * bucket.cuts.largest() if is_uneven or host_ranks else 0
-        return max(bucket.numel, evened)
+        if not (host_ranks or layout.parameters[bucket.slots[0].parameter].alone):
+            return bucket.numel
+        if bucket.cuts not in longest:
+            longest[bucket.cuts] = bucket.cuts.largest()
+        return max(bucket.numel, layout.world_size * longest[bucket.cuts])
 
     def folded(bucket: BucketSpec) -> int:
         moved = (2 * FOLDS_IN_FLIGHT + 1) * in_flight(bucket) * bucket.dtypes.reduce_dtype.itemsize

@@ -38,6 +38,8 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
                 for reshard in reshards(cluster, factor) if sharded else (True,):
                     kept = replace(shared, reshard_after_forward=reshard)
                     yield kept
+                    if kept.quantized:
+                        continue
                     yield replace(kept, offload=Offload("cpu" if on_gpus else "."))
                     if on_gpus and sharded and reshard is True:
                         yield replace(kept, offload=_PARAMETERS_ON_HOST)
@@ -130,7 +132,7 @@ def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     its shards on the host."""
     tried = [planner.setting(cluster, stage) for stage in STAGES]
     places = [Offload(".")] if cluster.gpu.family == "cpu" else [Offload("cpu"), _PARAMETERS_ON_HOST]
-    tried += [replace(tried[-1], offload=place) for place in places]
+    tried += [replace(tried[-1], offload=place) for place in places if not tried[-1].quantized]
     least = planner.peak(tried[-1])
     if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None

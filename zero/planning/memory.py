@@ -14,17 +14,18 @@ rank that owns most has most.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ..core.buckets import build
-from ..core.cuts import OwnerCuts
+from ..core.cuts import BlockCuts, OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
 from ..core.layout import BucketSizes, BucketSpec, Layout, is_accelerator
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.units import ROOT, UnitSchedule
 from ..precision import MixedPrecision, Patterns
 from .model import Model, ParameterShape
-from .setting import STEP_COUNT_BYTES, PlanSetting
+from .setting import STEP_COUNT_BYTES, PlanSetting, Quantized
 
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
 """Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
@@ -75,6 +76,7 @@ class _Key:
     across_units: bool
     whole_matrices: bool
     offloaded: bool
+    quantized: Quantized | None
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,8 @@ class MemoryPlan:
 
     def of_largest(self, setting: PlanSetting) -> RankBytes:
         """Return the bytes of the last rank, which owns the largest slice of every bucket; on accelerators of the
-        first, whose slices are never padding alone; where parameters have one owner each, of the last of those that
-        hold most of these.
+        first, whose slices are never padding alone; where parameters have one owner each, or are cut between blocks,
+        of the last of those that hold most of these.
 
         Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
         some parameters are unused, another rank may have more states. If some have one owner each, another rank's
@@ -114,10 +116,10 @@ class MemoryPlan:
         """
         held: Counter[int] = Counter()
         largest = 0 if is_accelerator(setting.device) else setting.factor - 1
-        for bucket, _ in self.laid_out(setting).kinds:
-            for place in bucket.cuts.owners if isinstance(bucket.cuts, OwnerCuts) else ():
+        for bucket, count in self.laid_out(setting).kinds:
+            for place in _uneven(bucket):
                 found = self._of_bucket(setting, bucket, place)
-                held[place] += found.resident + found.offloaded
+                held[place] += count * (found.resident + found.offloaded)
         return self._sum(setting, max(held, key=lambda place: (held[place], place), default=largest))
 
     def laid_out(self, setting: PlanSetting) -> LaidOut:
@@ -131,6 +133,9 @@ class MemoryPlan:
                 whole_matrices=key.whole_matrices,
             )
             specs = [replace(spec, offloaded=key.offloaded) for spec in specs]
+            if key.quantized is not None:
+                cut = [key.quantized.is_cut(spec.numel) for spec in specs]
+                specs = [replace(s, blocks=is_cut, one_owner=not is_cut) for s, is_cut in zip(specs, cut, strict=True)]
             most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
             layout = build(specs, setting.factor, most, first_bytes=first, across_units=key.across_units)
             seen: dict[object, BucketSpec] = {}
@@ -214,14 +219,15 @@ class MemoryPlan:
         """Return a rank's bytes of one bucket. ``staged_peak``: of its copies in a step; ``scratch_peak``: of its
         gradient there."""
         members, stage, itemsize = self.members(bucket), setting.row, bucket.dtypes.itemsize("master_dtype")
-        states, trainable = (
-            setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix],
-            members[0].trainable,
-        )
+        states = setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix]
+        trainable = members[0].trainable
         stepped = [member.used and trainable for member in members]
         low, high = stage.update_interval(bucket, place)
         pieces, on_disk = bucket.pieces(low, high), setting.states_on == "disk"
-        exist = any(stepped[piece.slot] for piece in pieces) or (states.at_construction and bool(pieces))
+        updated = [piece for piece in pieces if stepped[piece.slot]]
+        flat = [piece for piece in updated if states.lie_flat(members[piece.slot].numel)]
+        exist = bool(flat) or (states.at_construction and bool(pieces))
+        in_blocks = sum(states.block_bytes(piece.numel) for piece in updated if piece not in flat)
         found = bucket_bytes(
             bucket,
             [self.laid_out(setting).layout.parameters[slot.parameter] for slot in bucket.slots],
@@ -246,12 +252,12 @@ class MemoryPlan:
             staged, wide = (offloaded + room, room) if trainable else (0, 0)
             offloaded += kept + found.masters
             kept = 0
-        beside = kept + found.scalars + (0 if setting.offload else found.states)
+        beside = kept + found.scalars + (0 if setting.offload else found.states + in_blocks)
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
         return RankBytes(
             found.parameters,
             found.gradients,
-            found.states,
+            found.states + in_blocks,
             found.scalars,
             found.masters,
             offloaded,
@@ -259,6 +265,13 @@ class MemoryPlan:
             scratch_peak=wide,
             staged_peak=staged,
         )
+
+
+def _uneven(bucket: BucketSpec) -> Sequence[int]:
+    """Return the ranks that own elements of a bucket whose parameters lie whole, or in whole blocks, on a rank."""
+    if isinstance(bucket.cuts, OwnerCuts):
+        return bucket.cuts.owners
+    return range(bucket.world_size) if isinstance(bucket.cuts, BlockCuts) else ()
 
 
 def _key(setting: PlanSetting) -> _Key:
@@ -270,4 +283,5 @@ def _key(setting: PlanSetting) -> _Key:
         setting.has_units and setting.shares_buckets,
         len(setting.classes) > 1,
         setting.offloads_parameters,
+        setting.quantized,
     )

@@ -35,7 +35,7 @@ from .seconds.program import TraceEvent
 from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .seconds.wires import Wires
-from .setting import PlanSetting
+from .setting import OPTIMIZERS, PlanSetting
 
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
 RESERVED = 2 << 30  # bytes: CUDA's context 0.6 to 1.0 GiB, NCCL's buffers 0.2 to 1.5 GiB
@@ -255,6 +255,7 @@ class Planner:
             mixed_precision=self.training.rule,
             optimizer=self.training.optimizer,
             fused=self.training.optimizer != "muon",  # whose update is planned; torch.optim.Muon has no such argument
+            partition="block" if OPTIMIZERS[self.training.optimizer][0].quantized else None,
             device="cuda" if cluster.gpu.family != "cpu" else "cpu",
             ranks_per_host=cluster.per_host,
         )
@@ -332,7 +333,7 @@ class Planner:
         layout = self._memory.laid_out(setting).layout
         if id(layout) not in self._loads:  # the plan of memory keeps every layout
             units = [each.unit for each in self.training.model.parameters]
-            self._loads[id(layout)] = bucket_loads(layout, units, [states.tensors for states in setting.classes])
+            self._loads[id(layout)] = bucket_loads(layout, units, setting.classes)
         return self._loads[id(layout)]
 
 

@@ -14,12 +14,45 @@ from typing import Literal, cast
 from collectives import algorithm_for
 
 from ..config import ShardingOptions
+from ..core.cuts import CUT_EVERY
 from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, is_accelerator
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import UnitSchedule
 from ..precision import MixedPrecision, Patterns
 
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """How a class keeps a state in few bits: with a scale in fp32 for each block of elements, as those of torchao do.
+
+    Attributes:
+        bits: of an element.
+        block: the elements of a block.
+        table_bytes: of the values for which the bits stand, which each state has.
+    """
+
+    bits: int
+    block: int
+    table_bytes: int = 0
+
+    def fits(self, numel: int) -> bool:
+        """Return whether the class quantizes a state of ``numel`` elements: if there are enough, in whole blocks."""
+        return numel >= CUT_EVERY and numel % self.block == 0
+
+    def is_cut(self, numel: int) -> bool:
+        """Return whether a parameter of ``numel`` elements is cut between blocks. Else it has one owner."""
+        return numel >= 2 * CUT_EVERY and self.fits(numel)
+
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes of a state of ``numel`` elements that is quantized."""
+        return numel * self.bits // 8 + numel // self.block * 4 + self.table_bytes
+
+    @property
+    def share(self) -> float:
+        """The bytes of an element, scale included, as a share of those in fp32."""
+        return self.bits / 32 + 1 / self.block
 
 
 @dataclass(frozen=True)
@@ -30,11 +63,28 @@ class OptimizerStates:
         tensors: how many as large as a parameter.
         step_counts: how many of one element for each run (see `zero.core.runs`).
         at_construction: whether its constructor makes them, also for frozen and for unused parameters.
+        quantized: how it keeps them in few bits; None: in the dtype of the weights that it steps.
+        orthogonalizes: whether it steps a matrix by Newton-Schulz iterations.
     """
 
     tensors: int
     step_counts: int = 0
     at_construction: bool = False
+    quantized: Quantized | None = None
+    orthogonalizes: bool = False
+
+    def lie_flat(self, numel: int) -> bool:
+        """Return whether those of a parameter of ``numel`` elements are as large as it, in the dtype of its weights."""
+        return self.quantized is None or not self.quantized.fits(numel)
+
+    def block_bytes(self, numel: int) -> int:
+        """Return the bytes of those of ``numel`` elements that do not lie flat."""
+        return 0 if self.quantized is None else self.tensors * self.quantized.nbytes(numel)
+
+    @property
+    def moved(self) -> float:
+        """The tensors as large as a parameter, in the dtype of the weights, that have as many bytes."""
+        return self.tensors * (1.0 if self.quantized is None else self.quantized.share)
 
 
 OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
@@ -44,11 +94,15 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
         "momentum": (OptimizerStates(1),),
         "sgd": (OptimizerStates(0),),
         "adagrad": (OptimizerStates(1, step_counts=1, at_construction=True),),
-        "muon": (OptimizerStates(2, step_counts=1), OptimizerStates(1)),
+        "muon": (OptimizerStates(2, step_counts=1), OptimizerStates(1, orthogonalizes=True)),
+        "adamw8bit": (OptimizerStates(2, step_counts=1, quantized=Quantized(8, 256, 256 * 4)),),
+        "adamw4bit": (OptimizerStates(2, step_counts=1, quantized=Quantized(4, 128, 16 * 4)),),
+        "adamwfp8": (OptimizerStates(2, step_counts=1, quantized=Quantized(8, 256)),),
     }
 )
 """The classes by number, under a name. "momentum" is SGD with momentum. "muon" is AdamW, and as number 1 Muon for the
-matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each, as in `zero train --optimizer muon`."""
+matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each, as in `zero train --optimizer muon`.
+The last three are torchao's AdamW8bit, AdamW4bit and AdamWFp8, with ``partition="block"``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +146,14 @@ class PlanSetting(ShardingOptions):
                 "mixed_precision: a function needs modules, and a plan has names alone: give patterns of names"
             )
         self.reshard_group_size(self.world_size)
-        if self.partition == "block":
-            raise ValueError('partition="block": a plan has no formula for the states of blocks yet')
+        if (self.partition == "block") is not bool(self.quantized):
+            names = ", ".join(name for name, (states, *_) in OPTIMIZERS.items() if states.quantized)
+            raise ValueError(
+                f'partition="block" is planned for optimizers with states for blocks ({names}), and these with it: '
+                f"not {self.partition!r} for {self.optimizer!r}"
+            )
+        if self.quantized and self.offload:
+            raise ValueError("offload: states for blocks of elements stay beside the parameters, so leave it out")
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and not is_accelerator(self.device):
@@ -156,6 +216,11 @@ class PlanSetting(ShardingOptions):
     def classes(self) -> tuple[OptimizerStates, ...]:
         """The states of the optimizer's classes, by number."""
         return OPTIMIZERS[self.optimizer]
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """How states are kept in few bits; None: they are not."""
+        return self.classes[0].quantized
 
     @property
     def has_units(self) -> bool:

@@ -66,7 +66,9 @@ class PlanConfig:
         str | None, "modules that compute in fp32 in a 16-bit model: patterns of their names, as in '*norm*,lm_head'"
     ] = None
     optimizer: Annotated[
-        str, "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest"
+        str,
+        "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest; adamw8bit, "
+        "adamw4bit, adamwfp8: torchao's",
     ] = "adamw"
     prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
     tokens: Annotated[float | None, "tokens of the whole training: prints its days"] = None

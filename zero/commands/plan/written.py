@@ -22,7 +22,17 @@ from ...planning.setting import PlanSetting
 from ...precision import MixedPrecision, Patterns
 from .settings import PlanConfig
 
-_CLASSES = {"adamw": "AdamW", "adam": "Adam", "momentum": "SGD", "sgd": "SGD", "adagrad": "Adagrad", "muon": "AdamW"}
+_CLASSES = {
+    "adamw": "torch.optim.AdamW",
+    "adam": "torch.optim.Adam",
+    "momentum": "torch.optim.SGD",
+    "sgd": "torch.optim.SGD",
+    "adagrad": "torch.optim.Adagrad",
+    "muon": "torch.optim.AdamW",
+    "adamw8bit": "torchao.optim.AdamW8bit",
+    "adamw4bit": "torchao.optim.AdamW4bit",
+    "adamwfp8": "torchao.optim.AdamWFp8",
+}
 _TRAINED = ("adamw", "adam", "sgd", "adagrad", "muon")  # by zero train
 _FUSED = ("adamw", "adam", "momentum", "sgd")  # in torch; Adagrad is on CPUs alone
 ASSUMPTIONS = (
@@ -168,13 +178,15 @@ def _precision(rule: MixedPrecision | Patterns) -> str:
 
 
 def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: str) -> str:
-    arguments = [f"torch.optim.{_CLASSES[config.optimizer]}"]
+    arguments = [_CLASSES[config.optimizer]]
     params = "model"
     if config.optimizer == "muon":
         muon = '{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}'
         params = f'[{muon}, {{"params": rest}}]'
         arguments.append("module=model")
     arguments += [f"{name}={value}" for name, value in _sharding(setting).items()]
+    if setting.partition is not None:
+        arguments.append(f'partition="{setting.partition}"')
     if setting.offload:
         parameters = ', parameters="cpu"' if setting.offload.parameters else ""
         arguments.append(f'offload=Offload("{setting.offload.states}"{parameters})')

@@ -138,7 +138,7 @@ class Compute:
         host_backward = self.constants["host_backward"] * host + again * self.calls.launch
         return PassSeconds(self.forward(work, hidden), self.backward(work, hidden), recompute, host, host_backward)
 
-    def update(self, elements: float, dtypes: Dtypes, state_tensors: int) -> float:
+    def update(self, elements: float, dtypes: Dtypes, state_tensors: float) -> float:
         """Return the seconds in which an owner updates ``elements``."""
         return elements * update_bytes(dtypes, state_tensors) / self._memory
 
@@ -164,7 +164,7 @@ class Compute:
         return work.attention_flops / (self._peak * self._attention)
 
 
-def update_bytes(dtypes: Dtypes, state_tensors: int) -> int:
+def update_bytes(dtypes: Dtypes, state_tensors: float) -> float:
     """Return the bytes that a fused update reads and writes for each element.
 
     It reads the gradient, and reads and writes weights and states: 28 for Adam in fp32. Where there are masters, it

@@ -21,7 +21,7 @@ from ...core.cuts import EvenCuts
 from ...core.layout import Dtypes, Layout
 from ...core.stage import buckets_in_flight, sums_under_way
 from ...core.units import ONE_AHEAD
-from ..setting import PlanSetting
+from ..setting import OPTIMIZERS, OptimizerStates, PlanSetting
 from .compute import Compute, PassSeconds
 from .program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
 from .wires import NOTHING, RankGroup, WireCost, Wires
@@ -50,13 +50,13 @@ class WholeParameters:
         longest: the most elements of the bucket that one rank owns.
         multiplications: of its parameters' `step_work`, added up.
         share: of this work of all such buckets, the part of the rank that has most.
-        state_tensors: as large as a parameter, that the class keeps.
+        state_tensors: as large as a parameter, that have as many bytes as those that the class keeps.
     """
 
     longest: int
     multiplications: int
     share: float
-    state_tensors: int
+    state_tensors: float
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,12 @@ class BucketLoad:
     whole: WholeParameters | None = None
 
 
-def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[int] = (2,)) -> list[BucketLoad]:
+def bucket_loads(
+    layout: Layout, units: Sequence[int], classes: Sequence[OptimizerStates] = OPTIMIZERS["adamw"]
+) -> list[BucketLoad]:
     """Return the buckets of a layout, in its order.
 
-    ``units``: the unit of each parameter, in order of registration. ``state_tensors``: as large as a parameter, that
-    each class keeps.
+    ``units``: the unit of each parameter, in order of registration. ``classes``: the states that each class keeps.
 
     A bucket is ready with the gradient of its first parameter in order of registration. Within a unit, gradients are
     taken to be ready after the share of the backward that is the share of elements. What the root registers before the
@@ -92,8 +93,8 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
         before.append(total.get(part, 0))
         total[part] = total.get(part, 0) + spec.numel
     loads = []
-    work = [work for _, work in layout.loads().values()]
-    busiest = max(work, default=0) / max(sum(work), 1)
+    owned = [work for _, work in layout.loads().values()]
+    busiest = max(owned, default=0) / max(sum(owned), 1)
     for bucket in layout.buckets:
         first = min(slot.parameter for slot in bucket.slots)
         unit, early = units[first], first < first_unit and not units[first]
@@ -103,9 +104,10 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
         where = AFTER_THE_LAST if early else unit
         whole = None
         if spec.one_owner:
+            kept = classes[spec.optimizer_class]
             of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
-            tensors = state_tensors[spec.optimizer_class]
-            whole = WholeParameters(bucket.cuts.largest(), of_bucket, busiest, tensors)
+            work = of_bucket if kept.orthogonalizes else 0
+            whole = WholeParameters(bucket.cuts.largest(), work, busiest, kept.moved)
         loads.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
     return loads
 
@@ -238,7 +240,7 @@ class _Costs:
 
     def _update(self, bucket: BucketLoad) -> UpdateStep:
         dtypes, whole, setting = bucket.dtypes, bucket.whole, self.setting
-        owned, work, state_tensors = float(bucket.elements), 0.0, setting.classes[0].tensors
+        owned, work, state_tensors = float(bucket.elements), 0.0, setting.classes[0].moved
         if whole is not None:
             share = 1.0 if setting.row.grads_replicated else whole.share
             owned, work, state_tensors = owned * share, whole.multiplications * share, whole.state_tensors
