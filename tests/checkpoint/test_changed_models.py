@@ -335,23 +335,38 @@ def test_param_groups_in_another_order_keep_their_options(tmp_path: Path) -> Non
     assert on_threads(2, program) == [[0.125, 0.0625]] * 2
 
 
-def test_an_average_without_a_parameter_that_was_frozen_names_the_way_on(tmp_path: Path) -> None:
-    def made(transport: Transport, name: str, *, frozen: bool) -> ZeroOptimizer:
-        model = seeded(0, New)
+def test_the_average_of_a_parameter_that_was_frozen_begins_with_its_weights(tmp_path: Path) -> None:
+    def made(transport: Transport, seed: int, *, frozen: bool) -> tuple[Any, ZeroOptimizer, ShardedAverage]:
+        model = seeded(seed, New)
         model.body.requires_grad_(not frozen)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = ZeroOptimizer(trained, torch.optim.AdamW, module=model, process_group=transport)
-        ShardedAverage(optimizer, name=name).update_parameters()
-        return optimizer
+        optimizer = ZeroOptimizer(trained, torch.optim.AdamW, stage=2, module=model, process_group=transport)
+        return model, optimizer, ShardedAverage(optimizer)
 
-    def program(transport: Transport) -> str:
-        save(tmp_path / "saved", made(transport, "average", frozen=True))
-        load(tmp_path / "saved", made(transport, "another", frozen=False), strict=False)
-        other = made(transport, "average", frozen=False)
-        return error_of(lambda: load(tmp_path / "saved", other, strict=False))
+    def write(transport: Transport) -> dict[str, Tensor]:
+        model, optimizer, average = made(transport, 0, frozen=True)
+        average.update_parameters()
+        train(model, optimizer, range(transport.rank, transport.rank + 1), 2, 1, NEW)
+        average.update_parameters()
+        save(tmp_path / "saved", optimizer)
+        found = average.gather(None)
+        assert found is not None
+        return {**{name: value.detach() for name, value in model.named_parameters()}, **found}
 
-    for text in on_threads(2, program):
+    def read(transport: Transport) -> tuple[dict[str, Tensor] | None, int, str, tuple[str, ...]]:
+        _, optimizer, average = made(transport, 1, frozen=False)
+        text = error_of(lambda: load(tmp_path / "saved", optimizer, rng=False))
+        restored = load(tmp_path / "saved", optimizer, strict=False, rng=False)
+        return average.gather(None), average.n_averaged, text, restored.not_restored
+
+    expected = on_threads(2, write)[0]
+    for found, count, text, not_restored in on_threads(3, read):
+        assert found is not None
+        assert_same_value(found, {name: expected[name] for name in found}, "averages")
+        assert count == 2
         assert "have no 'body.weight' of this model's shape: give the ShardedAverage another name=" in text
+        words = "the average 'average' of 'body.weight' (the checkpoint has none: it begins with the weights)"
+        assert words in not_restored
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -363,10 +378,26 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no name": ({"rename": lambda name: 3}, "is 3, neither a text nor None"),
     "no map": ({"rename": ["inner.weight"]}, "rename must be a mapping from saved names to new ones, or a function"),
     "no function": ({"resize": True}, "resize must be a function of a name and two shapes, not True"),
+    "a function that fails": (
+        {"rename": lambda name: {}[name]},
+        "rename: the function failed for 'left_out' (KeyError: 'left_out')",
+    ),
+    "a function that finds no file": (
+        {"rename": lambda name: Path("no such map").read_text()},
+        "rename: the function failed for 'left_out' (FileNotFoundError: ",
+    ),
+    "a function of two": (
+        {"resize": lambda name, shape: True},
+        "resize: the function failed for 'other_shape', of shape (5,) in the checkpoint and (5, 2) in the model (TypeE",
+    ),
     "columns": ({"resize": lambda *_: True}, "which differ in more than their first dimension: return False for it"),
     "strict": (
         {"strict": True},
         "in the model: it is that of another model. To load what both have, pass strict=False",
+    ),
+    "a function that fails on one rank": (
+        {"resize": lambda *_: {}[0]},
+        "resize: the function failed for 'other_shape', of shape (5,) in the checkpoint and (5, 2) in the model (KeyEr",
     ),
     "one rank": ({"rename": None}, "rank 1 passes other strict=, rename= or resize= than rank 0"),
 }
@@ -382,6 +413,8 @@ def test_what_cannot_be_is_an_error_on_every_rank_and_nothing_changes(case: str,
         before, given = copy.deepcopy(model.state_dict()), {**LOADED, "resize": None, **arguments}
         if case == "one rank" and transport.rank == 0:
             given["rename"] = RENAMED
+        if case == "a function that fails on one rank" and transport.rank == 0:
+            given["resize"] = is_grown
         text = error_of(lambda: load(tmp_path / "saved", optimizer, **given))
         for name, value in model.state_dict().items():
             assert_same_bits(value, before[name], name)

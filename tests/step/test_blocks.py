@@ -13,7 +13,9 @@ import zero
 from collectives import Transport, solo
 from zero import ZeroOptimizer
 
+from ..support import blockwise
 from ..support.blockwise import Blocks, Blockwise
+from ..support.errors import error_of
 from ..support.parts import parts_of
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.rows import rows
@@ -115,6 +117,34 @@ def test_checkpoints_have_whole_states_and_training_goes_on_at_another_number_of
         assert_same_states(states, optimizer.state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:not restored from")
+def test_a_checkpoint_with_blocks_of_another_size_is_refused_or_its_states_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begin(model: nn.Module, transport: Transport) -> None:
+        optimizer = made_by(model, transport, 2)
+        train(model, optimizer, range(1))
+        zero.save(tmp_path / "saved", optimizer)
+        optimizer.close()
+
+    def go_on(model: nn.Module, transport: Transport) -> tuple[str, tuple[str, ...], nn.Module]:
+        optimizer = made_by(model, transport, transport.world_size)
+        text = error_of(lambda: zero.load(tmp_path / "saved", optimizer))
+        restored = zero.load(tmp_path / "saved", optimizer, strict=False, rng=False)
+        train(model, optimizer, range(1, 3))
+        optimizer.close()
+        return text, restored.not_restored, model
+
+    on_ranks(3, begin, Net)
+    monkeypatch.setattr(blockwise, "BLOCK", 512)
+    ((_, _, alone),) = on_ranks(1, go_on, Net)
+    why = "its state 'momentum.scale' has 44 values in the checkpoint, and 22 here"
+    for text, not_restored, model in on_ranks(3, go_on, Net):
+        assert f"'first.weight' has states for blocks of another size: {why}. Build the optimizer with" in text
+        assert f"the states of 'first.weight' ({why}: they begin anew)" in not_restored
+        assert_same_model(model, alone)
+
+
 # -- which parameters are cut ------------------------------------------------------------------------------------------
 
 
@@ -169,7 +199,18 @@ class Neighbours(Blockwise):
         self.state[p]["most"] = p.grad.abs().max()
 
 
+class Flat(Blockwise):
+    """Has a state of a value for each element, which always is a vector."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        assert p.grad is not None
+        self.state[p]["last"] = p.grad.reshape(-1).clone()
+
+
 def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="its state 'last' is as large as the parameter, and has another"):
+        cut(Flat, [(64, 4 * 64)])
     for cls, reason in (
         (Across, "stepping pieces of a parameter of shape .* gave different bits"),
         (Neighbours, "its state 'most' got another value for pieces than for the whole"),
@@ -178,3 +219,43 @@ def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
             cut(cls, [(4 * PIECE,)])
         assert cut(cls, [(PIECE,)]) == [False]
     assert cut(torch.optim.AdamW, [(2 * PIECE,)], lr=0.1) == [True], "an element-wise class has blocks of one element"
+
+
+class Scaled(torch.optim.Optimizer):
+    """Divides each block of gradients by its maximum, which it keeps. An option is the size of the blocks."""
+
+    def __init__(self, params: Any, lr: float = 0.05, block: int = 256) -> None:
+        super().__init__(params, {"lr": lr, "block": block})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    rows = p.grad.reshape(-1, group["block"] if p.numel() % group["block"] == 0 else p.numel())
+                    self.state[p]["most"] = rows.abs().amax(1).clamp_min(1e-3)
+                    p.sub_((rows / self.state[p]["most"][:, None]).view_as(p), alpha=group["lr"])
+
+
+def test_blocks_have_one_size_in_all_groups_and_keep_it() -> None:
+    """One rule says which values of a state belong to a piece."""
+    model = nn.ParameterList([nn.Parameter(torch.randn(64, 128)) for _ in range(3)])
+    groups = [{"params": [model[0]], "block": 128}, {"params": [model[1]]}]
+    with pytest.raises(ValueError, match="its state 'most' has a value for 128 elements, and for 256 in another"):
+        ZeroOptimizer(groups, Scaled, module=model, process_group=solo(), partition="block")
+    optimizer = ZeroOptimizer([{"params": [model[1]]}], Scaled, module=model, process_group=solo(), partition="block")
+    words = "Scaled cannot be cut between blocks with these options: its state 'most' has a value for 256 elements, and"
+    with pytest.raises(ValueError, match=words):
+        optimizer.add_param_group({"params": [model[0]], "block": 128})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["block"] = 128
+    with pytest.raises(ValueError, match=words):
+        optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["block"] == 256
+    optimizer.add_param_group({"params": [model[2]]})
+    for p in model:
+        p.grad = None
+    (model[1].sin().sum() + model[2].cos().sum()).backward()
+    optimizer.step()
+    assert optimizer.state[model[2]]["most"].shape == (32,)
+    optimizer.close()

@@ -228,12 +228,13 @@ class CheckpointManager:
             reshard: ``reshard(states, rank, world)`` builds this rank's own state from those of all ranks that saved.
             strict: True: every tensor of the model must be in the checkpoint and have its shape there, and the other
                 way round. False: a tensor for which the checkpoint has nothing of its shape stays as it is, and its
-                states begin anew; what else was saved is left out. The result tells which.
+                states begin as the class begins them; what else was saved is left out. The result names these.
             rename: saved names -> names of the model, for those that differ; None leaves a tensor out, its states too.
                 A mapping, or a function of a saved name.
             resize: ``resize(name, saved shape, shape)`` is called for a tensor of another shape. True: the leading
                 rows that both have are read, of its states and averages, too; new rows keep the model's values, and
-                their states are 0 (a grown vocabulary). Each rank reads its own part alone.
+                their states are 0 (a grown vocabulary). If a state of the class does not begin at 0, or has no such
+                rows, all states of the tensor begin anew. Each rank reads its own part alone.
 
         Returns:
             What was restored, a `zero.checkpoint.Restored`; None if ``step`` is None and the folder has no checkpoint.
@@ -241,7 +242,7 @@ class CheckpointManager:
         Raises:
             RuntimeError: on every rank, if any rank has gradients that no step has used. Nothing has changed.
             ValueError: the checkpoint belongs to another model or optimizer, or it has no state under a key, or ranks
-                pass other arguments. Nothing has changed.
+                pass other arguments, or a function among them raises. Nothing has changed.
             CheckpointError: the checkpoint is broken, or this step has none. Nothing has changed.
         """
         self._check_open()

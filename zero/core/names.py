@@ -125,7 +125,9 @@ def remark_on_prefix(names: Iterable[str], known: Container[str]) -> str:
     )
 
 
-def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], where: str) -> dict[str, str]:
+def renamed(
+    rename: Rename | None, saved: Iterable[str], known: Container[str], where: str, also: Container[str] = ()
+) -> dict[str, str]:
     """Return saved name -> new name, without what is left out.
 
     Args:
@@ -133,9 +135,10 @@ def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], 
         saved: all saved names.
         known: the names of the model, as far as they are known.
         where: what has the saved names, for errors: "the checkpoint".
+        also: further names that a mapping may have.
 
     Raises:
-        ValueError: a mapping has a name that was not saved, or two saved names become one.
+        ValueError: a mapping has a name that was not saved, two saved names become one, or ``rename`` raises.
         TypeError: a new name is no text, or ``rename`` is neither a mapping nor a function.
     """
     if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
@@ -143,16 +146,14 @@ def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], 
     there = dict.fromkeys(saved)
     if isinstance(rename, Mapping):
         for name in rename:
-            if name not in there:
+            if name not in there and name not in also:
                 raise ValueError(f"rename: {where} has no {name!r}")
     found: dict[str, str] = {}
     before: dict[str, str] = {}  # the other way round
     for name in there:
-        new = _new(rename, name)
+        new = new_name(rename, name)
         if new is None:
             continue
-        if not isinstance(new, str):
-            raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
         plain = known_as(new, known)
         new = new if plain in there and plain != name else plain  # a name that is taken keeps its own
         if new in before:
@@ -161,7 +162,17 @@ def renamed(rename: Rename | None, saved: Iterable[str], known: Container[str], 
     return found
 
 
-def _new(rename: Rename | None, name: str) -> str | None:
+def new_name(rename: Rename | None, name: str) -> str | None:
+    """Return the new name of one saved name; None if it is left out. Raises like `renamed`."""
     if isinstance(rename, Mapping):
-        return rename.get(name, name)
-    return name if rename is None else rename(name)
+        new = rename.get(name, name)
+    elif rename is None:
+        return name
+    else:
+        try:
+            new = rename(name)
+        except Exception as error:
+            raise ValueError(f"rename: the function failed for {name!r} ({type(error).__name__}: {error})") from error
+    if new is not None and not isinstance(new, str):
+        raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
+    return new

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -95,6 +95,16 @@ class BlockRule:
 
 
 Rules = Mapping[str, BlockRule]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
+
+
+def merged(rules: Rules, more: Rules) -> dict[str, BlockRule]:
+    """Return the rules of both. Raises `ValueError` if a state has a value for other numbers of elements in each."""
+    for name, rule in more.items():
+        if name in rules and rules[name].per != rule.per:
+            raise ValueError(f"its state {name!r} has a value for {rules[name].per} elements, and for {rule.per}")
+    # a state that always is a vector has the shape of a parameter that is one, too
+    shaped = {name for name, rule in (*rules.items(), *more.items()) if not rule.shaped}
+    return {name: replace(rule, shaped=name not in shaped) for name, rule in (*rules.items(), *more.items())}
 
 
 def joined(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int], rules: Rules) -> dict[str, Any]:

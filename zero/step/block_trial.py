@@ -19,7 +19,7 @@ from torch import Tensor
 from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
-from ..core.runs import BlockRule, Rules, joined, part_of
+from ..core.runs import BlockRule, Rules, joined, merged, part_of
 from ..runtime.flat_states import Options
 from .equality import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed
@@ -135,8 +135,7 @@ class ByBlocks(ByParameter):
 
     def compare_states(self, whole: FullParameters, ranks: Sequence[OnRank], large: frozenset[str]) -> None:
         """Raise `ValueError` unless the pieces' states form the whole ones. Notes how."""
-        by_dimensions = sorted(range(len(whole.parameters)), key=lambda number: whole.parameters[number].dim())
-        for number in by_dimensions:  # a state of a vector has its parameter's shape, if it is so long
+        for number in range(len(whole.parameters)):
             state, shape = whole.state(number), whole.parameters[number].shape
             pieces = [(rank, piece) for rank in ranks for piece in rank.pieces if piece.parameter == number]
             found = [(piece.place, rank.state(piece)) for rank, piece in pieces]
@@ -146,7 +145,10 @@ class ByBlocks(ByParameter):
                 rules = self._rules_of(name, value, [piece[name] for _, piece in found], shape)
                 if not _form(name, value, found, shape, rules):
                     raise self.refusal(f"its state {name!r} got another value for pieces than for the whole")
-                self.rules |= rules
+                try:
+                    self.rules = merged(self.rules, rules)
+                except ValueError as error:
+                    raise self.refusal(f"{error} in another param group") from error
 
     def _rules_of(self, name: str, whole: Any, pieces: Sequence[Any], shape: torch.Size) -> dict[str, BlockRule]:
         """Return how the tensors of a state are divided. Those that are not are equal in all pieces."""
@@ -163,5 +165,7 @@ class ByBlocks(ByParameter):
         values = pieces[0].numel()
         if values < 2 or CUT_EVERY % values:  # a single value would be saved as a scalar is
             raise self.refusal(f"its state {name!r} has {values} values for {CUT_EVERY:,} elements")
-        per = CUT_EVERY // values
-        return {name: BlockRule(per, whole.shape == shape)}
+        per, has_its_shape = CUT_EVERY // values, whole.shape == shape
+        if per == 1 and not has_its_shape and "." not in name:  # a piece, a vector, would have one of its shape
+            raise self.refusal(f"its state {name!r} is as large as the parameter, and has another shape")
+        return {name: BlockRule(per, has_its_shape)}

@@ -13,11 +13,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..core.layout import ParameterSpec
 from ..runtime.flat_states import Options
 from .block_trial import cut_in_blocks
 from .classes import UserOptimizers
-from .trial import ByElement, ByParameter, Trial
+from .throwaway import ClassFailedError, FullParameters
+from .trial import ByElement, ByParameter, Trial, distinct, random_state_kept
 from .user_optimizer import NotElementwiseError, UserOptimizer
 
 PARTITIONS = ("element", "parameter", "block")
@@ -116,6 +119,23 @@ def check_classes(
                 | _check(ByParameter, inner, groups, [spec for spec in mine if spec.one_owner])
             )
     return found
+
+
+def begin_at_zero(inner: UserOptimizer, groups: Sequence[Options], spec: ParameterSpec) -> frozenset[str]:
+    """Return the names of the states that are as large as a parameter and 0 before its first step.
+
+    The class takes a step on a throw-away parameter, with a gradient of 0 and without weight decay.
+    """
+    options, settings = distinct(inner.defaults, groups, [spec])
+    options = [{**given, **({"weight_decay": 0.0} if "weight_decay" in given else {})} for given in options]
+    with random_state_kept(settings):
+        try:
+            made = FullParameters(inner, options, [(settings[0], (2, 3)[: max(len(spec.shape), 1)])])
+            made.step([torch.zeros_like(made.parameters[0])])
+        except ClassFailedError:
+            return frozenset()
+    large = made.names(of_every_shape=False)
+    return frozenset(name for name, value in made.state(0).items() if name in large and not value.count_nonzero())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from collectives.torch_internals import foreach_copy_
 
-from ..core.runs import BlockRule
+from ..core.runs import BlockRule, merged
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
@@ -106,8 +106,17 @@ class UserOptimizer:
         self.kinds |= kinds
 
     def note_rules(self, rules: Mapping[str, BlockRule]) -> None:
-        """Note how the states of parameters that are cut between blocks are divided."""
-        self.rules |= rules
+        """Note how the states of parameters that are cut between blocks are divided.
+
+        Raises `ValueError` if those of other parameters are divided otherwise.
+        """
+        try:
+            self.rules = merged(self.rules, rules)
+        except ValueError as error:
+            raise ValueError(
+                f"{self.name} cannot be cut between blocks with these options: {error} with those that it has. Build "
+                'the optimizer with these options, or leave out partition="block"'
+            ) from error
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.

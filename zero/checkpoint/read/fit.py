@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,8 @@ from ...core.layout import ParameterSpec
 from ...core.names import remark_on_prefix
 from ...core.statetree import DTYPES, N_AVERAGED, NO_OPTIONS, encode_inline, tensor_names
 from ...state.plain_dicts import fitted, lies_flat
+from ...step.classes import TRAIN_MODE
+from ...step.partition import begin_at_zero
 from ..contents import Contents, StoredTensor
 from ..format.extents import is_row_major
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
@@ -44,6 +46,7 @@ class Fit:
         mismatched: what has another shape in the checkpoint, and is not read.
         resized: what has another number of rows there; the leading rows that both have are read.
         anew: what is read without its states, and why.
+        new_averages: of each average, what it does not have in the checkpoint; there it begins with the weights.
         own_options: the param groups that keep their options, since the saved ones are not those of the same groups.
     """
 
@@ -59,7 +62,10 @@ class Fit:
         self._allowed, self._contents = allowed, contents
         saved = checkpoint.tensors(MODEL)
         listed = [name for group in checkpoint.param_groups for name in group["params"]]
-        self._names = allowed.names(dict.fromkeys([*saved, *listed]), self._known)
+        ties = checkpoint.ties()
+        self._names = allowed.names(dict.fromkeys([*saved, *listed]), self._known, ties)
+        self._tied: dict[str, str] = {}  # what was tied when it was saved and is not now: name -> name of the other
+        self._note_ties(ties)
         self.model: dict[str, Saved] = self._renamed(saved)
         self.masters: dict[str, Saved] = self._renamed(checkpoint.tensors(MASTERS))
         self.states: Mapping[str, Mapping[str, Saved]] = {}
@@ -72,6 +78,7 @@ class Fit:
         self.mismatched: list[str] = []
         self.resized: list[str] = []
         self.anew: dict[str, str] = {}
+        self.new_averages: dict[str, list[str]] = {}
         self.own_options: list[int] = []
         self._check_model(
             contents,
@@ -84,12 +91,37 @@ class Fit:
             self._check_averages(contents, checkpoint)
             self._check_states(contents, checkpoint)
 
+    def _note_ties(self, ties: Mapping[str, str]) -> None:
+        """Let a tensor that has several names, in the checkpoint or in the model, be found under each.
+
+        ``ties``: further saved names -> the name under which the tensor is saved.
+        """
+        first_names = {alias: stored.name for stored in self._contents.model for alias in stored.aliases}
+        taken = set(self._names.values())
+        for saved, name in self._names.items():
+            first = first_names.get(name)
+            if first is not None and name not in self._known and first not in taken:
+                self._names[saved] = first
+                taken.add(first)
+        for alias, saved in ties.items():
+            new = self._allowed.further_name(alias, self._known)
+            name = None if new is None else first_names.get(new, new)
+            if name is None or name not in self._known or name in taken:
+                continue
+            taken.add(name)
+            other = self._names.get(saved)
+            if other in self._known and other is not None:
+                self._tied[name] = other
+            else:
+                self._names[saved] = name
+
     def _renamed(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
-        return {self._names[name]: value for name, value in values.items() if name in self._names}
+        found = {self._names[name]: value for name, value in values.items() if name in self._names}
+        return found | {name: found[other] for name, other in self._tied.items() if other in found}
 
     def digest(self) -> str:
         """Return a text that two ranks have in common if they read the same tensors."""
-        taken = [sorted(self._names.items()), self.missing, self.mismatched, self.resized]
+        taken = [sorted(self._names.items()), sorted(self._tied), self.missing, self.mismatched, self.resized]
         return hashlib.sha256(json.dumps(taken).encode()).hexdigest()
 
     def numel(self, stored: StoredTensor) -> int:
@@ -134,12 +166,14 @@ class Fit:
         name, entry = stored.name, self.model[stored.name][1]
         dtype = DTYPES[entry.dtype]
         if dtype is not stored.dtype and not (dtype.is_floating_point and stored.dtype.is_floating_point):
-            raise ValueError(f"{name!r} is {dtype} in the checkpoint, but {stored.dtype} in the model")
+            raise ValueError(
+                f"{name!r} is {dtype} in the checkpoint, but {stored.dtype} in the model: give it the saved dtype "
+                "before the optimizer is built, or leave it out by strict=False and rename="
+            )
         if entry.shape == stored.shape:
             return
         if self._allowed.has_rows(name, entry.shape, stored.shape):
-            number, slot = stored.place or (0, 0)
-            if stored.place is not None and not is_row_major(self._contents.buckets[number].specs[slot]):
+            if stored.place is not None and not is_row_major(self._spec(stored)):
                 raise ValueError(f"resize: the rows of {name!r} are not contiguous in memory: return False for it")
             self.resized.append(name)
         elif self._allowed.strict:
@@ -162,15 +196,19 @@ class Fit:
             for stored in contents.model:
                 if stored.place is None or stored.place[0] not in contents.updated or stored.name not in self.model:
                     continue
-                if stored.name not in found or found[stored.name][1].shape != self.model[stored.name][1].shape:
+                if stored.name in found and found[stored.name][1].shape == self.model[stored.name][1].shape:
+                    continue
+                if self._allowed.strict or stored.name in found:
                     raise ValueError(
                         f"the checkpoint's averages {name!r} have no {stored.name!r} of this model's shape: give the "
                         "ShardedAverage another name=, and it begins anew"
                     )
+                self.new_averages.setdefault(name, []).append(stored.name)
 
     def _check_states(self, contents: Contents, checkpoint: Checkpoint) -> None:
         """Compare the states and the options as `load_state_dict` does."""
         user_optimizers = contents.parts.classes
+        self.elementwise = {number: inner.elementwise for number, inner in user_optimizers.used()}
         self.states, self.values = self._renamed(checkpoint.states()), self._renamed(checkpoint.state_values())
         self._inner = {parameter: tensor_names(values) for parameter, values in self.values.items()}
         saved_groups = self._groups(contents, checkpoint)
@@ -203,6 +241,11 @@ class Fit:
         ]
         classes = [user_optimizers.of(number).qualified_name for number in range(len(contents.groups))]
         if self._allowed.strict:
+            for name, other in self._tied.items():
+                raise ValueError(
+                    f"{name!r} was tied to {other!r} when it was saved, so it has no states of its own: pass "
+                    "strict=False, and they begin anew"
+                )
             for number, (group, mine) in enumerate(zip(saved, classes, strict=False)):
                 if group.get("optimizer_class") not in (mine, None):  # None: imported from a dict, which has no class
                     raise ValueError(
@@ -214,10 +257,11 @@ class Fit:
             for name in names:
                 if name in self.model and by_class.get(name) not in (mine, None):
                     self.anew[name] = f"its states are those of {by_class[name]}"
-        for name in self.resized:
-            shape = self.model[name][1].shape
-            if any(entry.shape != shape and entry.numel > 1 for _, entry in self.states.get(name, {}).values()):
-                self.anew[name] = "its states do not have its rows"
+        self.anew |= {name: f"it was tied to {other!r} when it was saved" for name, other in self._tied.items()}
+        for stored in (stored for stored in contents.model if stored.place is not None):
+            why = self._why_not_by_rows(stored) if stored.name in self.resized else self._other_blocks(stored)
+            if why is not None:
+                self.anew[stored.name] = why
         kept = {name for names in contents.names for name in names if name in self.model and name not in self.anew}
         self.states = {name: found for name, found in self.states.items() if name in kept}
         self.values = {name: found for name, found in self.values.items() if name in kept}
@@ -230,9 +274,62 @@ class Fit:
             elsewhere = any(number_of.get(name, number) != number for name in names)  # groups in another order, say
             if not options or elsewhere or options.get("optimizer_class") not in (mine, None):
                 options = {key: value for key, value in contents.groups[number].items() if key not in NO_OPTIONS}
+                options |= self._mode_of(number, [group for group in saved if kept & {*names} & {*group["params"]}])
                 self.own_options.append(number)
             found.append({**options, "optimizer_class": mine, "params": names})
         return found
+
+    def _mode_of(self, number: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the option that holds the mode in which weights and states were saved, if the class has one.
+
+        ``saved``: the groups from which the states of param group ``number`` come.
+        """
+        modes = {group[TRAIN_MODE] for group in saved if TRAIN_MODE in group}
+        if not modes or TRAIN_MODE not in self._contents.groups[number]:
+            return {}
+        if len(modes) > 1:
+            raise ValueError(
+                f"the parameters of param group {number} were saved in train mode and in eval mode: call "
+                "optimizer.train() before the save"
+            )
+        return {TRAIN_MODE: modes.pop()}
+
+    def _why_not_by_rows(self, stored: StoredTensor) -> str | None:
+        """Return why the states of a resized parameter are not read row by row; None if they are."""
+        found, spec, shape = self.states.get(stored.name, {}), self._spec(stored), self.model[stored.name][1].shape
+        for name, saved in found.items():
+            entry = saved[1]
+            if entry.numel > 1 and (entry.shape != shape or not self.lies_flat(name, saved, stored, spec)):
+                return "its states do not have its rows"
+        if stored.shape[0] > shape[0]:
+            inner = self._contents.parts.classes[spec.optimizer_class]
+            large = {name for name, saved in found.items() if saved[1].shape == shape}
+            for name in sorted(large - begin_at_zero(inner, self._contents.groups, spec)):
+                return f"its state {name!r} does not begin at 0, which new rows would have"
+        return None
+
+    def _other_blocks(self, stored: StoredTensor) -> str | None:
+        """Return why states with values for blocks are not read: these blocks have other sizes. None if they are read.
+
+        Raises `ValueError` instead if the caller is strict.
+        """
+        spec = self._spec(stored)
+        rules = self._contents.parts.classes[spec.optimizer_class].rules if spec.blocks else {}
+        for name, (_, entry) in self.states.get(stored.name, {}).items():
+            if name in rules and (mine := -(-spec.numel // rules[name].per)) != entry.numel:
+                why = f"its state {name!r} has {entry.numel} values in the checkpoint, and {mine} here"
+                if self._allowed.strict:
+                    raise ValueError(
+                        f"{stored.name!r} has states for blocks of another size: {why}. Build the optimizer with the "
+                        "blocks of the checkpoint, or pass strict=False, and these states begin anew"
+                    )
+                return why
+        return None
+
+    def _spec(self, stored: StoredTensor) -> ParameterSpec:
+        assert stored.place is not None
+        number, slot = stored.place
+        return self._contents.buckets[number].specs[slot]
 
     def _without_values(self, parameter: str, entry: TensorEntry) -> Tensor:
         """Return a tensor of a parameter's states on the meta device, with the shape that it has here."""

@@ -16,10 +16,7 @@ rank has the whole of a bucket, the shards are gathered.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,11 +37,12 @@ from ...runtime.flat_states import BucketStates
 from ...runtime.master_weights import MastersAlone
 from ...state.plain_dicts import scalar_state
 from ..contents import Contents, StoredTensor
-from ..format.extents import Part, TensorFile, chunks, is_row_major, slot_part
+from ..format.extents import Part, is_row_major, slot_part
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
 from ..format.tensorfile import TensorEntry
-from .file_reader import FileReader, each_block, threads_of_rank
+from .file_reader import threads_of_rank
 from .fit import Fit, Saved
+from .part_reader import PartReader
 from .reader import Checkpoint
 
 _SCALARS = ("scalars", 0)
@@ -120,6 +118,8 @@ class Loader:
                     stored.tensor.copy_(values)
         for group, options in zip(contents.groups, self.fit.groups, strict=False):
             group.update(options)
+        if self._with_states:
+            self._begin_states(stored_in)
         for number, names in self.fit.elementwise.items():
             contents.parts.classes[number].note_elementwise(names)
         for name, average in contents.averages.by_name.items() if self._with_states else ():
@@ -173,9 +173,10 @@ class Loader:
 
     def _expect_averages(self, stored: StoredTensor, number: int, bucket: Bucket) -> None:
         for name, tensors in self.fit.averages.items():
-            into = self._contents.averages.by_name[name].room(bucket).interval(*self._interval(bucket))
-            folder = averages_folder(name)
-            self._expect(stored, number, bucket, folder, tensors[stored.name], f"average {name}", into)
+            if stored.name in tensors:
+                into = self._contents.averages.by_name[name].room(bucket).interval(*self._interval(bucket))
+                folder, kind = averages_folder(name), f"average {name}"
+                self._expect(stored, number, bucket, folder, tensors[stored.name], kind, into)
 
     def _flat(self, states: BucketStates, name: str, dtype: torch.dtype) -> FlatBuffer:
         """Return the memory of a state: that which it had, if it fits."""
@@ -225,9 +226,10 @@ class Loader:
         if master is not None and master.exists:
             weights = FlatBuffer(master.master, weights.placement, bucket.states.begin)
         for name in self.fit.averages:
-            room = self._contents.averages.by_name[name].room(bucket)
+            room, begun = self._contents.averages.by_name[name].room(bucket), self.fit.new_averages.get(name, ())
             for piece in self._pieces[number].values():
-                new = replace(piece, begin=self._saved_part(number, piece).end)
+                is_new = bucket.specs[piece.slot].name in begun
+                new = piece if is_new else replace(piece, begin=self._saved_part(number, piece).end)
                 if new.numel:
                     room.piece(new).copy_(weights.piece(new))
 
@@ -293,6 +295,19 @@ class Loader:
                 state, before = self._part_of(shared, piece, bucket), None
             states.set_state(index, state)
 
+    def _begin_states(self, stored_in: Mapping[int, Sequence[StoredTensor]]) -> None:
+        """Let a class that creates its states in the constructor create those that begin anew."""
+        new = {*self.fit.missing, *self.fit.mismatched, *self.fit.anew}
+        for number in self._contents.updated:
+            bucket, classes = self._contents.buckets[number], self._contents.parts.classes
+            slots = {each.place[1] for each in stored_in.get(number, ()) if each.place and each.name in new}
+            if slots:
+                of_class = bucket.specs[0].optimizer_class
+                flags = bytes(piece.slot in slots for piece in bucket.states.pieces)
+                groups = classes.groups_of(of_class, self._contents.groups)
+                classes[of_class].create_states(bucket.states, groups, flags)
+                bucket.states.evict()
+
     def _part_of(self, whole: PieceState, piece: Piece, bucket: Bucket) -> PieceState:
         """Return the state of a piece of a parameter that is cut between blocks."""
         slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
@@ -324,74 +339,3 @@ class Loader:
         kinds = self._contents.parts.classes[bucket.specs[0].optimizer_class].kinds
         found = decode_states(values, tensors, kinds)
         return PieceState(names, {name: scalar_state(name, v, on_device, device) for name, v in found.items()})
-
-
-Target = tuple[str, int]
-
-
-class PartReader:
-    """Reads parts of tensors of one checkpoint. `want` says which, `read` reads all of them."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._checkpoint = checkpoint
-        self._parts: dict[tuple[str, str], list[Part]] = {}
-        self._memory: dict[Target, Tensor] = {}
-        self._left: Counter[Target] = Counter()  # bytes of each that are still to be read
-        self._then: dict[Target, list[Callable[[], object]]] = {}
-        self._lock = threading.Lock()  # of these three, while several threads read
-
-    def memory(self, target: Target, make: Callable[[], Tensor]) -> Tensor:
-        """Return the memory of a target, a contiguous tensor on the CPU: ``make()`` at the first time.
-
-        It is kept until all parts of the target were read.
-        """
-        if target not in self._memory:
-            self._memory[target] = make()
-        return self._memory[target]
-
-    def want(self, folder: str, name: str, part: Part, then: Callable[[], object] | None = None) -> None:
-        """Read a part of a tensor to its source, a target. ``then``: called when all parts of that target are there."""
-        self._parts[folder, name] = [part]
-        self._left[part.source] += part.nbytes
-        if then is not None:
-            self._then.setdefault(part.source, []).append(then)
-
-    def read(self, threads: int) -> None:
-        """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
-        found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in self._parts)
-        headers = {path: found.header(path) for folder in folders for path in found.paths(folder)}
-        saved = [TensorFile(path, header.data, header.tensors) for path, header in headers.items()]
-        block_bytes = found.manifest.block_bytes
-        wanted = chunks(saved, self._parts, block_bytes)
-        for path, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.path):
-            blocks = [
-                (block, [part for chunk in of_block for part in chunk.parts])
-                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)
-            ]
-            with found.file(path) as reader:
-                each_block(blocks, functools.partial(self._read_block, reader), threads)
-
-    def _read_block(self, reader: FileReader, wanted: tuple[int, Sequence[Part]]) -> None:
-        """Read a block: its parts to their places, and what lies between them to nowhere."""
-        block, parts = wanted
-        begin, length = reader.span(block)
-        with self._lock:
-            memory = {source: memory_of(as_bytes(self._memory[source])) for source in {part.source for part in parts}}
-        end, pieces = begin, []
-        for part in parts:
-            into = memory[part.source][part.offset : part.offset + part.nbytes]
-            pieces += [_nowhere(part.begin - end), into]
-            end = part.begin + part.nbytes
-        reader.read_block(block, *(piece for piece in (*pieces, _nowhere(begin + length - end)) if piece))
-        with self._lock:
-            for part in parts:
-                self._left[part.source] -= part.nbytes
-            done = {part.source for part in parts if not self._left[part.source]}
-        for target in done:
-            for action in self._then.pop(target, ()):
-                action()
-            del self._memory[target]
-
-
-def _nowhere(nbytes: int) -> memoryview:
-    return memoryview(bytearray(nbytes))

@@ -100,16 +100,17 @@ class Checkpoint:
         call that reads tensors.
         """
         found = self.read_folder(MODEL)
-        for alias, name in self._aliases().items():
-            if name not in found:
-                raise CheckpointError(f"{self.path}: {alias!r} is another name of {name!r}, which is in no file")
-            found[alias] = found[name]
-        return found
+        return found | {alias: found[name] for alias, name in self.ties().items()}
 
-    def _aliases(self) -> dict[str, str]:
+    def ties(self) -> dict[str, str]:
+        """Return each further name of a tied tensor, with the name under which it is saved. Internal."""
         paths = self.paths(MODEL)
         known = dict(self.header(paths[0]).metadata) if paths else {}
         known.pop("format", None)
+        saved = self.tensors(MODEL) if known else {}
+        for alias, name in known.items():
+            if name not in saved:
+                raise CheckpointError(f"{self.path}: {alias!r} is another name of {name!r}, which is in no file")
         return known
 
     def masters(self) -> dict[str, Tensor]:

@@ -251,6 +251,11 @@ class Restorer:
             f"the options of param group {number} (the checkpoint's groups are not those of this optimizer)"
             for number in fit.own_options
         ]
+        missing += [
+            f"the average {name!r} of {parameter!r} (the checkpoint has none: it begins with the weights)"
+            for name, parameters in fit.new_averages.items()
+            for parameter in parameters
+        ]
         mine, saved_averages = sorted(ShardedOptimizer(self._optimizer).averages.by_name), checkpoint.average_names
         if self._with_states:
             missing += [
