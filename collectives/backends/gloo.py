@@ -270,7 +270,12 @@ def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
                 )
             return solo()
         process_group = dist.group.WORLD
-    if process_group is None or dist.get_rank(process_group) < 0:
+    if not isinstance(process_group, dist.ProcessGroup | int):  # torch gives -100 to processes outside of a group
+        raise TypeError(
+            "a group of ranks must be a ProcessGroup of torch.distributed, a DeviceMesh or a Transport, not "
+            f"{process_group!r:.100}"
+        )
+    if dist.get_rank(process_group) < 0:
         raise ValueError("this process is not a rank of the process group that it was given")
     size = dist.get_world_size(process_group)
     if size == 1:

@@ -139,7 +139,7 @@ def wire(stage: int) -> list[tuple[list[Message], Any]]:
     def program(transport: Transport) -> tuple[list[Message], Any]:
         spy, made = Spy(transport.backend), list[Pairwise]()
         collective = lambda inner: made.append(Pairwise(inner)) or made[0]  # noqa: E731 - counts this one's messages
-        run_rank(Program(2, stage, collective=collective, steps=STEPS[:1] * 2), Transport(spy))  # type: ignore
+        run_rank(Program(2, stage, collective=collective, steps=STEPS), Transport(spy))  # type: ignore
         return spy.messages, made[0].transport.traffic
 
     return on_threads(2, program)

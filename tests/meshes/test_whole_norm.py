@@ -281,6 +281,26 @@ def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others
         assert words[refused] in error
 
 
+@pytest.mark.parametrize("over", [[], "tp"], ids=str)
+def test_a_rank_that_gives_no_group_at_all_is_an_error_in_every_part_at_once(over: Any) -> None:
+    """The ranks of the other parts, which wait for it, are those of earlier clips."""
+
+    def program(transport: Transport) -> list[str]:
+        model, optimizer, *groups = of_stage(transport, 2, 2)
+        errors = []
+        for clip in range(3):
+            loss_of(model, 0, 0).backward()
+            given = over if clip == 1 and transport.rank == 3 else groups
+            errors.append(error_of(optimizer.clip_grad_norm_, 1.0, over=given, replicated=is_shared))
+            optimizer.zero_grad()
+        return errors
+
+    words = "over=[] has no group" if over == [] else "a group of ranks must be a ProcessGroup of torch.distributed"
+    for before, error, after in on_threads(8, program, timeout=BOUND):
+        assert words in error
+        assert before == after == "nothing"
+
+
 @pytest.mark.parametrize(("stage", "how"), rows([(3, "a mesh")], [(1, "a group")]))
 def test_parts_on_the_processes_of_a_mesh_have_the_whole_models_norm(gloo: GlooPool, stage: int, how: str) -> None:
     whole = Part(0, 1)

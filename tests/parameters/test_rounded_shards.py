@@ -128,6 +128,7 @@ def test_a_model_and_its_masters_are_loaded_in_any_order(load: Callable[..., Non
                 model.load_state_dict(weights)
 
         load(optimizer, load_model, before.state_dict())
+        assert (weights_of(optimizer) == 0) is (load is model_first), "what is equal to its masters is kept once"
         for ours, theirs in zip(model.parameters(), trained.parameters(), strict=True):
             master = before.full_master(theirs)
             assert not torch.equal(master, master.to(BF16).float())

@@ -33,6 +33,21 @@ def test_a_graph_that_is_broken_at_units_is_said_once() -> None:
 
 
 @forgotten()
+def test_a_unit_that_is_compiled_later_and_called_by_itself_is_not_said_to_be_broken() -> None:
+    """Its first call begins before the hooks are around it: they interrupt it, but lie before and behind its graph."""
+    model, optimizer = sharded(Case(), solo())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            model.blocks[0].compile(backend="eager")
+            for _ in range(2):
+                model.blocks[0](torch.ones(2, WIDTH)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    optimizer.close()
+
+
+@forgotten()
 def test_a_compiled_unit_with_a_hook_of_the_user_has_a_whole_graph() -> None:
     def prepared(model: Any) -> None:
         model.blocks[0].register_forward_pre_hook(lambda *_: None)

@@ -143,6 +143,7 @@ class ModuleHooks:
         self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
         self._compiled: Any = None  # the module's compiled call
         self._surrounded: Any = None  # its replacement, with the hooks around it
+        self._called: Any = None  # what was the compiled call when the last forward began
         self._methods: dict[str, ForwardMethod] = {}
         self.arrange()
 
@@ -207,6 +208,8 @@ class ModuleHooks:
         _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
 
     def _before(self, owner: ModuleListener, *_: Any) -> None:
+        module = self._module()
+        self._called = None if module is None else module._compiled_call_impl
         self.arrange()
         owner.entered(self)
 
@@ -243,13 +246,13 @@ class ModuleHooks:
 
     def run(self, interrupted: bool, action: Action, arguments: tuple[Any, ...]) -> None:
         """Run the action of a hook while the owner exists. ``interrupted``: it broke the graph of a compiled call."""
-        module, owner = self._module(), self._owner()
+        owner = self._owner()
         if owner is None:
             return
-        # a call of the module's own that was compiled since its last forward is not: `arrange` will surround it
-        if interrupted and module is not None and module._compiled_call_impl is self._surrounded:
-            owner.graph_broken(self)
         action(owner, *arguments)
+        # a call that was compiled since the module's last forward is not broken: `arrange` has surrounded it
+        if interrupted and self._called is self._surrounded:
+            owner.graph_broken(self)
 
     def watch(self, output: Any) -> tuple[bool, bool]:
         """Report to the owner when a backward reaches ``output``. Return whether one can, since a tensor there needs a

@@ -81,6 +81,9 @@ class MasterWeights:
     def followed(self) -> None:
         """Note that the master weights have followed the parameters."""
 
+    def loaded(self) -> None:
+        """Note that the master weights were loaded: parameters that are equal to them are kept once."""
+
     def forget(self) -> None:
         """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
@@ -161,6 +164,10 @@ class MastersAlone(MasterWeights):
 
     def followed(self) -> None:
         self._shard.drop()
+
+    def loaded(self) -> None:
+        if all(same_bits(master.to(written.dtype), written) for master, written in self.compared()):
+            self._shard.drop()
 
     def forget(self) -> None:
         """Make the master weights equal to the parameters."""

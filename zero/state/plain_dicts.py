@@ -394,4 +394,5 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
                 )
                 target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])
+        states.master.loaded()
         states.evict()

@@ -181,7 +181,8 @@ class ModelPart:
         """Return a context in which `whole` is over the ranks of one or several groups, too. Collective among them.
 
         An error inside is one on all of these ranks. The context's value is an error that one of the groups is none to
-        use, of which the ranks of this optimizer do not know yet.
+        use, of which the ranks of this optimizer do not know yet. The other parts wait for this rank then: those of
+        earlier clips get the error at once, others at their time limit.
         """
         several = groups if isinstance(groups, (list, tuple)) else [groups]
         self._groups, self._told, problem = [], 0, None
@@ -195,7 +196,8 @@ class ModelPart:
         try:
             yield problem
         except Exception as error:
-            for group in self._groups[self._told :]:
+            waiting = self._groups if problem is None else [known for _, known in reversed(self._known)]
+            for group in waiting[self._told :]:
                 if not group.broken:
                     with suppress(CollectiveError):  # the first error says more
                         self._exchange(group, {"problem": f"{type(error).__name__}: {error}"})
