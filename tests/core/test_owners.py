@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero.core.buckets import build, extended
+from zero.core.buckets import build, extended, loads
 from zero.core.cuts import OwnerCuts
 from zero.core.formulas import KeptStates, busiest_link, formula_bytes
 from zero.core.layout import Dtypes, Layout, ParameterSpec
@@ -82,7 +82,7 @@ def test_loads_by_hand() -> None:
         assert held(build(specs_of([*shapes]), 2, 1 << 30)) == [256, 256]
     layout = build(specs_of([(20, 20), (20, 20), (4, 100), (4, 100)]), 2, 1 << 30)
     assert step_work((20, 20)) == 8000 > step_work((100, 4)) == step_work((4, 100)) == 1600
-    assert [layout.loads()[rank] for rank in range(2)] == [(3200, 9600)] * 2
+    assert [loads(layout)[rank] for rank in range(2)] == [(3200, 9600)] * 2
     layout = build(specs_of([(64, 3), (16,), (16,)]), 3, 1 << 30)
     busiest, even = busiest_link(layout, STAGES[2], 1)
     assert busiest == 2 * (4 + 4) * 64 * 3  # two peers, a reduction and a gather

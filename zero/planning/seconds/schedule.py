@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from ...core.buckets import loads
 from ...core.cuts import EvenCuts
 from ...core.layout import Dtypes, Layout
 from ...core.stage import buckets_in_flight, sums_under_way
@@ -91,8 +92,8 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
         part = (unit, position < first_unit)
         before.append(total.get(part, 0))
         total[part] = total.get(part, 0) + spec.numel
-    loads = []
-    work = [work for _, work in layout.loads().values()]
+    found = []
+    work = [work for _, work in loads(layout).values()]
     busiest = max(work, default=0) / max(sum(work), 1)
     for bucket in layout.buckets:
         first = min(slot.parameter for slot in bucket.slots)
@@ -106,8 +107,8 @@ def bucket_loads(layout: Layout, units: Sequence[int], state_tensors: Sequence[i
             of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
             tensors = state_tensors[spec.optimizer_class]
             whole = WholeParameters(bucket.cuts.largest(), of_bucket, busiest, tensors)
-        loads.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
-    return loads
+        found.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
+    return found
 
 
 def program_of(
