@@ -242,7 +242,7 @@ class Lists(Products):
         super().step(closure)
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                self.state[p]["norms"] = [float(p.norm())]
+                self.state[p]["norms"] = [p.detach().norm().item()]
 
 
 MATRIX = (4, 6)
