@@ -89,8 +89,9 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             one owner, which updates it whole, for classes that need matrices (Muon, Adafactor). "block": ranks own
             pieces that begin at multiples of 4,096 elements, for classes whose states have a value for each block of
             consecutive elements (8 bits); a parameter whose pieces would not have states of the same kinds has one
-            owner. A param group may have its own. Default: "element", or, with a warning, "parameter" if the class is
-            not element-wise.
+            owner. A param group may have its own; and it may have ``blocks``, a dimension or a list of sizes along the
+            first one: then the class steps each block of its parameters by itself, and each has one owner. Default:
+            "element", or, with a warning, "parameter" if the class is not element-wise.
         ignored: parameters and modules, parts of the module, that are neither sharded nor synchronised: each rank's own
             experts, say. Nothing about them changes, buffers included; see `clip_grad_norm_`.
         optimizer_kwargs: further arguments of ``optimizer_class``, by name. Here, an argument may have the name of an

@@ -50,7 +50,7 @@ from .runtime.profiler_ranges import ProfilerRange
 from .runtime.streams import Streams
 from .runtime.unit_order import UnitOrder
 from .step.classes import UserOptimizers
-from .step.partition import check_partitions, choose_partitions
+from .step.partition import check_partitions, choose_partitions, stack_of
 from .step.step_groups import step_groups
 from .step.update import Update
 
@@ -248,7 +248,8 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     storage, groups = parts.storage, all_groups[first:]
     numbers = range(first, len(all_groups))
     requested = {number: parts.user_optimizers.requested_partition(number, parts.partition) for number in numbers}
-    check_partitions(requested)
+    blocks = {number: parts.user_optimizers.requested_blocks(number) for number in numbers}
+    requested = check_partitions(requested, blocks)
     check_buffers(storage.buffers())
     known = sum(len(group["params"]) for group in all_groups[:first])
     parts.precisions.resolve_again()
@@ -260,7 +261,8 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            described.append(replace(spec, offloaded=parts.offloads_parameters))
+            stack = stack_of(spec, blocks[spec.group])
+            described.append(replace(spec, offloaded=parts.offloads_parameters, stack=stack))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:
@@ -335,11 +337,8 @@ class _NewStates:
         if group not in self._instances:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
         instance = self._instances[group]
-        groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
-        store, first = self._stores.get(spec.index), bucket.specs[0]
-        states = BucketStates(
-            instance, spec, weights, groups, shapes, master, store, one_owner=first.one_owner, blocks=first.blocks
-        )
+        store = self._stores.get(spec.index)
+        states = BucketStates(instance, spec, weights, bucket.specs, master, store)
         user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
         states.evict()
         return states

@@ -154,6 +154,29 @@ def muon_and_the_rest(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
+class Experts(Squares):
+    """A model with a stack of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.linspace(-1, 1, 48).view(1, 2, 3, 8))
+
+    def forward(self, inputs: Tensor, scale: float = 1.0) -> Tensor:
+        return super().forward(inputs, scale) + (inputs @ self.experts[0]).square().mean()
+
+
+def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
+    """Muon for the stack and for a fused matrix, block by block."""
+    named = dict(model.named_parameters())
+    muon = {"optimizer_class": torch.optim.Muon, "lr": 0.02}
+    stack, fused = [named.pop("experts")], [("layers.0.weight", named.pop("layers.0.weight"))]
+    return [
+        {"params": stack, "blocks": -3, **muon},
+        {"params": fused, "blocks": [2, 3], **muon},
+        {"params": list(named.values())},
+    ]
+
+
 # -- targets of `zero verify`, and their arguments ---------------------------------------------------------------------
 
 

@@ -99,6 +99,19 @@ def with_batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, CLASSES))
 
 
+class WithExperts(nn.Module):
+    """Experts in one tensor, and fused projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.randn(3, 16, WIDTH) / 4)
+        self.qkv, self.head = nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.head(self.qkv(torch.einsum("bi,eoi->bo", x, self.experts)).tanh())
+        return found
+
+
 class Block(nn.Module):
     """A block that uses twice the condition that it shares with other blocks."""
 
@@ -237,6 +250,36 @@ def mask_eight_rows(loop: PlainRanks) -> None:
 def muon_and_adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:
     muon = torch.optim.Muon([p for p in params if p.dim() == 2], lr=2e-2)
     return Several(muon, torch.optim.AdamW([p for p in params if p.dim() != 2], lr=1e-2))
+
+
+class InBlocks(Several):
+    """Steps the blocks of parameters, of which the first optimizer has views."""
+
+    cut: Sequence[Tensor] = ()  # these parameters
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        gradients = [gradient for p in self.cut if p.grad is not None for gradient in blocks_in(p.grad)]
+        for block, gradient in zip(self.all[0].param_groups[0]["params"], gradients, strict=True):
+            block.grad = gradient
+        super().step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for parameter in self.cut:
+            parameter.grad = None
+
+
+def blocks_in(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the experts of `WithExperts`, or its projections, as views."""
+    return tensor.unbind() if tensor.dim() == 3 else torch.split(tensor, [8, 4, 4])  # type: ignore[no-any-return]
+
+
+def muon_in_blocks(params: Sequence[Tensor]) -> torch.optim.Optimizer:
+    cut = [p for p in params if p.dim() == 3 or tuple(p.shape) == (16, 16)]
+    muon = torch.optim.Muon([block.requires_grad_() for p in cut for block in blocks_in(p.detach())], lr=2e-2)
+    found = InBlocks(muon, torch.optim.AdamW([p for p in params if all(p is not q for q in cut)], lr=1e-2))
+    found.cut = cut
+    return found
 
 
 def adamw(params: Sequence[Tensor]) -> torch.optim.Optimizer:

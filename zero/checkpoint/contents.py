@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
-from ..core.runs import PieceState, whole_like
+from ..core.runs import PieceState, Rules, whole_like
 from ..core.statetree import NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
@@ -216,9 +216,12 @@ class Contents:
         return found
 
     def own_states(self, number: int) -> Iterator[tuple[range, PieceState]]:
-        """Yield neighbouring slots of a bucket with one state, of those whose first element this rank writes."""
+        """Yield neighbouring slots of a bucket with one state, of those whose first element this rank writes. Of a
+        parameter that is divided it is that of its first piece."""
         own, states = self.first_slots[number], self.buckets[number].states
         for first, last, state in states.spans():
+            if first and states.pieces[first - 1].slot == states.pieces[first].slot:
+                continue
             slots = range(max(own.start, states.pieces[first].slot), min(own.stop, states.pieces[last - 1].slot + 1))
             if state is not None and slots:
                 yield slots, state
@@ -235,25 +238,27 @@ class Contents:
             for number in self.updated
             for slots, begins, state in self._stepped_pieces(number)
             for name, value in sorted(self._other_states(self.buckets[number], slots.start, state)[1].items())
-            if (begin := begins(name, value.itemsize)) is not None
+            if (begin := begins(name, value)) is not None
         ]
 
-    def _stepped_pieces(self, number: int) -> Iterator[tuple[range, Callable[[str, int], int | None], PieceState]]:
-        """Yield slots of a bucket, a function, and their state. Given the name and the itemsize of a tensor of the
-        state, the function returns the first byte that this rank writes; None if it writes nothing of it."""
+    def _stepped_pieces(self, number: int) -> Iterator[tuple[range, Callable[[str, Tensor], int | None], PieceState]]:
+        """Yield slots of a bucket, a function, and their state. Given the name of a tensor of the state, and the
+        tensor, the function returns the first byte that this rank writes; None if it writes nothing of it."""
         bucket = self.buckets[number]
-        if not bucket.specs[0].blocks:
+        if not bucket.specs[0].divided:
             yield from ((slots, lambda *_: 0, state) for slots, state in self.own_states(number))
             return
         low, high = self.writers.interval(bucket.spec, self.transport.rank)
-        rules = self.parts.classes[bucket.specs[0].optimizer_class].rules
         for index, piece in enumerate(bucket.states.pieces):
             state = bucket.states.state_of(index)
             if state is not None and low <= piece.begin < high:
                 first = piece.begin - bucket.spec.slots[piece.slot].offset
+                rules = self.parts.classes.rules_of(bucket.specs[piece.slot])
 
-                def begins(name: str, itemsize: int, first: int = first) -> int | None:
-                    return first // rules[name].per * itemsize if name in rules else None if first else 0
+                def begins(name: str, value: Tensor, first: int = first, rules: Rules = rules) -> int | None:
+                    if name not in rules:
+                        return None if first else 0
+                    return rules[name].before(value, first) * value.itemsize
 
                 yield range(piece.slot, piece.slot + 1), begins, state
 
@@ -271,10 +276,9 @@ class Contents:
 
     def _described(self, bucket: Bucket, slot: int, state: PieceState) -> SlotState:
         elementwise = {name: NAMES[bucket.states.flat[name].data.dtype] for name in state.elementwise}
-        if bucket.specs[slot].blocks:
-            piece, rules = bucket.states.piece_of(slot), self.parts.classes[bucket.specs[slot].optimizer_class].rules
-            assert piece is not None
-            numel = bucket.states.pieces[piece].numel
+        if bucket.specs[slot].divided:
+            numel = bucket.states.pieces[bucket.states.pieces_of(slot)[0]].numel
+            rules = self.parts.classes.rules_of(bucket.specs[slot])
             state = PieceState(state.elementwise, whole_like(state.scalars, numel, bucket.specs[slot].shape, rules))
         values, tensors = self._other_states(bucket, slot, state)
         shapes = {name: (NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()}

@@ -5,6 +5,7 @@ Knows: the layout's rules. Does not know: values of tensors, running ranks, stag
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
 import math
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from .cuts import BlockCuts, EvenCuts, OwnerCuts
 from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
-from .owners import choose_owners
+from .owners import choose_owners, share_blocks, step_work
 
 
 def build(
@@ -27,9 +28,9 @@ def build(
 
     ``first_bytes``: of the bucket that a backward completes first, if it has another size.
 
-    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`, `blocks`), class and,
-    without ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the order in
-    which a backward completes them.
+    A bucket is homogeneous in dtypes, device, trainability, partition (`ParameterSpec.one_owner`, `blocks`, `stack`),
+    class and, without ``across_units``, unit. It holds at least one whole parameter, however large. Buckets are in the
+    order in which a backward completes them.
 
     With ``across_units`` units share buckets, as if there were none. The ranks' shards of a unit then differ in length.
     This is for ranks between which no unit travels: they launch fewer reductions. A bucket of whole parameters is of
@@ -64,7 +65,8 @@ def _buckets(
     begun = False  # the bucket that a backward completes first is full
     for position, spec in reversed(list(enumerate(more))):
         unit = spec.unit if spec.one_owner or not across_units else 0
-        key = (spec.dtypes, spec.device, spec.trainable, unit, spec.one_owner, spec.blocks, spec.optimizer_class)
+        partition = spec.one_owner, spec.blocks, bool(spec.stack)
+        key = (spec.dtypes, spec.device, spec.trainable, unit, partition, spec.optimizer_class)
         filling, nbytes = keys.setdefault(key, []), spec.padded * spec.dtypes.param_dtype.itemsize
         if filling and used[key] + nbytes > (first_bytes if spec.trainable and not begun else bucket_bytes):
             complete.append(filling)
@@ -75,33 +77,57 @@ def _buckets(
         used[key] = used.get(key, 0) + nbytes
     complete += [filling for filling in keys.values() if filling]
     complete.sort(key=lambda filling: -filling[-1])
-    owners = _owners(layout, more)
+    owners, held = _owners(layout, more)
     return [
-        _bucket(layout, [(p, more[p]) for p in filling], len(layout.buckets) + number, owners)
+        _bucket(layout, [(p, more[p]) for p in filling], len(layout.buckets) + number, owners, held)
         for number, filling in enumerate(complete)
     ]
 
 
-def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> dict[int, int]:
-    """Return the owner of each whole parameter, by its position: trainable ones first, which have states."""
-    loads = layout.loads()
+def loads(layout: Layout) -> dict[int, tuple[int, int]]:
+    """Return the bytes and the `step_work` of the parameters and blocks that each rank owns as a whole, by rank."""
+    found: dict[int, tuple[int, int]] = {}
+    for bucket, _, slot in layout.slots():
+        spec = layout.parameters[slot.parameter]
+        for begin, shape in spec.owned_whole():
+            owner = bisect.bisect_right(bucket.cuts, min(slot.offset + begin, bucket.numel - 1)) - 1
+            nbytes, work = found.get(owner, (0, 0))
+            size = math.prod(shape) * spec.dtypes.master_dtype.itemsize
+            found[owner] = nbytes + size, work + step_work(shape) * spec.trainable
+    return found
+
+
+def _owners(layout: Layout, more: Sequence[ParameterSpec]) -> tuple[dict[int, int], list[int]]:
+    """Return the owner of each whole parameter, by its position: trainable ones first, which have states. And the bytes
+    that each rank then owns, if there are blocks to be shared, too."""
+    owned = loads(layout)
     whole = [(position, spec) for position, spec in reversed(list(enumerate(more))) if spec.one_owner]
-    among_ranks = range(min(layout.world_size, len(loads) + len(whole)))  # all that own any; the first ones begin
-    ranks = [(*loads.get(rank, (0, 0)), rank) for rank in among_ranks]
+    among_ranks = range(min(layout.world_size, len(owned) + len(whole)))  # all that own any; the first ones begin
+    ranks = [(*owned.get(rank, (0, 0)), rank) for rank in among_ranks]
     heapq.heapify(ranks)
     owners: dict[int, int] = {}
     for trainable in (True, False):
         among = [(position, spec) for position, spec in whole if spec.trainable is trainable]
         owners |= choose_owners([(p, spec.master_bytes, spec.step_work) for p, spec in among], ranks)
-    return owners
+    if not any(spec.stack for spec in more):
+        return owners, []
+    held = [owned.get(rank, (0, 0))[0] for rank in range(layout.world_size)]
+    for nbytes, _, rank in ranks:
+        held[rank] = nbytes
+    return owners, held
 
 
 def _bucket(
-    layout: Layout, members: Sequence[tuple[int, ParameterSpec]], index: int, owners: Mapping[int, int]
+    layout: Layout,
+    members: Sequence[tuple[int, ParameterSpec]],
+    index: int,
+    owners: Mapping[int, int],
+    held: list[int],
 ) -> BucketSpec:
     """Return the bucket of ``members``, given by their positions among the further parameters of ``layout``.
 
-    ``owners``: of the whole ones, by position. Their slots lie in this order, and the cuts between them.
+    ``owners``: of the whole ones, by position. Their slots lie in this order, and the cuts between them. ``held``: the
+    bytes that each rank owns, among which blocks are shared; updated.
     """
     first, world_size = len(layout.parameters), layout.world_size
     members = sorted(members, key=lambda member: owners.get(member[0], 0))
@@ -114,6 +140,10 @@ def _bucket(
     if spec.blocks:
         blocks = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
         return BucketSpec(index, spec.dtypes, spec.device, slots, numel, blocks, spec.offloaded)
+    if spec.stack:
+        at = [(offset, each) for (_, each), offset in zip(members, offsets, strict=False)]
+        stacks = _block_cuts(at, numel, world_size, held)
+        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, stacks, spec.offloaded)
     if not spec.one_owner:
         even = EvenCuts(numel, world_size, spec.dtypes.alignment)
         return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even, spec.offloaded)
@@ -122,6 +152,25 @@ def _bucket(
         begins.setdefault(owners[position], offset)
     cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
     return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded)
+
+
+def _block_cuts(
+    members: Sequence[tuple[int, ParameterSpec]], numel: int, world_size: int, held: list[int]
+) -> OwnerCuts:
+    """Return cuts between the blocks of ``members``, given with their offsets in a bucket of ``numel`` elements.
+
+    They lie where a slot might start, so that a block is aligned on its owner as in the parameter. A block that begins
+    elsewhere stays with the one before it. ``held``: as of `_bucket`.
+    """
+    first = members[0][1]
+    align, itemsize = first.dtypes.slot_alignment(first.device), first.dtypes.master_dtype.itemsize
+    begins = [offset + begin for offset, spec in members for begin, _ in spec.owned_whole()]
+    begins = [begin for begin in begins if begin % align == 0]
+    sizes = [(end - begin) * itemsize for begin, end in itertools.pairwise((*begins, numel))]
+    firsts: dict[int, int] = {}  # by owner, ascending
+    for owner, begin in zip(share_blocks(sizes, held), begins, strict=True):
+        firsts.setdefault(owner, begin)
+    return OwnerCuts(numel, world_size, tuple(firsts), tuple(firsts.values()))
 
 
 def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:

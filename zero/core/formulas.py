@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+from .buckets import loads
 from .cuts import Cuts
 from .layout import BucketSpec, Layout, ParameterSpec
-from .runs import CUT, adjoins, part_begins, runs
+from .runs import CUT, adjoins, in_blocks, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
 from .units import ONE_AHEAD, UnitSchedule
 
@@ -103,7 +104,8 @@ def bucket_bytes(
 
 def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, high: int, states: KeptStates) -> int:
     """Return how many parts of runs the class steps as one parameter each in ``[low, high)``."""
-    pieces, alone = bucket.pieces(low, high), specs[0].alone
+    pieces = in_blocks(bucket.pieces(low, high), bucket.slots, [spec.stack for spec in specs])
+    alone = specs[0].alone
     groups, scalars = [specs[piece.slot].group for piece in pieces], [spec.shape == () for spec in specs]
     found = runs(
         pieces,
@@ -260,16 +262,20 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
 def spread_of_owners(layout: Layout, stage: Stage) -> str:
     """Return, as text, how parameters that have one owner each are spread over the ranks."""
     whole = [spec for spec in layout.parameters if spec.one_owner]
-    if not whole:
+    stacks = [spec for spec in layout.parameters if spec.stack]
+    if not whole and not stacks:
         return ""
     ranks = layout.world_size
-    loads = layout.loads()
-    none = [(0, 0)] if len(loads) < ranks else []  # a rank that owns no parameter
-    held, work = zip(*loads.values(), *none, strict=True)
+    owned = loads(layout)
+    none = [(0, 0)] if len(owned) < ranks else []  # a rank that owns no parameter
+    held, work = zip(*owned.values(), *none, strict=True)
     busiest, even = busiest_link(layout, stage, 1)
+    owned_apart = f"{len(whole)} parameters"
+    if stacks:
+        owned_apart += f" and {sum(len(spec.stack) for spec in stacks)} blocks of {len(stacks)} others"
     lines = [
-        f"by parameter: {len(whole)} parameters, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
-        f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
+        f"by parameter: {owned_apart}, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest rank has "
+        f"{max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
         f"{busiest:,} B, with equal shards {even:,}"
     ]
     large = [spec for spec in whole if spec.master_bytes * ranks > sum(held)]

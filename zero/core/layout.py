@@ -124,6 +124,7 @@ class ParameterSpec:
         optimizer_class: the number of the class that steps it.
         offloaded: whether ranks keep their shards of it in the host's memory.
         blocks: whether it is cut between blocks of elements alone, and each rank's piece is stepped by itself.
+        stack: the shape of each block that the class steps by itself; such a block has one owner. Empty: it has none.
     """
 
     names: tuple[str, ...]
@@ -139,11 +140,17 @@ class ParameterSpec:
     optimizer_class: int = 0
     offloaded: bool = False
     blocks: bool = False
+    stack: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks step parts of it by themselves: pieces between blocks of elements, or the blocks of a stack."""
+        return self.blocks or bool(self.stack)
 
     @property
     def alone(self) -> bool:
         """Whether no run has elements of this parameter and of another one."""
-        return self.one_owner or self.blocks
+        return self.one_owner or self.divided
 
     @property
     def name(self) -> str:
@@ -163,10 +170,15 @@ class ParameterSpec:
         """The elements of its slot, with the padding behind it."""
         return self.dtypes.padded(self.numel, self.device)
 
+    def owned_whole(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the first element and the shape of all that has one owner: of the parameter, or of each block."""
+        shapes = (self.shape,) if self.one_owner else self.stack
+        yield from zip(itertools.accumulate(map(math.prod, shapes), initial=0), shapes, strict=False)
+
     @property
     def step_work(self) -> int:
-        """The `step_work` of its shape; 0 if it is frozen."""
-        return step_work(self.shape) if self.trainable else 0
+        """The `step_work` of its shape, or of its blocks; 0 if it is frozen."""
+        return sum(map(step_work, self.stack or [self.shape])) if self.trainable else 0
 
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
@@ -175,6 +187,7 @@ class ParameterSpec:
         names = "=".join(self.names) or self.name
         device = self.device.split(":")[0]
         place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
+        place += f" stack {list(self.stack)}" * bool(self.stack)
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
         return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
 
@@ -328,17 +341,6 @@ class Layout:
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
         return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
-
-    def loads(self) -> dict[int, tuple[int, int]]:
-        """Return the bytes and the `step_work` of the parameters that each rank owns as a whole, by rank."""
-        found: dict[int, tuple[int, int]] = {}
-        for bucket, number, slot in self.slots():
-            spec = self.parameters[slot.parameter]
-            if spec.one_owner:
-                owner = bucket.owner(number)
-                nbytes, work = found.get(owner, (0, 0))
-                found[owner] = nbytes + spec.master_bytes, work + spec.step_work
-        return found
 
 
 def unit_cap_mb(largest_unit: int) -> int:

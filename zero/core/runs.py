@@ -1,23 +1,52 @@
 """The runs of an interval: neighbouring pieces that an optimizer's class steps as one parameter. And how the states of
-pieces, each stepped by itself, form those of the whole parameter, if they have values for blocks of elements.
+pieces, each stepped by itself, form those of the whole parameter: of pieces that consist of blocks of elements, and of
+the blocks of a stack.
 
 Knows: pieces, param groups, which parameters have no dimensions, what equal states are. Does not know: ranks.
 """
 
 from __future__ import annotations
 
+import bisect
+import copy
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layout import Piece
+from .bits import row_major_stride
+from .layout import Piece, Slot
 from .parameter_specs import flattened
+from .statetree import rebuilt
 
 CUT = 1 << 16
+Stack = tuple[tuple[int, ...], ...]  # the shape of each block, in order; empty: there are none
+
+
+def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], stacks: Sequence[Stack]) -> tuple[Piece, ...]:
+    """Return the pieces, those of stacks block by block. ``stacks``: of each slot."""
+    found = []
+    for piece in pieces:
+        begins = (slots[piece.slot].offset + begin for begin in _begins(stacks[piece.slot]))
+        within = [piece.begin, *(begin for begin in begins if piece.begin < begin < piece.end), piece.end]
+        found += [Piece(piece.slot, begin, end) for begin, end in itertools.pairwise(within)]
+    return tuple(found)
+
+
+def block_shape(stack: Stack, begin: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shape and the strides of the block of a stack that begins at this element."""
+    shape = stack[bisect.bisect_left(_begins(stack), begin)]
+    return shape, row_major_stride(shape)
+
+
+def _begins(stack: Stack) -> list[int]:
+    """Return the first element of each block, and the number of elements of all."""
+    return [*itertools.accumulate(map(math.prod, stack), initial=0)]
 
 
 def runs(pieces: Sequence[Piece], present: Sequence[int], joins: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
@@ -81,9 +110,50 @@ def _plain(state: PieceState) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
 
 
+def copied_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy. A tensor subclass need not know how to copy itself."""
+    return {
+        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in states.items()
+    }
+
+
+def changed_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with ``change`` of each of its plain tensors."""
+    if isinstance(value, Tensor):
+        return rebuilt(value, change)
+    if isinstance(value, dict):
+        return type(value)((key, changed_state(inside, change)) for key, inside in value.items())
+    return type(value)(changed_state(inside, change) for inside in value) if type(value) in (list, tuple) else value
+
+
+class DivisionRule(ABC):
+    """How a tensor of a state is divided where its parameter is."""
+
+    @abstractmethod
+    def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """Return the whole value of a parameter of this ``shape``, given those of its pieces."""
+
+    @abstractmethod
+    def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
+        """Return the value of the elements ``[begin, end)`` of ``numel``, given that of all. It may share memory."""
+
+    @abstractmethod
+    def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
+        """Return the shape of the whole value, given that of a piece of ``numel`` elements."""
+
+    @abstractmethod
+    def fits(self, value: Tensor, numel: int) -> bool:
+        """Return whether a whole value may be that of a parameter of ``numel`` elements."""
+
+    @abstractmethod
+    def before(self, value: Tensor, first: int) -> int:
+        """Return how many elements the whole value has before that of the piece that begins at element ``first``."""
+
+
 @dataclass(frozen=True)
-class BlockRule:
-    """How a tensor of a state is divided where its parameter is.
+class BlockRule(DivisionRule):
+    """Of a parameter that is cut between blocks of elements.
 
     Attributes:
         per: the elements of the parameter for each of its values.
@@ -93,11 +163,63 @@ class BlockRule:
     per: int
     shaped: bool
 
+    def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return torch.cat([v.reshape(-1) for v in values]).view(*shape) if self.shaped else torch.cat([*values])
 
-Rules = Mapping[str, BlockRule]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
+    def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
+        last = value.numel() if end == numel else end // self.per
+        flat = value.reshape(-1)[begin // self.per : last]
+        return flat if self.shaped else flat.view(-1, *value.shape[1:])
+
+    def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
+        if self.shaped:
+            return shape
+        added = (-(-math.prod(shape) // self.per) - value.numel()) // math.prod(value.shape[1:])
+        return (value.shape[0] + added, *value.shape[1:])  # the other pieces consist of whole blocks
+
+    def fits(self, value: Tensor, numel: int) -> bool:
+        return value.numel() == -(-numel // self.per)
+
+    def before(self, value: Tensor, first: int) -> int:
+        return first // self.per
 
 
-def merged(rules: Rules, more: Rules) -> dict[str, BlockRule]:
+@dataclass(frozen=True)
+class StackRule(DivisionRule):
+    """Of a stack, whose pieces are its blocks.
+
+    Attributes:
+        stack: the shape of each block.
+        shaped: whether that of a block has its shape, and that of the parameter the parameter's. Else those of the
+            blocks have one shape, and are stacked.
+    """
+
+    stack: Stack
+    shaped: bool
+
+    def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        if self.shaped:
+            return torch.cat([value.reshape(-1) for value in values]).view(*shape)
+        return torch.stack([*values])
+
+    def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
+        block = bisect.bisect_left(_begins(self.stack), begin)
+        return value.reshape(-1)[begin:end].view(self.stack[block]) if self.shaped else value[block]
+
+    def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
+        return shape if self.shaped else (len(self.stack), *value.shape)
+
+    def fits(self, value: Tensor, numel: int) -> bool:
+        return value.numel() == numel if self.shaped else value.dim() > 0 and len(value) == len(self.stack)
+
+    def before(self, value: Tensor, first: int) -> int:
+        return first if self.shaped else bisect.bisect_left(_begins(self.stack), first) * value.numel()
+
+
+Rules = Mapping[str, DivisionRule]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
+
+
+def merged(rules: Mapping[str, BlockRule], more: Mapping[str, BlockRule]) -> dict[str, BlockRule]:
     """Return the rules of both. Raises `ValueError` if a state has a value for other numbers of elements in each."""
     for name, rule in more.items():
         if name in rules and rules[name].per != rule.per:
@@ -115,9 +237,7 @@ def joined(pieces: Sequence[Mapping[str, Any]], shape: Sequence[int], rules: Rul
         if inner:
             parts = {key: whole([getattr(value, key) for value in values], f"{name}.{key}") for key in inner}
             return _of_shape(values[0], parts, facts, shape)
-        if name not in rules:
-            return values[0]
-        return torch.cat([v.reshape(-1) for v in values]).view(shape) if rules[name].shaped else torch.cat([*values])
+        return rules[name].join(values, shape) if name in rules else values[0]
 
     return {name: whole([piece[name] for piece in pieces], name) for name in pieces[0]}
 
@@ -131,12 +251,7 @@ def part_of(states: Mapping[str, Any], begin: int, end: int, numel: int, rules: 
         if inner:
             parts = {key: part(getattr(value, key), f"{name}.{key}") for key in inner}
             return _of_shape(value, parts, facts, (end - begin,))
-        if name not in rules:
-            return value
-        rule = rules[name]
-        last = value.numel() if end == numel else end // rule.per
-        flat = value.reshape(-1)[begin // rule.per : last]
-        return flat if rule.shaped else flat.view(-1, *value.shape[1:])
+        return rules[name].part(value, begin, end, numel) if name in rules else value
 
     return {name: part(value, name) for name, value in states.items()}
 
@@ -144,7 +259,6 @@ def part_of(states: Mapping[str, Any], begin: int, end: int, numel: int, rules: 
 def whole_like(states: Mapping[str, Any], numel: int, shape: Sequence[int], rules: Rules) -> dict[str, Any]:
     """Return states like those of a parameter of this ``shape``, given those of a piece of ``numel`` elements. Tensors
     that are divided are empty, on the CPU."""
-    size = math.prod(shape)
 
     def whole(value: Any, name: str) -> Any:
         inner, facts = flattened(value) if isinstance(value, Tensor) else ((), None)
@@ -153,11 +267,7 @@ def whole_like(states: Mapping[str, Any], numel: int, shape: Sequence[int], rule
             return _of_shape(value, parts, facts, shape)
         if name not in rules:
             return value
-        of_all = shape if rules[name].shaped else (value.shape[0] + _added(name, value), *value.shape[1:])
-        return torch.empty(of_all, dtype=value.dtype, device="cpu")
-
-    def _added(name: str, value: Tensor) -> int:  # the other pieces consist of whole blocks
-        return (-(-size // rules[name].per) - value.numel()) // math.prod(value.shape[1:])
+        return torch.empty(tuple(rules[name].whole_shape(value, numel, shape)), dtype=value.dtype, device="cpu")
 
     return {name: whole(value, name) for name, value in states.items()}
 
@@ -169,7 +279,7 @@ def misfit(states: Mapping[str, Any], numel: int, rules: Rules) -> str | None:
         found = misfit({f"{name}.{key}": getattr(value, key) for key in inner}, numel, rules)
         if found is not None:
             return found
-        if name in rules and (not isinstance(value, Tensor) or value.numel() != -(-numel // rules[name].per)):
+        if name in rules and not (isinstance(value, Tensor) and rules[name].fits(value, numel)):
             return name
     return None
 
@@ -187,3 +297,10 @@ def _renewed(facts: Any, old: Sequence[int], new: Sequence[int]) -> Any:
             return type(facts)(new)
         return type(facts)([_renewed(each, old, new) for each in facts])
     return {key: _renewed(each, old, new) for key, each in facts.items()} if isinstance(facts, dict) else facts
+
+
+def stack_rules(stack: Stack, of_shape: Collection[str], per_block: Collection[str]) -> dict[str, DivisionRule]:
+    """Return how the states of a stack are divided: those as large as a block, ``of_shape``, if they do not lie flat,
+    and those of which each block has its own, ``per_block``. All others are equal in all blocks."""
+    found: dict[str, DivisionRule] = {name: StackRule(stack, False) for name in per_block}
+    return found | {name: StackRule(stack, True) for name in of_shape}

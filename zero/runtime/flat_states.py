@@ -14,14 +14,13 @@ themselves. If the class loops over tensors, a run on the CPU is cut every `CUT`
 On an accelerator it is not cut: a launch costs more than a cache saves.
 
 Where parameters have one owner each (`ParameterSpec.one_owner`), a run is one parameter, in its shape; where they are
-cut between blocks (`blocks`), it is one piece. The class may then keep states of any shape and in any memory order:
-those that do not lie as the parameter does count as scalars.
+cut between blocks (`blocks`), it is one piece; of a `stack`, it is one block, in its shape. The class may then keep
+states of any shape and in any memory order: those that do not lie as the parameter does count as scalars.
 """
 
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,15 +30,15 @@ import torch
 from torch import Tensor
 
 from ..core.bits import strided
-from ..core.layout import BucketSpec, Piece
+from ..core.layout import BucketSpec, ParameterSpec, Piece
 from ..core.parameter_specs import parts_of
-from ..core.runs import CUT, PieceState, adjoins, parts, runs
-from ..core.statetree import rebuilt
+from ..core.runs import CUT, PieceState, adjoins, block_shape, changed_state, copied_states, in_blocks, parts, runs
 from .flat_buffer import FlatBuffer, Move
 from .master_weights import MasterWeights
 from .offload import OffloadedStates
 
 Options = dict[str, Any]
+_AROUND = (bisect.bisect_left, bisect.bisect_right)
 _WEIGHTS = "the weights"  # a key among the names of states; it has a space, which no state's name has
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
@@ -68,13 +67,9 @@ class BucketStates:
         instance: torch.optim.Optimizer,
         bucket: BucketSpec,
         parameters: FlatBuffer,
-        groups: Sequence[int],
-        shapes: Sequence[Shape],
+        specs: Sequence[ParameterSpec],
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
-        *,
-        one_owner: bool = False,
-        blocks: bool = False,
     ) -> None:
         """Create the states of an interval; there are none yet.
 
@@ -82,19 +77,19 @@ class BucketStates:
             instance: of the user's class, for this bucket alone or for all that are stepped with it.
             bucket: the bucket.
             parameters: of the interval.
-            groups: the number of each slot's param group.
-            shapes: of each slot's parameter.
+            specs: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
-            one_owner: whether the class steps each parameter by itself, in its shape; blocks: each piece, 1-D.
         """
         self._store, self.instance = store, instance
-        self._shapes, self._in_shape, self.alone = shapes, one_owner, one_owner or blocks
-        self.scalars = [shape == () for shape, _ in shapes]
+        self._specs = specs
+        self.alone = any(spec.alone for spec in specs)  # all of them
+        self.scalars = [spec.shape == () for spec in specs]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
-        self.pieces: tuple[Piece, ...] = bucket.pieces(self.begin, self.end)
-        self.groups = [groups[piece.slot] for piece in self.pieces]
+        stacks = [spec.stack for spec in specs]
+        self.pieces: tuple[Piece, ...] = in_blocks(bucket.pieces(self.begin, self.end), bucket.slots, stacks)
+        self.groups = [specs[piece.slot].group for piece in self.pieces]
         self.flat: dict[str, FlatBuffer] = {}
         self._states: list[PieceState | None] = [None] * len(self.pieces)
         self.stepped_groups: set[int] = set()  # numbers of the groups of the runs
@@ -145,8 +140,10 @@ class BucketStates:
         """Return the shape of a run that begins with a piece, and its strides.
 
         A parameter without dimensions keeps that shape: torch promotes dtypes as for numbers."""
-        slot = self.pieces[index].slot
-        return self._shapes[slot] if self._in_shape or self.scalars[slot] else ((numel,), (1,))
+        spec, slot = self._specs[self.pieces[index].slot], self.bucket.slots[self.pieces[index].slot]
+        if spec.stack:
+            return block_shape(spec.stack, self.pieces[index].begin - slot.offset)
+        return (spec.shape, spec.stride) if spec.one_owner or not spec.shape else ((numel,), (1,))
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
@@ -157,7 +154,7 @@ class BucketStates:
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
-                self.instance.state[parameter] = {**_copied(state.scalars), **run.views}
+                self.instance.state[parameter] = {**copied_states(state.scalars), **run.views}
             if self.alone:  # the run has it now: its tensors may be large
                 self._states[first] = None
             self.runs.append(run)
@@ -216,12 +213,13 @@ class BucketStates:
             flat.apply(moved)
         for number, state in enumerate(self._states if self.alone else ()):
             if state is not None:
-                self._states[number] = PieceState(state.elementwise, _changed(dict(state.scalars), moved))
+                self._states[number] = PieceState(state.elementwise, changed_state(dict(state.scalars), moved))
 
-    def piece_of(self, slot: int) -> int | None:
-        """Return the number of the piece of a slot; None if it has none in this interval."""
-        number = slot - self.pieces[0].slot if self.pieces else -1  # an interval has pieces of neighbouring slots
-        return number if 0 <= number < len(self.pieces) else None
+    def pieces_of(self, slot: int) -> range:
+        """Return the numbers of the pieces of a slot in this interval: of its blocks if it is a stack, else one or
+        none."""
+        first, last = (find(self.pieces, slot, key=lambda piece: piece.slot) for find in _AROUND)
+        return range(first, last)
 
     def state_of(self, piece: int) -> PieceState | None:
         """Return the current state of a piece; None if it has none."""
@@ -246,7 +244,7 @@ class BucketStates:
         if state is not None and any(
             self._states[n] is state for n in (piece - 1, piece + 1) if 0 <= n < len(self.pieces)
         ):
-            state = self._states[piece] = PieceState(state.elementwise, _copied(state.scalars))
+            state = self._states[piece] = PieceState(state.elementwise, copied_states(state.scalars))
         return state
 
     def spans(self) -> Iterator[tuple[int, int, PieceState | None]]:
@@ -358,23 +356,6 @@ class BucketStates:
             for name in run.views.keys() & flats.keys():
                 view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view
-
-
-def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy. A tensor subclass need not know how to copy itself."""
-    return {
-        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in states.items()
-    }
-
-
-def _changed(value: Any, change: Move) -> Any:
-    """Return a state with ``change`` of each of its plain tensors."""
-    if isinstance(value, Tensor):
-        return rebuilt(value, change)
-    if isinstance(value, dict):
-        return type(value)((key, _changed(inside, change)) for key, inside in value.items())
-    return type(value)(_changed(inside, change) for inside in value) if type(value) in (list, tuple) else value
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
 from ..core.cuts import Cuts, OwnerCuts
+from ..core.layout import ParameterSpec
 from ..core.runs import PieceState, Rules, joined
 from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline
@@ -77,7 +78,7 @@ def gather(
     whole_here: bool,
     tag: Tag,
     kinds: Sequence[Mapping[str, Rebuild]],
-    rules: Sequence[Rules],
+    rules: Callable[[ParameterSpec], Rules],
 ) -> tuple[dict[int, Any], dict[int, Tensor]] | None:
     """Gather whole states, and whole master weights if there are any, on rank ``to``. Collective.
 
@@ -89,7 +90,7 @@ def gather(
         whole_here: whether every rank holds whole states, so that nothing needs to travel.
         tag: the tag of the messages.
         kinds: of `decode`, by the number of the class.
-        rules: of `joined`, likewise.
+        rules: returns those of a parameter, of `joined`.
 
     Returns:
         (states, master weights), each by torch.optim's index; None on ranks that do not get them.
@@ -151,8 +152,8 @@ def gather(
             for number, (slot, of) in enumerate(zip(spec.slots, bucket.specs, strict=True)):
                 if number in slots:
                     values: dict[str, Any] = dict(slots[number][0].scalars)
-                    if of.blocks:
-                        values = joined([piece.scalars for piece in slots[number]], of.shape, rules[of_class])
+                    if of.divided:
+                        values = joined([piece.scalars for piece in slots[number]], of.shape, rules(of))
                     for name in slots[number][0].elementwise:
                         values[name] = strided(flats[name], slot.offset, of.shape, of.stride).clone()
                     result[of.index] = values

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.bits import strided
+from ..core.layout import Piece
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.compiled_calls import untraced_methods
@@ -61,7 +62,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: maps each parameter to the states that this rank holds, live.
 
     A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
-    shape.
+    shape. Of a parameter with blocks, states that are not as large as a block are lists, with one for each block here.
     """
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
@@ -85,19 +86,21 @@ class States(Mapping[Tensor, dict[str, Any]]):
         index = self._storage.index(parameter)
         bucket, slot = self._storage.slot_of(index)
         spec, states = bucket.specs[slot], bucket.states
-        number, found = states.piece_of(slot), dict[str, Any]()
-        state = None if number is None else states.own_state(number)
-        if number is not None and state is not None:
+        numbers, found = states.pieces_of(slot), dict[str, Any]()
+        of_pieces = [state for state in map(states.own_state, numbers) if state is not None]
+        if of_pieces:
             states.wait_for_copies()
             for watcher in self._watchers if os.getpid() == self._process else ():  # no thread lives on in a fork
                 watcher.before_update(bucket.spec.index)
-            piece = states.pieces[number]
-            found.update(state.scalars)
-            for name in state.elementwise:
+            piece = Piece(slot, states.pieces[numbers[0]].begin, states.pieces[numbers[-1]].end)
+            for name in of_pieces[0].scalars:
+                values = [state.scalars[name] for state in of_pieces]
+                found[name] = values if spec.stack else values[0]
+            for name in of_pieces[0].elementwise:
                 flat = states.flat[name].piece(piece)
                 whole = piece.numel == bucket.spec.slots[slot].numel
                 found[name] = strided(flat, 0, spec.shape, spec.stride) if whole else flat
-        return ParameterStates(found, lambda: self._absence(index, spec.name, here=number is not None))
+        return ParameterStates(found, lambda: self._absence(index, spec.name, here=bool(numbers)))
 
     def _absence(self, index: int, name: str, *, here: bool) -> str:
         if here:
@@ -115,8 +118,7 @@ class States(Mapping[Tensor, dict[str, Any]]):
         if self._closed:
             return False
         bucket, slot = self._storage.slot_of(index)
-        number = bucket.states.piece_of(slot)
-        return number is not None and bucket.states.state_of(number) is not None
+        return any(bucket.states.state_of(number) is not None for number in bucket.states.pieces_of(slot))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ class PlainDicts:
         """Send all states to rank ``to``, or to every rank. Collective. ``purpose`` names the call in errors."""
         whole_here = self._stage.states is Placement.WHOLE or self._shard_group.world_size == 1
         tag = Tag(Kind.EXCHANGE, purpose)
-        kinds, rules = zip(*((inner.kinds, inner.rules) for inner in self._user_optimizers), strict=True)
+        kinds, rules = [inner.kinds for inner in self._user_optimizers], self._user_optimizers.rules_of
         found = gather(self._storage.buckets, self._transport, self._shard_group, to, whole_here, tag, kinds, rules)
         if found is not None:
             self._consolidated = found
@@ -98,8 +98,7 @@ class PlainDicts:
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
             group.update(copy.deepcopy(options))
-        rules = [inner.rules for inner in user_optimizers]
-        scatter(state_dict["state"], mapping, groups, buckets, names, rules)
+        scatter(state_dict["state"], mapping, groups, buckets, names, user_optimizers.rules_of)
         if MASTERS in state_dict:
             scatter_masters(state_dict[MASTERS], mapping, buckets)
         for number, found in names.items():
@@ -217,8 +216,7 @@ def fitted(
     _check_form(state_dict, groups, listed)
     found = completed(state_dict, groups, user_optimizers, listed)
     elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
-    rules = [inner.rules for inner in user_optimizers]
-    return found, elementwise, _check(found, groups, listed, elementwise, rules)
+    return found, elementwise, _check(found, groups, listed, elementwise, user_optimizers.rules_of)
 
 
 def _check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:
@@ -247,7 +245,7 @@ def _check(
     groups: Sequence[Options],
     listed: Sequence[ParameterSpec],
     elementwise: Mapping[int, frozenset[str]],
-    rules: Sequence[Rules],
+    rules: Callable[[ParameterSpec], Rules],
 ) -> dict[int, int]:
     """Check a plain dict that has passed `_check_form`, and return this optimizer's index -> the dict's index."""
     mapping: dict[int, int] = {}
@@ -278,16 +276,20 @@ def _check(
                 if value is None or spec.one_owner:  # a whole parameter may have states of any shape
                     continue
                 large = name in elementwise.get(spec.optimizer_class, ())
-                if spec.blocks and (found := misfit({name: value}, spec.numel, rules[spec.optimizer_class])):
-                    raise ValueError(
-                        f"state {found!r} of {spec.name!r} is that of another number of elements than {spec.numel:,}"
-                    )
+                if spec.divided and (found := misfit({name: value}, spec.numel, rules(spec))):
+                    of = f"elements than {spec.numel:,}"
+                    if spec.stack:
+                        of = (
+                            f"blocks than {len(spec.stack)}: the dict is that of other blocks=, or of none. Build the "
+                            "optimizer with the same, or load the parameters alone"
+                        )
+                    raise ValueError(f"state {found!r} of {spec.name!r} is that of another number of {of}")
                 if large and tuple(value.shape) != shape:
                     raise ValueError(
                         f"state {name!r} of {by_index[index].name!r} has shape {tuple(value.shape)} in the state dict, "
                         f"but the parameter has {shape}: it belongs to another model"
                     )
-                if not (large or spec.blocks) and isinstance(value, Tensor) and value.numel() != 1:
+                if not (large or spec.divided) and isinstance(value, Tensor) and value.numel() != 1:
                     raise ValueError(f"state {name!r} of {by_index[index].name!r} belongs to another optimizer class")
     return mapping
 
@@ -304,7 +306,7 @@ def scatter(
     groups: Sequence[Options],
     buckets: Sequence[Bucket],
     elementwise: Mapping[int, frozenset[str]],
-    rules: Sequence[Rules],
+    rules: Callable[[ParameterSpec], Rules],
 ) -> None:
     """Copy this rank's pieces out of whole states. Local. The dict must have been checked."""
     for bucket in buckets:
@@ -326,9 +328,9 @@ def scatter(
             for name, value in values.items():
                 large = lies_flat(name, value, spec, elementwise)
                 if not large or (spec.alone and tuple(value.stride()) != spec.stride):
-                    if spec.blocks:
-                        place, of_class = (piece.begin - slot.offset, piece.end - slot.offset), spec.optimizer_class
-                        value = part_of({name: value}, *place, spec.numel, rules[of_class])[name]
+                    if spec.divided:
+                        place = piece.begin - slot.offset, piece.end - slot.offset
+                        value = part_of({name: value}, *place, spec.numel, rules(spec))[name]
                     scalars[name] = scalar_state(name, value.to(dtype) if large else value, fused, device)
                     continue
                 names.append(name)

@@ -1,4 +1,5 @@
 """The trial of a class that keeps values for blocks of elements: steps of pieces give the bits of steps of the whole.
+And of which states each block of a stack has its own.
 
 Knows: which parameters may be cut between blocks, and how the states of pieces form the whole ones. Does not know: who
 owns which piece.
@@ -11,19 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..core.bits import row_major_stride
 from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, joined, merged, part_of
 from ..runtime.flat_states import Options
 from .equality import same
-from .throwaway import ClassFailedError, FullParameters, OnRank, Placed
-from .trial import ByParameter, distinct, random_state_kept
+from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, shortened
+from .trial import FEW_STEPS, ByParameter, distinct, random_state_kept
 from .user_optimizer import UserOptimizer
 
 CHOICES = 1 << 20  # elements of the largest throw-away parameter of which a choice is compared
@@ -169,3 +172,48 @@ class ByBlocks(ByParameter):
         if per == 1 and not has_its_shape and "." not in name:  # a piece, a vector, would have one of its shape
             raise self.refusal(f"its state {name!r} is as large as the parameter, and has another shape")
         return {name: BlockRule(per, has_its_shape)}
+
+
+# -- stacks ------------------------------------------------------------------------------------------------------------
+
+
+def blocks_of(spec: ParameterSpec) -> list[ParameterSpec]:
+    """Return the blocks of a stack as parameters, one of each shape."""
+    shapes = dict.fromkeys(spec.stack)
+    return [replace(spec, shape=shape, stride=row_major_stride(shape), stack=()) for shape in shapes]
+
+
+def own_states(
+    inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec], large: frozenset[str]
+) -> frozenset[str]:
+    """Return the names of the states that differ between blocks with other gradients, but for those as ``large``.
+
+    All others are equal in all blocks. Raises `ValueError` if a state of the blocks of one parameter cannot be stacked.
+    """
+    found: frozenset[str] = frozenset()
+    for spec in {(spec.group, spec.dtypes, spec.device, spec.stack): spec for spec in stacks}.values():
+        sizes = iter(shortened(sum(spec.stack, ())))  # of all blocks together, so that other sizes stay other ones
+        shapes = [tuple(next(sizes) for _ in shape) for shape in spec.stack]
+        options, (setting,) = distinct(inner.defaults, groups, [spec])
+        with random_state_kept([setting]):
+            made = FullParameters(
+                inner, options, [(setting, shape) for shape in dict.fromkeys(shapes) for _ in range(2)]
+            )
+            for step in range(FEW_STEPS):
+                made.step([g.flip(0).mul(-3) if n % 2 else g for n, g in enumerate(made.gradients(step))])
+        kinds: dict[str, Any] = {}
+        for number in range(0, len(made.parameters), 2):
+            state, other = made.state(number), made.state(number + 1)
+            for name, value in state.items():
+                if name in large or same(value, other.get(name)):
+                    continue
+                plain = type(value) is Tensor and value.is_contiguous()
+                kind = (tuple(value.shape), value.dtype) if plain else None
+                if kind is None or kinds.setdefault(name, kind) != kind:
+                    raise ValueError(
+                        f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, "
+                        f"{'of another shape each' if plain else f'a {type(value).__name__} that cannot be stacked'}, "
+                        "and the state of a parameter is one. Leave out blocks=, or make each block a parameter"
+                    )
+        found |= kinds.keys()
+    return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import ParameterSpec
+from ..core.runs import Rules
 from ..runtime.flat_states import Options
 from .arguments import KEY, arguments_of, check_class, different_argument
 from .user_optimizer import NO_OPTIONS, BucketUpdate, Call, Mode, UserOptimizer, unhooked_step
@@ -22,7 +23,7 @@ REMEDY = (
     "the lists of param groups are fixed, unlike their options: put it back as it was; requires_grad_(False) ends the "
     "training of a parameter, add_param_group() adds one, and for other groups build a new optimizer"
 )
-PARTITION = "partition"  # a key of a param group that is given, and is an option of this library
+PARTITION, BLOCKS = "partition", "blocks"  # keys of a param group that are given, and are options of this library
 TRAIN_MODE = "train_mode"  # the option in which schedule-free classes keep their mode, True or False
 _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 
@@ -35,7 +36,7 @@ class UserOptimizers:
         self._all = [UserOptimizer(optimizer_class, defaults)]
         _check_options(self.main)
         self._of_groups: list[int] = []  # the class of each param group
-        self._requested: list[Options] = []  # of each param group: its partition, if it asked for one
+        self._requested: list[Options] = []  # of each param group: its partition and its blocks, if it asked for them
         self.lists = ParamLists()
 
     @property
@@ -56,6 +57,14 @@ class UserOptimizers:
     def requested_partition(self, group: int, default: Any) -> Any:
         """Return the partition that a group, given by its number, asked for; ``default`` if it did not."""
         return self._requested[group].get(PARTITION, default)
+
+    def requested_blocks(self, group: int) -> Any:
+        """Return the blocks that a group, given by its number, asked for; None if it did not."""
+        return self._requested[group].get(BLOCKS)
+
+    def rules_of(self, spec: ParameterSpec) -> Rules:
+        """Return how the states of a parameter are divided."""
+        return self._all[spec.optimizer_class].rules_of(spec)
 
     def of(self, group: int) -> UserOptimizer:
         """Return a group's class."""
@@ -131,8 +140,8 @@ class UserOptimizers:
 
         Raises `TypeError` or `ValueError` if it names none that can be used.
         """
-        named, asked = group.get(KEY), {key: value for key, value in group.items() if key == PARTITION}
-        group = {key: value for key, value in group.items() if key != PARTITION}
+        named, asked = group.get(KEY), {key: value for key, value in group.items() if key in (PARTITION, BLOCKS)}
+        group = {key: value for key, value in group.items() if key not in asked}
         given = {key: value for key, value in group.items() if key not in NO_OPTIONS}
         if named is None:
             self._of_groups.append(0)
@@ -180,7 +189,7 @@ class UserOptimizers:
         """Drop the options that torch has added to a completed group, but its own class does not have."""
         if KEY in completed:
             own = next(inner for inner in self._all if inner.qualified_name == completed[KEY])
-            for key in self.main.defaults.keys() - own.defaults.keys() - (given.keys() - {PARTITION}):
+            for key in self.main.defaults.keys() - own.defaults.keys() - (given.keys() - {PARTITION, BLOCKS}):
                 del completed[key]
 
     def step(

@@ -1,5 +1,6 @@
 """Which partition a class needs: by elements, where ranks own pieces of parameters, or by parameter, where each
-parameter has one owner. By blocks, where pieces are stepped by themselves, is a partition that users ask for.
+parameter has one owner. By blocks, where pieces are stepped by themselves, is a partition that users ask for. So is
+that of a stack, each block of which is stepped by itself, in its shape, and has one owner.
 
 Knows: what the user asked for, and which trials decide. Does not know: who owns what, and how a class is tried.
 
@@ -8,6 +9,7 @@ A class that is not element-wise may be stepped by parameter, if its step of one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,9 +17,11 @@ from typing import Any
 
 import torch
 
+from ..core.bits import row_major_stride
 from ..core.layout import ParameterSpec
+from ..core.runs import Stack
 from ..runtime.flat_states import Options
-from .block_trial import cut_in_blocks
+from .block_trial import blocks_of, cut_in_blocks, own_states
 from .classes import UserOptimizers
 from .throwaway import ClassFailedError, FullParameters
 from .trial import ByElement, ByParameter, Trial, distinct, random_state_kept
@@ -69,7 +73,7 @@ def choose_partitions(
                 )
             cut, more = cut_in_blocks(inner, groups, asked)
             whole = [s for s in members if s.group in by_parameter and s not in cut]
-            names[number] |= more | _check(ByParameter, inner, groups, whole)
+            names[number] |= more | _check_whole(inner, groups, whole)
         in_blocks |= {spec.index for spec in cut}
         found |= {group: (number, group in by_parameter) for group in mine}
     chosen = [found[spec.group] for spec in parameters]
@@ -77,7 +81,7 @@ def choose_partitions(
         replace(
             spec,
             optimizer_class=number,
-            one_owner=by_parameter and spec.index not in in_blocks,
+            one_owner=by_parameter and spec.index not in in_blocks and not spec.stack,
             blocks=spec.index in in_blocks,
         )
         for spec, (number, by_parameter) in zip(parameters, chosen, strict=True)
@@ -85,14 +89,61 @@ def choose_partitions(
     return described, lines, names
 
 
-def check_partitions(requested: Mapping[int, Any]) -> None:
-    """Raise `ValueError` naming a param group whose ``partition`` is none. ``requested``: as in `choose_partitions`."""
+def check_partitions(requested: Mapping[int, Any], blocks: Mapping[int, Any]) -> dict[int, str | None]:
+    """Return the partition of each param group, by its number: that of ``requested``, and "parameter" if it has
+    ``blocks``. Raise `ValueError` naming a group whose ``partition`` is none, or excludes its blocks."""
     for number, name in requested.items():
         if name is not None and name not in PARTITIONS:
             raise ValueError(
                 'partition must be "element" (ranks own pieces of parameters), "block" (pieces that begin with a block '
                 f'of elements) or "parameter" (each parameter has one owner), not {name!r}, as in param group {number}'
             )
+        if blocks[number] is not None and name not in (None, "parameter"):
+            raise ValueError(
+                f"param group {number} has blocks={blocks[number]!r}, each of which has one owner, and partition="
+                f'{name!r}, which cuts them: give the group partition="parameter", or no blocks='
+            )
+    return {number: name if blocks[number] is None else "parameter" for number, name in requested.items()}
+
+
+def stack_of(spec: ParameterSpec, blocks: Any) -> Stack:
+    """Return the shapes of a parameter's blocks.
+
+    Args:
+        spec: the parameter.
+        blocks: of its param group: the dimension whose indices are blocks, or the sizes of the blocks along dimension
+            0; None: there are none.
+
+    Raises:
+        ValueError: these are no blocks, or none of this parameter, or they do not lie in its memory one by one.
+    """
+    if blocks is None:
+        return ()
+    shape, where = spec.shape, f"{spec.name!r} of param group {spec.group}, which has blocks={blocks!r},"
+    if len(shape) < 2 or not spec.numel:
+        raise ValueError(f"{where} has shape {shape}, and is no stack of matrices: put it into another group")
+    if spec.stride != row_major_stride(shape):
+        raise ValueError(
+            f"{where} is not row-major, so its blocks do not lie in its memory one by one: make it .contiguous()"
+        )
+    if isinstance(blocks, int) and not isinstance(blocks, bool):
+        if not -len(shape) <= blocks < len(shape) - 1 or blocks == -1:
+            raise ValueError(f"{where} has shape {shape}: blocks= must be one of its first {len(shape) - 1} dimensions")
+        place = blocks % len(shape)
+        if math.prod(shape[:place]) != 1:
+            raise ValueError(
+                f"{where} has shape {shape}, so the indices of dimension {place} do not lie in its memory one by one: "
+                f"keep it with this dimension first, as of p.movedim({place}, 0).contiguous(), and give blocks=0"
+            )
+        return (shape[place + 1 :],) * shape[place]
+    sizes = list(blocks) if isinstance(blocks, (list, tuple)) else []
+    if not sizes or not all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes):
+        raise ValueError(
+            f"blocks= must be a dimension or a list of sizes, not {blocks!r}, as in param group {spec.group}"
+        )
+    if sum(sizes) != shape[0]:
+        raise ValueError(f"{where} has {shape[0]} rows, and the sizes of its blocks add up to {sum(sizes)}")
+    return tuple((size, *shape[1:]) for size in sizes)
 
 
 def check_classes(
@@ -116,7 +167,7 @@ def check_classes(
                 inner.elementwise
                 | more
                 | _check(ByElement, inner, groups, [spec for spec in mine if not spec.alone])
-                | _check(ByParameter, inner, groups, [spec for spec in mine if spec.one_owner])
+                | _check_whole(inner, groups, [spec for spec in mine if spec.one_owner or spec.stack])
             )
     return found
 
@@ -173,4 +224,17 @@ def _check(
         return frozenset()
     names, kinds = partition(inner, groups, parameters).run()
     inner.note_kinds(kinds)
+    return names
+
+
+def _check_whole(
+    inner: UserOptimizer, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
+) -> frozenset[str]:
+    """Try a class as `_check` does, on parameters that have one owner, or whose blocks have. Notes of which states each
+    block has its own."""
+    stacks = [spec for spec in parameters if spec.stack]
+    whole = [each for spec in parameters for each in (blocks_of(spec) if spec.stack else [spec])]
+    names = _check(ByParameter, inner, groups, whole)
+    if stacks:
+        inner.note_per_block(own_states(inner, groups, stacks, names))
     return names

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import methodcaller
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.cuts import CUT_EVERY, EvenCuts
-from ..core.layout import BucketSpec, Dtypes, Slot
+from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options, is_elementwise
@@ -216,11 +216,14 @@ class OnRank:
     def _states_of(self, slots: Sequence[Slot], dtypes: Dtypes, flat: Tensor) -> BucketStates:
         cuts = EvenCuts(flat.numel(), 1, dtypes.alignment)
         bucket = BucketSpec(len(self._states), dtypes, str(flat.device), tuple(slots), flat.numel(), cuts)
-        groups = [self._whole.settings[slot.parameter].options for slot in slots]
-        shapes = [(tuple(p.shape), p.stride()) for p in (self._whole.parameters[slot.parameter] for slot in slots)]
+        specs = [self._spec_of(slot.parameter, dtypes, str(flat.device)) for slot in slots]
         weights, instance = FlatBuffer(flat, Placement.WHOLE), self._inner.instance(None)
-        whole = self._half is None
-        return BucketStates(instance, bucket, weights, groups, shapes, one_owner=whole, blocks=self._blocks)
+        return BucketStates(instance, bucket, weights, specs)
+
+    def _spec_of(self, number: int, dtypes: Dtypes, device: str) -> ParameterSpec:
+        parameter, group = self._whole.parameters[number], self._whole.settings[number].options
+        spec = ParameterSpec((), tuple(parameter.shape), parameter.stride(), dtypes, device, True, group, number)
+        return replace(spec, one_owner=self._half is None, blocks=self._blocks)
 
     def step(self, gradients: Sequence[Tensor], names: frozenset[str]) -> None:
         """Step all pieces once.

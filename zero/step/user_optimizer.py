@@ -19,7 +19,8 @@ from torch import Tensor
 
 from collectives.torch_internals import foreach_copy_
 
-from ..core.runs import BlockRule, merged
+from ..core.layout import ParameterSpec
+from ..core.runs import BlockRule, Rules, merged, stack_rules
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
@@ -85,7 +86,8 @@ class UserOptimizer:
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
         # whether it exchanges the weights between training and evaluation, as schedule-free classes do
         self.has_modes = all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval"))
-        self.rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
+        self._rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
+        self._per_block: frozenset[str] = frozenset()  # the names of states of which each block of a stack has its own
 
     @property
     def name(self) -> str:
@@ -111,12 +113,22 @@ class UserOptimizer:
         Raises `ValueError` if those of other parameters are divided otherwise.
         """
         try:
-            self.rules = merged(self.rules, rules)
+            self._rules = merged(self._rules, rules)
         except ValueError as error:
             raise ValueError(
                 f"{self.name} cannot be cut between blocks with these options: {error} with those that it has. Build "
                 'the optimizer with these options, or leave out partition="block"'
             ) from error
+
+    def note_per_block(self, names: frozenset[str]) -> None:
+        """Note the names of states of which each block of a stack has its own, beside those as large as it."""
+        self._per_block |= names
+
+    def rules_of(self, spec: ParameterSpec) -> Rules:
+        """Return how the states of a parameter are divided; empty unless it is itself."""
+        if spec.stack:
+            return stack_rules(spec.stack, self.elementwise, self._per_block)
+        return self._rules if spec.blocks else {}
 
     def options_of(self, given: Options) -> Options:
         """Return the options that the class makes of those given for a param group: their defaults, and their kinds.

@@ -165,7 +165,7 @@ class Loader:
                 flat = self._flat(states, name, dtype)
                 into = flat.interval(*self._interval(bucket))
                 self._expect(stored, number, bucket, OPTIMIZER, saved, f"state {name}", into)
-            elif states.piece_of(slot) is not None:
+            elif states.pieces_of(slot):
                 place = len(self._scalars)
                 self._places.setdefault((number, slot), {})[name] = (place, saved[1])
                 self._parts.want(OPTIMIZER, saved[1].name, Part(_SCALARS, place, 0, saved[1].nbytes))
@@ -291,7 +291,7 @@ class Loader:
             if now != before:
                 before, shared = now, self._state(names, scalars, values, states.groups[index], bucket)
             state = shared
-            if shared is not None and bucket.specs[piece.slot].blocks:
+            if shared is not None and bucket.specs[piece.slot].divided:
                 state, before = self._part_of(shared, piece, bucket), None
             states.set_state(index, state)
 
@@ -312,8 +312,7 @@ class Loader:
         """Return the state of a piece of a parameter that is cut between blocks."""
         slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
         place = piece.begin - slot.offset, piece.end - slot.offset
-        rules = self._contents.parts.classes[spec.optimizer_class].rules
-        part = part_of(whole.scalars, *place, spec.numel, rules)
+        part = part_of(whole.scalars, *place, spec.numel, self._contents.parts.classes.rules_of(spec))
         scalars = {name: scalar_state("", value, False, bucket.spec.device) for name, value in part.items()}
         return PieceState(whole.elementwise, scalars)
 

@@ -228,5 +228,6 @@ class WritePlan:
         for number, slots, name, begin, value in contents.own_scalars():
             nbytes = value.numel() * value.itemsize
             for slot in slots:
-                self._parts[OPTIMIZER, state_key(names[number, slot], name)] = [Part((SCALARS, 0), end, begin, nbytes)]
+                key = OPTIMIZER, state_key(names[number, slot], name)
+                self._parts.setdefault(key, []).append(Part((SCALARS, 0), end, begin, nbytes))  # one of each block here
             end += nbytes

@@ -19,6 +19,7 @@ from ...precision import Precisions
 from ...step.arguments import arguments_of
 from ...step.clip import clip_grad_norm_
 
+_OF_LIBRARY = ("optimizer_class", "partition", "blocks")  # options of a param group that no class sees
 Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may name its own ``optimizer_class``
 
 
@@ -26,15 +27,26 @@ class ReferenceLoop:
     """Parameters, and an optimizer of torch for them, or one of each class that groups name."""
 
     def __init__(self, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+        self._parameters = [e[1] if isinstance(e, tuple) else e for group in groups for e in group["params"]]
+        self._stacks: list[tuple[Tensor, Any, list[Tensor]]] = []  # parameters with blocks, and these as parameters
         by_class: dict[Any, Groups] = {}
         for group in groups:
-            options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
+            options = {key: value for key, value in group.items() if key not in _OF_LIBRARY}
+            if group.get("blocks") is not None:
+                options["params"] = [
+                    block for entry in group["params"] for block in self._in_blocks(entry, group["blocks"])
+                ]
             by_class.setdefault(group.get("optimizer_class"), []).append(options)
         self._optimizers: list[torch.optim.Optimizer] = [
             optimizer_class(own, **defaults) if cls is None else cls(own, **_arguments(cls, own[0]))
             for cls, own in by_class.items()
         ]
-        self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+
+    def _in_blocks(self, entry: Any, blocks: Any) -> list[Tensor]:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        found = [block.requires_grad_(parameter.requires_grad) for block in _cut(parameter.detach(), blocks)]
+        self._stacks.append((parameter, blocks, found))
+        return found
 
     def end_micro_batch(self) -> None:
         """Finish a micro-batch, after its backward has added to the gradients."""
@@ -45,9 +57,14 @@ class ReferenceLoop:
         self._step()
 
     def _step(self) -> None:
+        for parameter, blocks, found in self._stacks:
+            gradients = None if parameter.grad is None else _cut(parameter.grad, blocks)
+            for number, block in enumerate(found):
+                block.grad = None if gradients is None else gradients[number]
         for optimizer in self._optimizers:
             optimizer.step()
-            optimizer.zero_grad()
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 class MixedReferenceLoop(ReferenceLoop):
@@ -106,6 +123,14 @@ class MixedReferenceLoop(ReferenceLoop):
         for number in self._sums:
             self._model[number].copy_(self._masters[number])
         self._sums.clear()
+
+
+def _cut(tensor: Tensor, blocks: Any) -> Sequence[Tensor]:
+    """Return the blocks of a parameter or of its gradient, as views."""
+    if isinstance(blocks, int):
+        return tensor.view(tensor.shape[blocks % tensor.dim() :]).unbind()
+    found: Sequence[Tensor] = torch.split(tensor, list(blocks))
+    return found
 
 
 def _arguments(cls: type[torch.optim.Optimizer], group: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from ...core.buckets import loads
 from ...core.cuts import EvenCuts
 from ...core.layout import Dtypes, Layout
 from ...core.stage import buckets_in_flight, sums_under_way
@@ -92,8 +93,8 @@ def bucket_loads(
         part = (unit, position < first_unit)
         before.append(total.get(part, 0))
         total[part] = total.get(part, 0) + spec.numel
-    loads = []
-    owned = [work for _, work in layout.loads().values()]
+    found = []
+    owned = [work for _, work in loads(layout).values()]
     busiest = max(owned, default=0) / max(sum(owned), 1)
     for bucket in layout.buckets:
         first = min(slot.parameter for slot in bucket.slots)
@@ -108,8 +109,8 @@ def bucket_loads(
             of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
             work = of_bucket if kept.orthogonalizes else 0
             whole = WholeParameters(bucket.cuts.largest(), work, busiest, kept.moved)
-        loads.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
-    return loads
+        found.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
+    return found
 
 
 def program_of(
