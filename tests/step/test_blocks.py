@@ -138,7 +138,7 @@ def test_a_checkpoint_with_blocks_of_another_size_is_refused_or_its_states_begin
     on_ranks(3, begin, Net)
     monkeypatch.setattr(blockwise, "BLOCK", 512)
     ((_, _, alone),) = on_ranks(1, go_on, Net)
-    why = "its state 'momentum.scale' has 44 values in the checkpoint, and 22 here"
+    why = "its state 'momentum.scale' has 44 values in the checkpoint, and another number here"
     for text, not_restored, model in on_ranks(3, go_on, Net):
         assert f"'first.weight' has states for blocks of another size: {why}. Build the optimizer with" in text
         assert f"the states of 'first.weight' ({why}: they begin anew)" in not_restored

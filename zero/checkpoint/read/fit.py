@@ -105,15 +105,15 @@ class Fit:
                 taken.add(first)
         for alias, saved in ties.items():
             new = self._allowed.further_name(alias, self._known)
-            name = None if new is None else first_names.get(new, new)
-            if name is None or name not in self._known or name in taken:
+            first = None if new is None else first_names.get(new, new)
+            if first is None or first not in self._known or first in taken:
                 continue
-            taken.add(name)
+            taken.add(first)
             other = self._names.get(saved)
             if other in self._known and other is not None:
-                self._tied[name] = other
+                self._tied[first] = other
             else:
-                self._names[saved] = name
+                self._names[saved] = first
 
     def _renamed(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
         found = {self._names[name]: value for name, value in values.items() if name in self._names}
@@ -314,10 +314,10 @@ class Fit:
         Raises `ValueError` instead if the caller is strict.
         """
         spec = self._spec(stored)
-        rules = self._contents.parts.classes[spec.optimizer_class].rules if spec.blocks else {}
+        rules = self._contents.parts.classes.rules_of(spec)
         for name, (_, entry) in self.states.get(stored.name, {}).items():
-            if name in rules and (mine := -(-spec.numel // rules[name].per)) != entry.numel:
-                why = f"its state {name!r} has {entry.numel} values in the checkpoint, and {mine} here"
+            if name in rules and not rules[name].fits(torch.empty(entry.shape, device="meta"), spec.numel):
+                why = f"its state {name!r} has {entry.numel} values in the checkpoint, and another number here"
                 if self._allowed.strict:
                     raise ValueError(
                         f"{stored.name!r} has states for blocks of another size: {why}. Build the optimizer with the "
