@@ -30,6 +30,8 @@ Stack = tuple[tuple[int, ...], ...]  # the shape of each block, in order; empty:
 
 def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], stacks: Sequence[Stack]) -> tuple[Piece, ...]:
     """Return the pieces, those of stacks block by block. ``stacks``: of each slot."""
+    if not any(stacks):
+        return tuple(pieces)
     found = []
     for piece in pieces:
         begins = (slots[piece.slot].offset + begin for begin in _begins(stacks[piece.slot]))
