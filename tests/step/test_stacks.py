@@ -14,6 +14,7 @@ import zero
 from collectives import Transport, solo
 from zero import ShardedAverage, ZeroOptimizer
 
+from ..support.blockwise import Blockwise
 from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
@@ -259,7 +260,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "by element": (MATRIX, {"blocks": [2, 2], "partition": "element"}, r'and partition=.element.*"parameter"'),
     "by block": (MATRIX, {"blocks": [2, 2], "partition": "block"}, "and partition='block', which cuts them"),
     "vectors": (MATRIX, {"blocks": 0, "optimizer_class": torch.optim.Muon}, r"Muon .*2D"),
-    "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list"),
+    "8 bits": ((128, 64), {"blocks": [64, 64], "optimizer_class": Blockwise}, "own 'momentum', a Blocks that"),
+    "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list that"),
 }
 
 
