@@ -33,7 +33,9 @@ THOROUGH = settings.default.max_examples > 100
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
-        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
+        collectives = Collectives(
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True
+        )
         begins = (0, 1, 2) if THOROUGH else (2,)  # a load may change it
 
     OnThreads.check(150 if THOROUGH else 8, 40 if THOROUGH else 20)

@@ -14,6 +14,8 @@ import zero
 from collectives import Transport, solo
 from zero import ShardedAverage, ZeroOptimizer
 
+from ..support.blockwise import Blockwise
+from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
@@ -258,7 +260,8 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "by element": (MATRIX, {"blocks": [2, 2], "partition": "element"}, r'and partition=.element.*"parameter"'),
     "by block": (MATRIX, {"blocks": [2, 2], "partition": "block"}, "and partition='block', which cuts them"),
     "vectors": (MATRIX, {"blocks": 0, "optimizer_class": torch.optim.Muon}, r"Muon .*2D"),
-    "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list"),
+    "8 bits": ((128, 64), {"blocks": [64, 64], "optimizer_class": Blockwise}, "own 'momentum', a Blocks that"),
+    "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list that"),
 }
 
 
@@ -293,3 +296,12 @@ def test_a_group_of_blocks_can_be_added_and_states_kept_in_a_folder(tmp_path: Pa
 
     for model in on_ranks(2, run, Stacks):
         assert_same_model(model, plain.model)
+
+
+def test_ranks_with_other_blocks_learn_of_it_when_they_build() -> None:
+    def run(model: nn.Module, transport: Transport) -> str:
+        return error_of(lambda: optimizer_over(model, transport, 2, sizes=[16, 16] if transport.rank else QKV))
+
+    for error in on_ranks(2, run, Stacks):
+        assert "qkv [32, 16]" in error
+        assert "stack [(16, 16), (16, 16)]" in error

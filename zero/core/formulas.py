@@ -6,6 +6,7 @@ and 7. Here padding is counted, too.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -261,7 +262,7 @@ def busiest_link(layout: Layout, stage: Stage, synchronised: int) -> tuple[int, 
 
 def spread_of_owners(layout: Layout, stage: Stage) -> str:
     """Return, as text, how parameters that have one owner each are spread over the ranks."""
-    whole = [spec for spec in layout.parameters if spec.one_owner]
+    whole = [(spec.name, spec.master_bytes) for spec in layout.parameters if spec.one_owner]
     stacks = [spec for spec in layout.parameters if spec.stack]
     if not whole and not stacks:
         return ""
@@ -270,20 +271,23 @@ def spread_of_owners(layout: Layout, stage: Stage) -> str:
     none = [(0, 0)] if len(owned) < ranks else []  # a rank that owns no parameter
     held, work = zip(*owned.values(), *none, strict=True)
     busiest, even = busiest_link(layout, stage, 1)
-    owned_apart = f"{len(whole)} parameters"
+    apart = [f"{len(whole)} parameters"] if whole else []
     if stacks:
-        owned_apart += f" and {sum(len(spec.stack) for spec in stacks)} blocks of {len(stacks)} others"
+        others = "others" if whole else "parameters"
+        apart.append(f"{sum(len(spec.stack) for spec in stacks)} blocks of {len(stacks)} {others}")
     lines = [
-        f"by parameter: {owned_apart}, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest rank has "
-        f"{max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
+        f"by parameter: {' and '.join(apart)}, {min(held):,} to {max(held):,} B a rank; work of a step: the busiest "
+        f"rank has {max(work) * ranks / max(sum(work), 1):.2f} times the mean; traffic of its link in a step: "
         f"{busiest:,} B, with equal shards {even:,}"
     ]
-    large = [spec for spec in whole if spec.master_bytes * ranks > sum(held)]
+    for spec in stacks:
+        whole.append((f"a block of {spec.name}", max(map(math.prod, spec.stack)) * spec.dtypes.master_dtype.itemsize))
+    large = [(name, nbytes) for name, nbytes in whole if nbytes * ranks > sum(held)]
     if large:
-        largest = max(large, key=lambda spec: spec.master_bytes)
+        largest, most = max(large, key=lambda each: each[1])
         others = f" and {len(large) - 1} further parameters are each" if len(large) > 1 else " is"
         lines.append(
-            f"by parameter: {largest.name} ({largest.master_bytes:,} B){others} larger than 1/{ranks} of "
+            f"by parameter: {largest} ({most:,} B){others} larger than 1/{ranks} of "
             f"{sum(held):,} B: ranks cannot hold equally much"
         )
     return "\n".join(lines)

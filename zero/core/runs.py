@@ -12,7 +12,7 @@ import copy
 import itertools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ Stack = tuple[tuple[int, ...], ...]  # the shape of each block, in order; empty:
 
 def in_blocks(pieces: Sequence[Piece], slots: Sequence[Slot], stacks: Sequence[Stack]) -> tuple[Piece, ...]:
     """Return the pieces, those of stacks block by block. ``stacks``: of each slot."""
+    if not any(stacks):
+        return tuple(pieces)
     found = []
     for piece in pieces:
         begins = (slots[piece.slot].offset + begin for begin in _begins(stacks[piece.slot]))
@@ -186,34 +188,39 @@ class BlockRule(DivisionRule):
 
 @dataclass(frozen=True)
 class StackRule(DivisionRule):
-    """Of a stack, whose pieces are its blocks.
+    """Of a stack, whose pieces are its blocks: states as large as a block form one of the parameter's shape, and others
+    are stacked.
 
     Attributes:
-        stack: the shape of each block.
-        shaped: whether that of a block has its shape, and that of the parameter the parameter's. Else those of the
-            blocks have one shape, and are stacked.
+        shape: of the parameter.
+        stack: of each block.
     """
 
+    shape: tuple[int, ...]
     stack: Stack
-    shaped: bool
 
     def join(self, values: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        if self.shaped:
+        if all(tuple(value.shape) == block for value, block in zip(values, self.stack, strict=True)):
             return torch.cat([value.reshape(-1) for value in values]).view(*shape)
         return torch.stack([*values])
 
     def part(self, value: Tensor, begin: int, end: int, numel: int) -> Tensor:
         block = bisect.bisect_left(_begins(self.stack), begin)
-        return value.reshape(-1)[begin:end].view(self.stack[block]) if self.shaped else value[block]
+        return value.reshape(-1)[begin:end].view(self.stack[block]) if self._is_whole(value) else value[block]
 
     def whole_shape(self, value: Tensor, numel: int, shape: Sequence[int]) -> Sequence[int]:
-        return shape if self.shaped else (len(self.stack), *value.shape)
+        return shape if tuple(value.shape) in self.stack else (len(self.stack), *value.shape)
 
     def fits(self, value: Tensor, numel: int) -> bool:
-        return value.numel() == numel if self.shaped else value.dim() > 0 and len(value) == len(self.stack)
+        return self._is_whole(value) or (value.dim() > 0 and len(value) == len(self.stack))
 
     def before(self, value: Tensor, first: int) -> int:
-        return first if self.shaped else bisect.bisect_left(_begins(self.stack), first) * value.numel()
+        if tuple(value.shape) in self.stack:
+            return first
+        return bisect.bisect_left(_begins(self.stack), first) * value.numel()
+
+    def _is_whole(self, value: Tensor) -> bool:
+        return tuple(value.shape) == self.shape
 
 
 Rules = Mapping[str, DivisionRule]  # by the state's name, "state" or "state.tensor inside it"; others are not divided
@@ -297,10 +304,3 @@ def _renewed(facts: Any, old: Sequence[int], new: Sequence[int]) -> Any:
             return type(facts)(new)
         return type(facts)([_renewed(each, old, new) for each in facts])
     return {key: _renewed(each, old, new) for key, each in facts.items()} if isinstance(facts, dict) else facts
-
-
-def stack_rules(stack: Stack, of_shape: Collection[str], per_block: Collection[str]) -> dict[str, DivisionRule]:
-    """Return how the states of a stack are divided: those as large as a block, ``of_shape``, if they do not lie flat,
-    and those of which each block has its own, ``per_block``. All others are equal in all blocks."""
-    found: dict[str, DivisionRule] = {name: StackRule(stack, False) for name in per_block}
-    return found | {name: StackRule(stack, True) for name in of_shape}

@@ -23,9 +23,9 @@ from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, joined, merged, part_of
-from ..runtime.flat_states import Options
+from ..runtime.flat_states import Options, is_elementwise
 from .equality import same
-from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, shortened
+from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, large_shapes, shortened
 from .trial import FEW_STEPS, ByParameter, distinct, random_state_kept
 from .user_optimizer import UserOptimizer
 
@@ -183,37 +183,35 @@ def blocks_of(spec: ParameterSpec) -> list[ParameterSpec]:
     return [replace(spec, shape=shape, stride=row_major_stride(shape), stack=()) for shape in shapes]
 
 
-def own_states(
-    inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec], large: frozenset[str]
-) -> frozenset[str]:
-    """Return the names of the states that differ between blocks with other gradients, but for those as ``large``.
+def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec]) -> frozenset[str]:
+    """Return the names of the states that differ between blocks with other gradients. Others are equal in all blocks.
 
-    All others are equal in all blocks. Raises `ValueError` if a state of the blocks of one parameter cannot be stacked.
+    Raises `ValueError` if a state of the blocks of one parameter cannot be one of the parameter.
     """
-    found: frozenset[str] = frozenset()
+    found: dict[str, None] = {}
     for spec in {(spec.group, spec.dtypes, spec.device, spec.stack): spec for spec in stacks}.values():
         sizes = iter(shortened(sum(spec.stack, ())))  # of all blocks together, so that other sizes stay other ones
-        shapes = [tuple(next(sizes) for _ in shape) for shape in spec.stack]
+        shapes = dict.fromkeys(tuple(next(sizes) for _ in shape) for shape in spec.stack)
+        large = dict.fromkeys(shape for block in dict.fromkeys(spec.stack) for shape in large_shapes([block]))
         options, (setting,) = distinct(inner.defaults, groups, [spec])
         with random_state_kept([setting]):
-            made = FullParameters(
-                inner, options, [(setting, shape) for shape in dict.fromkeys(shapes) for _ in range(2)]
-            )
+            made = FullParameters(inner, options, [(setting, each) for each in (*shapes, *large) for _ in range(2)])
             for step in range(FEW_STEPS):
                 made.step([g.flip(0).mul(-3) if n % 2 else g for n, g in enumerate(made.gradients(step))])
-        kinds: dict[str, Any] = {}
+        stacked: dict[str, torch.Size] = {}
         for number in range(0, len(made.parameters), 2):
             state, other = made.state(number), made.state(number + 1)
             for name, value in state.items():
-                if name in large or same(value, other.get(name)):
+                if same(value, other.get(name)):
                     continue
-                plain = type(value) is Tensor and value.is_contiguous()
-                kind = (tuple(value.shape), value.dtype) if plain else None
-                if kind is None or kinds.setdefault(name, kind) != kind:
+                found[name], why = None, ""
+                if type(value) is not Tensor or not value.is_contiguous():
+                    why = f"a {type(value).__name__} that is no plain, row-major tensor"
+                elif not is_elementwise(value, made.parameters[number]) and number < 2 * len(shapes):
+                    why = "of another shape each" if stacked.setdefault(name, value.shape) != value.shape else ""
+                if why:
                     raise ValueError(
-                        f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, "
-                        f"{'of another shape each' if plain else f'a {type(value).__name__} that cannot be stacked'}, "
-                        "and the state of a parameter is one. Leave out blocks=, or make each block a parameter"
+                        f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, {why}, and "
+                        "the parameter has one state of a name. Leave out blocks=, or make each block a parameter"
                     )
-        found |= kinds.keys()
-    return found
+    return frozenset(found)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..core.bits import row_major_stride
 from ..core.layout import ParameterSpec
 from ..core.runs import Stack
 from ..runtime.flat_states import Options
@@ -122,7 +121,7 @@ def stack_of(spec: ParameterSpec, blocks: Any) -> Stack:
     shape, where = spec.shape, f"{spec.name!r} of param group {spec.group}, which has blocks={blocks!r},"
     if len(shape) < 2 or not spec.numel:
         raise ValueError(f"{where} has shape {shape}, and is no stack of matrices: put it into another group")
-    if spec.stride != row_major_stride(shape):
+    if not torch.empty_strided(shape, spec.stride, device="meta").is_contiguous():
         raise ValueError(
             f"{where} is not row-major, so its blocks do not lie in its memory one by one: make it .contiguous()"
         )
@@ -236,5 +235,5 @@ def _check_whole(
     whole = [each for spec in parameters for each in (blocks_of(spec) if spec.stack else [spec])]
     names = _check(ByParameter, inner, groups, whole)
     if stacks:
-        inner.note_per_block(own_states(inner, groups, stacks, names))
+        inner.note_per_block(own_states(inner, groups, stacks))
     return names

@@ -20,7 +20,7 @@ from torch import Tensor
 from collectives.torch_internals import foreach_copy_
 
 from ..core.layout import ParameterSpec
-from ..core.runs import BlockRule, Rules, merged, stack_rules
+from ..core.runs import BlockRule, Rules, StackRule, merged
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
@@ -127,7 +127,7 @@ class UserOptimizer:
     def rules_of(self, spec: ParameterSpec) -> Rules:
         """Return how the states of a parameter are divided; empty unless it is itself."""
         if spec.stack:
-            return stack_rules(spec.stack, self.elementwise, self._per_block)
+            return dict.fromkeys(self.elementwise | self._per_block, StackRule(spec.shape, spec.stack))
         return self._rules if spec.blocks else {}
 
     def options_of(self, given: Options) -> Options:

@@ -26,7 +26,9 @@ KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -> None:
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
-        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
+        collectives = Collectives(
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True
+        )
         begins, precisions = KINDS[kind]
 
     OnThreads.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
@@ -40,7 +42,9 @@ def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_
 
     class OnTheHost(RandomPrograms):
         make_backend = ThreadsWithParametersOnTheHost
-        collectives = Collectives(("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS)
+        collectives = Collectives(
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True
+        )
         begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
 
     OnTheHost.check(30 if THOROUGH else 8, 40 if THOROUGH else 20)
@@ -53,7 +57,11 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
         make_backend = staticmethod(lambda: Processes(gloo))
         most_ranks = SIZE
         collectives = Collectives(
-            ("auto", "pairwise", "hierarchical", "fold"), ("ring", "native", "all_to_all"), UNITS, meshes=True
+            ("auto", "pairwise", "hierarchical", "fold"),
+            ("ring", "native", "all_to_all"),
+            UNITS,
+            meshes=True,
+            stacks=True,
         )
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 

@@ -20,9 +20,10 @@ class PlainClasses(torch.optim.Optimizer):
     """An optimizer of each class, whose param groups are in the order in which they are given."""
 
     def __init__(self, cls: Class, arguments: Mapping[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-        """``cls``, ``arguments``: for the groups without an "optimizer_class". "partition" is left out."""
+        """``cls``, ``arguments``: for groups without an "optimizer_class". The library's options are left out."""
         self.classes = [group.get("optimizer_class", cls) for group in groups]
-        known = [{k: v for k, v in group.items() if k not in ("optimizer_class", "partition")} for group in groups]
+        own = ("optimizer_class", "partition", "blocks")
+        known = [{k: v for k, v in group.items() if k not in own} for group in groups]
         super().__init__([p for group in groups for _, p in group["params"]], {"lr": 0.0})
         self.all: dict[str, torch.optim.Optimizer] = {}
         for each in dict.fromkeys(self.classes):

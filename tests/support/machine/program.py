@@ -40,7 +40,7 @@ class Config(Source):
     ``shares``: the param group of parameter i is ``shares[i % len]``, -1 for none. ``options``: the options of each
     group. ``classes``: group i has the class ``classes[i % len]``, "" for the program's own; Muon takes the matrices of
     its group alone, and the rest has the program's class. ``wholes``: likewise, whether its parameters have one owner
-    each although its class is element-wise.
+    each although its class is element-wise. ``stacks``: likewise, whether the rows of matrices have.
     """
 
     setting: Setting
@@ -55,6 +55,7 @@ class Config(Source):
     precision: str = ""  # a key of `PRECISIONS`, `BY_MODULE` or `POLICIES`
     classes: tuple[str, ...] = ("",)
     wholes: tuple[bool, ...] = (False,)
+    stacks: tuple[bool, ...] = (False,)
 
     @property
     def mixed(self) -> Any:
@@ -84,7 +85,13 @@ class Config(Source):
             matrices = [(key, p) for key, p in members if p.dim() == 2] if name in MATRICES else []
             rest = [(key, p) for key, p in members if p.dim() != 2] if name in MATRICES else members
             own = "" if name in MATRICES else name
+            stacked = self.stacks[number % len(self.stacks)] and (own or self.optimizer) in CLASSES
+            stacks = [(key, p) for key, p in rest if stacked and p.dim() > 1 and p.numel() and p.is_contiguous()]
+            rest = [(key, p) for key, p in rest if all(p is not q for _, q in stacks)]
             found += [self._group(*each, options, number) for each in ((rest, own), (matrices, name)) if each[0]]
+            if stacks:
+                group = self._group(stacks, own, options, number)
+                found.append({**group, "partition": "parameter", "blocks": 0})
         return found
 
     def _group(

@@ -111,12 +111,14 @@ class Collectives:
 
     ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact. ``units``: how units are
     chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`. ``meshes``: ranks may be those of a mesh.
+    ``stacks``: rows of parameters may have owners of their own.
     """
 
     exact: tuple[str, ...]
     in_any_order: tuple[str, ...]
     units: tuple[str, ...] = ("",)
     meshes: bool = False
+    stacks: bool = False
 
     def names(self, integer: bool) -> tuple[str, ...]:
         return (*self.exact, *self.in_any_order) if integer else self.exact
@@ -168,6 +170,7 @@ def configs(
         precision,
         tuple(draw(st.lists(st.sampled_from(SECOND), min_size=1, max_size=3))),
         tuple(draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=3))),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))) if collectives.stacks else (False,),
     )
 
 
