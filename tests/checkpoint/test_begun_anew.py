@@ -171,6 +171,35 @@ def test_states_that_a_checkpoint_lacks_begin_as_the_class_begins_them(name: str
             assert_same_value(states[part], dict(other.state[p]), part)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "Rprop", "schedule-free", "eager"])
+def test_states_that_are_reset_begin_as_the_class_begins_them(name: str) -> None:
+    cls, options, _ = CLASSES[name]
+
+    def program(transport: Transport) -> tuple[Any, Any, Any]:
+        model = seeded(0, Net)
+        optimizer = made(model, transport, cls, stage=transport.world_size, **options)
+        if hasattr(optimizer, "train"):
+            optimizer.train()
+        train(model, optimizer, transport, range(STEPS))
+        optimizer.reset_states()
+        weights = copy.deepcopy(optimizer.full_state_dict(None))
+        for group in optimizer.param_groups:
+            group.update({"k": 0} if "k" in group else {})
+        train(model, optimizer, transport, range(STEPS, STEPS + 1))
+        return weights, optimizer.full_state_dict(None), states_of(optimizer)
+
+    for weights, trained, states in on_threads(3, program):
+        plain = seeded(1, Net)
+        plain.load_state_dict(weights)
+        other = cls(plain.parameters(), **options)
+        if hasattr(other, "train"):
+            other.train()
+        train(plain, other, None, range(STEPS, STEPS + 1))
+        for part, p in plain.named_parameters():
+            assert_same_bits(trained[part], p, part)
+            assert_same_value(states[part], dict(other.state[p]), part)
+
+
 def with_rows(value: Tensor, like: Tensor) -> Tensor:
     """Return a state with rows of 0 behind its own."""
     if not value.dim():

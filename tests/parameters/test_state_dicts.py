@@ -106,6 +106,13 @@ ROWS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a taken name": (
         {"fuse": {"steps": (PARTS, torch.cat)}}, ValueError, "'steps' is to be made, but 'steps' would have that name"
     ),
+    "one source": ({"fuse": {"w": ("both.weight", torch.cat)}}, TypeError, "'w' needs a pair of a list of saved names"),
+    "no pair": ({"fuse": {"w": torch.cat}}, TypeError, "fuse: 'w' needs a pair of a list of saved names and a funct"),
+    "no function": ({"fuse": {"w": (PARTS, 0)}}, TypeError, "fuse: 'w' needs a pair of a list of saved names and a f"),
+    "no mapping": ({"fuse": [("w", PARTS, torch.cat)]}, TypeError, "fuse must be a mapping from names of the model"),
+    "a function that fails": (
+        {"rename": RENAME.__getitem__}, ValueError, "rename: the function failed for 'old.q.weight' (KeyError: "
+    ),
     "no text": ({"rename": {"steps": 3}}, TypeError, "the new name of 'steps' is 3, neither a text nor None"),
 }  # fmt: skip
 
@@ -118,6 +125,17 @@ def test_what_does_not_fit_the_state_dict_is_refused_at_once(case: str) -> None:
         LazyStateDict(source, **arguments)
     assert words in str(raised.value)
     assert source.read == []
+
+
+@pytest.mark.parametrize("source", [net(), None, 3, [{}]], ids=["a module", "None", "a number", "dicts"])
+def test_a_source_of_another_kind_is_refused(source: Any) -> None:
+    with pytest.raises(TypeError, match="a state dict is a mapping from names to tensors, or the path or"):
+        LazyStateDict(source)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"cannot be read \(it is a folder: list its files\)"):
+        LazyStateDict(tmp_path)
 
 
 UNFIT: dict[str, tuple[Any, type[Exception], str]] = {

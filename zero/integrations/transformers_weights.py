@@ -59,8 +59,7 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
         ValueError: the folder has no safetensors files or quantised ones, or a tensor cannot be converted; the message
             names it and the remedy.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"weights_of is for a PreTrainedModel of transformers, not for a {type(model).__name__}")
+    _check_kind(model, "weights_of")
     whole: Any = model
     if getattr(whole.config, "quantization_config", None) is not None:
         raise ValueError(f"the weights of {folder} are quantised: {_REMEDY}")
@@ -74,8 +73,10 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
 def init_of(model: nn.Module) -> Callable[[nn.Module], None]:
     """Return the ``param_init_fn`` of a model of transformers: it calls ``_init_weights`` of the model of each module.
 
-    A model may have other models inside it, an image encoder, say, which initialise their own modules.
+    A model may have other models inside it, an image encoder, say, which initialise their own modules. Raises
+    `ValueError` for a model that is not one of transformers.
     """
+    _check_kind(model, "init_of")
     owners: dict[nn.Module, Any] = {}
 
     def note(module: nn.Module, owner: nn.Module) -> None:
@@ -87,19 +88,32 @@ def init_of(model: nn.Module) -> Callable[[nn.Module], None]:
     note(model, model)
 
     def initialize(module: nn.Module) -> None:
+        if module not in owners:
+            raise ValueError("init_of was given another model: give it the one that the optimizer is built over")
         owners[module]._init_weights(module)  # private: no public call initialises one module
 
     return initialize
 
 
+def _check_kind(model: nn.Module, call: str) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"{call} is for a PreTrainedModel of transformers, not for a {type(model).__name__}")
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the safetensors files that `from_pretrained` would read."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder: give the local one, as huggingface_hub.snapshot_download returns it")
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"]
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         raise ValueError(f"{folder} has neither model.safetensors nor {index.name}: {_REMEDY}")
-    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of files ({type(error).__name__}: {error})") from error
+    return [folder / name for name in names]
 
 
 def _check_dtypes(model: Any) -> None:

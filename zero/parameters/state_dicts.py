@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -32,11 +32,20 @@ class ReadTensors(Mapping[str, Tensor]):
 
 
 def tensors_of(state_dict: StateDict) -> Mapping[str, Tensor]:
-    """Return a mapping as it is, and files as a mapping. Raises `ValueError` if a file cannot be read."""
+    """Return a mapping as it is, and files as a mapping.
+
+    Raises `ValueError` if a file cannot be read, and `TypeError` for anything else.
+    """
     if isinstance(state_dict, Mapping):
         return state_dict
     one = isinstance(state_dict, (str, os.PathLike))
-    return TensorFiles([state_dict] if one else list(state_dict))  # type: ignore[list-item,arg-type]
+    given: list[Any] = [state_dict] if one or not isinstance(state_dict, Iterable) else list(state_dict)
+    if not all(isinstance(path, (str, os.PathLike)) for path in given):
+        raise TypeError(
+            "a state dict is a mapping from names to tensors, or the path or paths of safetensors files, not a "
+            f"{type(state_dict).__name__}"
+        )
+    return TensorFiles(given)
 
 
 def shape_of(values: Mapping[str, Tensor], name: str) -> Shape | None:
@@ -59,7 +68,8 @@ class TensorFiles(ReadTensors):
             try:
                 file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
             except Exception as error:
-                raise ValueError(f"init_state_dict: {os.fspath(path)} cannot be read ({error})") from error
+                why = "it is a folder: list its files" if os.path.isdir(path) else error
+                raise ValueError(f"init_state_dict: {os.fspath(path)} cannot be read ({why})") from error
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 if name in self._files:
                     raise ValueError(f"init_state_dict: {os.fspath(path)} has {name!r}, which another file has, too")
@@ -95,13 +105,14 @@ class LazyStateDict(ReadTensors):
             into parts.
 
     Raises:
-        ValueError: a file cannot be read, a saved name is missing, or two tensors would get one name.
-        TypeError: a new name is no text.
+        ValueError: a file cannot be read, a saved name is missing, ``rename`` raises, or two tensors would get one
+            name.
+        TypeError: a new name is no text, or an argument is of another kind.
     """
 
     def __init__(self, source: StateDict, *, rename: Rename | None = None, fuse: Fuse | None = None) -> None:
         self._source = tensors_of(source)
-        self._fused = {} if fuse is None else {name: (tuple(given), make) for name, (given, make) in fuse.items()}
+        self._fused = {} if fuse is None else _checked(fuse)
         names, taken = dict.fromkeys(self._source), set[str]()
         for name, (given, _) in self._fused.items():
             for saved in given:
@@ -145,3 +156,14 @@ class LazyStateDict(ReadTensors):
 
     def shape(self, name: str) -> Shape | None:
         return shape_of(self._source, self._plain[name]) if name in self._plain else None
+
+
+def _checked(fuse: Fuse) -> dict[str, tuple[tuple[str, ...], Callable[[list[Tensor]], Tensor]]]:
+    """Return a copy of ``fuse``. Raises `TypeError` naming an entry of another form."""
+    if not isinstance(fuse, Mapping):
+        raise TypeError(f"fuse must be a mapping from names of the model, not a {type(fuse).__name__}")
+    for name, entry in fuse.items():
+        given, make = entry if isinstance(entry, (tuple, list)) and len(entry) == 2 else ((), None)
+        if not given or isinstance(given, str) or not callable(make):
+            raise TypeError(f"fuse: {name!r} needs a pair of a list of saved names and a function, not {entry!r:.200}")
+    return {name: (tuple(given), make) for name, (given, make) in fuse.items()}

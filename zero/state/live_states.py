@@ -159,8 +159,8 @@ class WithLiveStates(torch.optim.Optimizer):
     def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
         """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
 
-        The next step starts from new states, as after ``del optimizer.state[p]`` in torch. Master weights, gradients
-        and param groups stay as they are.
+        The next step starts from new states, as after ``del optimizer.state[p]`` in torch. They begin as the class
+        begins them, which need not be 0. Master weights, gradients and param groups stay as they are.
         """
         chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
         self._engine.reset_states(self.param_groups, chosen)

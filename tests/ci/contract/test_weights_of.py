@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from collectives import Transport, on_threads
+from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ...contract.recipes import assert_same_dict
@@ -141,7 +141,16 @@ def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="are quantised: load it by from_pretrained"):
         weights_of(model, tmp_path)
+    with pytest.raises(ValueError, match=r"init_of is for a PreTrainedModel of transformers, not for a Linear"):
+        init_of(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"init_of was given another model: give it the one that"):
+        ZeroOptimizer(model, process_group=solo(), param_init_fn=init_of(on_meta(type(model), tmp_path)))
     (tmp_path / "model.safetensors").rename(tmp_path / "other.safetensors")
     del model.config.quantization_config
     with pytest.raises(ValueError, match=r"has neither model.safetensors nor model.safetensors.index.json: load it by"):
+        weights_of(model, tmp_path)
+    with pytest.raises(ValueError, match=r"owner/model is no folder: give the local one, as huggingface_hub"):
+        weights_of(model, "owner/model")
+    (tmp_path / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(ValueError, match=r"model.safetensors.index.json is no index of files .KeyError: 'weight_map'"):
         weights_of(model, tmp_path)
