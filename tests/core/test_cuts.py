@@ -30,6 +30,7 @@ def test_the_pieces_of_all_ranks_tile_every_slot_at_even_cuts(
         assert all(bound * narrowest % ALIGNMENT_BYTES == 0 for bound in bucket.cuts)
         assert sum(sizes) == bucket.numel
         assert min(sizes) >= 0
+        assert bucket.cuts.largest() == max(sizes)
         assert (max(sizes) - min(sizes)) * narrowest <= ALIGNMENT_BYTES
         owners: dict[int, list[tuple[int, int]]] = {number: [] for number in range(len(bucket.slots))}
         for low, high in map(bucket.owned, range(world_size)):

@@ -321,6 +321,10 @@ WRONG: dict[str, Callable[..., Any]] = {
     "only-the-first-group-is-added-up": lambda real, self, groups: real(
         self, groups[:1] if isinstance(groups, list) else groups
     ),
+    "a-unit-that-is-compiled-later-is-said-to-be-broken": lambda real, self, owner, *rest: (
+        real(self, owner, *rest),
+        setattr(self, "_called", self._surrounded),
+    )[0],
     "a-refused-argument-stays-on-its-rank": lambda real, self, replicated, problem: real(self, replicated, None),
     "what-is-ignored-is-listed": lambda real, params, ignored=(): real(params),
     "an-argument-with-a-name-of-ours-is-dropped": lambda real, arguments, kwargs: (

@@ -61,6 +61,9 @@ class EvenCuts(Cuts):
     world_size: int
     align: int
 
+    def largest(self) -> int:
+        return self.align * -(-(self.numel // self.align) // self.world_size)
+
     def bound(self, rank: int) -> int:
         return self.align * (self.numel // self.align * rank // self.world_size)
 

@@ -239,12 +239,16 @@ class Planner:
         self._units = training.model.unit_numels()
         self._tensors = training.model.by_unit(lambda _: 1)
 
+    def of(self, training: Training) -> Planner:
+        """Return the plan of another training of the same model, with other activations and other work."""
+        other = copy.copy(self)
+        other.training = training
+        other._activations = training.activation_bytes()
+        return other
+
     def recomputing(self, recompute: str) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""
-        other = copy.copy(self)
-        other.training = replace(self.training, recompute=recompute)
-        other._activations = other.training.activation_bytes()
-        return other
+        return self.of(replace(self.training, recompute=recompute))
 
     def setting(self, cluster: Cluster, stage: int, cap_mb: float | None = None) -> PlanSetting:
         """Return a setting of this training, in which all ranks share one copy. ``cap_mb``: ``bucket_cap_mb``."""

@@ -49,7 +49,7 @@ def _plan(config: PlanConfig) -> int:
     code = 0
     if found.best is None:
         gb = _gb(usable_bytes(asked.cluster))
-        fail(f"no setting fits into {gb} GB per rank: {_smallest_change(config, asked)}")
+        fail(f"no setting fits into {gb} GB per rank: {_smallest_change(config, asked, planner)}")
         code = NOTHING_FITS
     files = write(config, found, planner)
     if can_draw():
@@ -212,21 +212,23 @@ def _cluster(cluster: Cluster) -> str:
     return f"{cluster.ranks} {cluster.gpu.name} ({hosts}{network})"
 
 
-def _smallest_change(config: PlanConfig, asked: Asked) -> str:
-    """Return the first change that makes a setting fit: more recomputation, smaller micro-batches, more hosts."""
+def _smallest_change(config: PlanConfig, asked: Asked, planner: Planner) -> str:
+    """Return the first change that makes a setting fit: more recomputation, smaller micro-batches, more hosts.
+
+    ``planner``: of what was asked.
+    """
     tried = [config]
     if config.preset is None:
         tried += [replace(config, recompute=each) for each in ("selective", "full") if each != config.recompute]
     tried += [replace(each, micro=1) for each in tried if config.micro > 1]
-    for each in tried[1:]:
-        planner = Planner(training_of(each))
-        if any(planner.peak(s).total <= usable_bytes(asked.cluster) for s in settings(planner, asked.cluster)):
+    planners = [planner, *(planner.of(training_of(each)) for each in tried[1:])]
+    for each, other in zip(tried[1:], planners[1:], strict=True):
+        if any(other.peak(s).total <= usable_bytes(asked.cluster) for s in settings(other, asked.cluster)):
             return f"{_changed(config, each)} would fit"
-    for each in tried:
-        planner = Planner(training_of(each))
-        larger = smallest_cluster(planner, asked.cluster)
+    for each, other in zip(tried, planners, strict=True):
+        larger = smallest_cluster(other, asked.cluster)
         if larger is not None:
-            flags = [_changed(config, each), _batch(planner.training, larger.cluster.ranks)]
+            flags = [_changed(config, each), _batch(other.training, larger.cluster.ranks)]
             changed = " and ".join(flag for flag in flags if flag)
             return f"{_cluster(larger.cluster)}{f' with {changed}' if changed else ''} would fit"
     return "no number of hosts would; take GPUs with more memory or shorter sequences"
