@@ -75,13 +75,17 @@ class Dtypes:
 
     def itemsize(self, which: str) -> int:
         """Return the bytes of an element in the dtype of this name, for instance "reduce_dtype"."""
-        dtype: torch.dtype = getattr(self, which)
-        return dtype.itemsize
+        return int(getattr(self, which).itemsize)
 
     @property
     def widens(self) -> bool:
         """Whether contributions are added up in another dtype than they travel in."""
         return self.accumulate_dtype is not self.reduce_dtype
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """The dtype in which the class steps, which may be wider than what is kept: `rounding.RoundedDtypes`."""
+        return self.master_dtype
 
     @property
     def has_master(self) -> bool:
@@ -171,12 +175,10 @@ class ParameterSpec:
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
         described = ",".join(map(str, vars(self.dtypes).values()))
-        state = "trainable" if self.trainable else "frozen"
-        names = "=".join(self.names) or self.name
-        device = self.device.split(":")[0]
-        place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
+        place = f"{device_type(self.device)} {'trainable' if self.trainable else 'frozen'} group {self.group}"
+        place += f" unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
-        return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
+        return f"{'='.join(self.names) or self.name} {list(self.shape)} stride {list(self.stride)} {described} {place}"
 
 
 @dataclass(frozen=True)

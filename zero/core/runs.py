@@ -6,6 +6,7 @@ Knows: pieces, param groups, which parameters have no dimensions, what equal sta
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from .layout import Piece
-from .parameter_specs import flattened
+from .parameter_specs import flattened, parts_of
+from .statetree import rebuilt
 
 CUT = 1 << 16
 
@@ -177,3 +179,29 @@ def _renewed(facts: Any, old: Sequence[int], new: Sequence[int]) -> Any:
             return type(facts)(new)
         return type(facts)([_renewed(each, old, new) for each in facts])
     return {key: _renewed(each, old, new) for key, each in facts.items()} if isinstance(facts, dict) else facts
+
+
+def copied_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of states. A tensor subclass need not know how to copy itself."""
+    return {
+        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in states.items()
+    }
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with ``change`` of each of its plain tensors."""
+    if isinstance(value, Tensor):
+        return rebuilt(value, change)
+    if isinstance(value, dict):
+        return type(value)((key, with_tensors(inside, change)) for key, inside in value.items())
+    return type(value)(with_tensors(inside, change) for inside in value) if type(value) in (list, tuple) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of a state: in lists, tuples and dicts, and those that a subclass wraps."""
+    if isinstance(value, Tensor):
+        yield from parts_of(value)
+    elif isinstance(value, (list, tuple, dict)):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inside)

@@ -21,7 +21,6 @@ those that do not lie as the parameter does count as scalars.
 from __future__ import annotations
 
 import bisect
-import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,15 +31,13 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
-from ..core.parameter_specs import parts_of
-from ..core.runs import CUT, PieceState, adjoins, parts, runs
-from ..core.statetree import rebuilt
+from ..core.rounding import NARROW, WEIGHTS, WIDE
+from ..core.runs import CUT, PieceState, adjoins, copied_states, parts, runs, tensors_in, with_tensors
 from .flat_buffer import FlatBuffer, Move
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, WideCopies
 from .offload import OffloadedStates
 
 Options = dict[str, Any]
-_WEIGHTS = "the weights"  # a key among the names of states; it has a space, which no state's name has
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
@@ -72,6 +69,7 @@ class BucketStates:
         shapes: Sequence[Shape],
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
+        wide: WideCopies | None = None,
         *,
         one_owner: bool = False,
         blocks: bool = False,
@@ -86,9 +84,10 @@ class BucketStates:
             shapes: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
+            wide: the copies in which the class steps what is rounded; None: nothing is.
             one_owner: whether the class steps each parameter by itself, in its shape; blocks: each piece, 1-D.
         """
-        self._store, self.instance = store, instance
+        self._store, self._wide, self.instance = store, wide, instance
         self._shapes, self._in_shape, self.alone = shapes, one_owner, one_owner or blocks
         self.scalars = [shape == () for shape, _ in shapes]
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
@@ -157,7 +156,7 @@ class BucketStates:
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
                 run.views = {name: run.of(self.flat[name].data) for name in state.elementwise}
-                self.instance.state[parameter] = {**_copied(state.scalars), **run.views}
+                self.instance.state[parameter] = {**copied_states(state.scalars), **run.views}
             if self.alone:  # the run has it now: its tensors may be large
                 self._states[first] = None
             self.runs.append(run)
@@ -178,16 +177,12 @@ class BucketStates:
                     continue  # it only happens to have this shape
                 if self.alone and not (
                     may_lie_flat(value)
-                    and value.dtype == self.weights.dtype
+                    and value.dtype == run.parameter.dtype
                     and value.stride() == run.parameter.stride()
                 ):
                     run.views.pop(name, None)
                     continue
-                if name not in self.flat:
-                    self.flat[name] = self._room(name, value.dtype)
-                staged = {} if self._store is None else self._store.staged
-                target = staged.get(name, self.flat[name].data)
-                view = run.of(target)
+                view = run.of(self._target(name, value.dtype))
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
@@ -216,7 +211,7 @@ class BucketStates:
             flat.apply(moved)
         for number, state in enumerate(self._states if self.alone else ()):
             if state is not None:
-                self._states[number] = PieceState(state.elementwise, _changed(dict(state.scalars), moved))
+                self._states[number] = PieceState(state.elementwise, with_tensors(dict(state.scalars), moved))
 
     def piece_of(self, slot: int) -> int | None:
         """Return the number of the piece of a slot; None if it has none in this interval."""
@@ -246,7 +241,7 @@ class BucketStates:
         if state is not None and any(
             self._states[n] is state for n in (piece - 1, piece + 1) if 0 <= n < len(self.pieces)
         ):
-            state = self._states[piece] = PieceState(state.elementwise, _copied(state.scalars))
+            state = self._states[piece] = PieceState(state.elementwise, copied_states(state.scalars))
         return state
 
     def spans(self) -> Iterator[tuple[int, int, PieceState | None]]:
@@ -271,6 +266,15 @@ class BucketStates:
         if name not in self.flat or self.flat[name].data.dtype != dtype:
             self.flat[name] = self._room(name, dtype)
         return self.flat[name]
+
+    def _target(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the flat tensor for a state that the class has made, or its copy if the class steps copies now."""
+        wide = self._wide if self._wide is not None and self._wide.tensors and dtype is WIDE else None
+        if name not in self.flat:
+            self.flat[name] = self._room(name, dtype if wide is None else NARROW)
+        if wide is not None and self.flat[name].data.dtype is NARROW:
+            return wide.room(name)
+        return ({} if self._store is None else self._store.staged).get(name, self.flat[name].data)
 
     def _room(self, name: str, dtype: torch.dtype) -> FlatBuffer:
         if self._store is not None:
@@ -307,11 +311,11 @@ class BucketStates:
         for run in self.runs:
             yield from self._others_of(run)
         for state in self._states if self.alone else ():  # of parameters that the last step left alone
-            yield from () if state is None else _tensors_in(dict(state.scalars))
+            yield from () if state is None else tensors_in(dict(state.scalars))
 
     def _others_of(self, run: _FlatParam) -> Iterator[Tensor]:
         states = self.instance.state.get(run.parameter, {})
-        return _tensors_in({name: value for name, value in states.items() if name not in run.views})
+        return tensors_in({name: value for name, value in states.items() if name not in run.views})
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 
@@ -325,9 +329,23 @@ class BucketStates:
             self._store.prefetch(self._flats())  # else master weights follow edits first
 
     def ready(self) -> None:
-        """Let the class step states that are on the host in copies on the device of the weights."""
-        if self._store is not None and self.runs:
-            self._point_to(self._store.ready(self._flats()))
+        """Let the class step copies: of states on the host, on the device of the weights; of 16 bits, in fp32."""
+        if not self.runs:
+            return
+        copies = {} if self._store is None else self._store.ready(self._flats())
+        self._point_to(copies if self._wide is None else self._wide.widen(self._narrow()))
+
+    def round(self, steps: Mapping[int, int]) -> None:
+        """Round what the class has stepped in fp32 copies. ``steps``: how many were rounded before, by param group."""
+        if self._wide is None or not self._wide.tensors:
+            return
+        kept, done = self._narrow(), 0
+        for run in self.runs:
+            for number in range(max(run.first, done), run.last):  # parts of a run have the same pieces
+                self._wide.round(self.pieces[number], (WEIGHTS, *run.views), kept, steps[self.groups[number]])
+            done = run.last
+        self._wide.tensors = {}
+        self._point_to(kept)
 
     def evict(self) -> None:
         """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
@@ -338,6 +356,9 @@ class BucketStates:
 
     def free_copies(self) -> None:
         """Release the memory of copies."""
+        if self._wide is not None and self._wide.tensors:  # the step failed: nothing is rounded
+            self._wide.tensors = {}
+            self._point_to(self._narrow())
         if self._store is not None:
             self._store.free_copies()
 
@@ -347,43 +368,22 @@ class BucketStates:
             self._store.wait_for_copies()
 
     def _flats(self) -> dict[str, Tensor]:
-        weights = {_WEIGHTS: self.weights} if self.bucket.offloaded else {}
+        weights = {WEIGHTS: self.weights} if self.bucket.offloaded else {}
         return weights | {name: flat.data for name, flat in self.flat.items()}
+
+    def _narrow(self) -> dict[str, Tensor]:
+        """Return weights and states as they are kept, on the device that steps them, by name."""
+        staged = {} if self._store is None else self._store.staged
+        return {WEIGHTS: self.weights, **self._flats(), **staged}
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Make the class's states views of these tensors."""
         for run in self.runs if flats else ():
-            if _WEIGHTS in flats:
-                run.parameter.data = run.of(flats[_WEIGHTS])
+            if WEIGHTS in flats:
+                run.parameter.data = run.of(flats[WEIGHTS])
             for name in run.views.keys() & flats.keys():
                 view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view
-
-
-def _copied(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy. A tensor subclass need not know how to copy itself."""
-    return {
-        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in states.items()
-    }
-
-
-def _changed(value: Any, change: Move) -> Any:
-    """Return a state with ``change`` of each of its plain tensors."""
-    if isinstance(value, Tensor):
-        return rebuilt(value, change)
-    if isinstance(value, dict):
-        return type(value)((key, _changed(inside, change)) for key, inside in value.items())
-    return type(value)(_changed(inside, change) for inside in value) if type(value) in (list, tuple) else value
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of a state: in lists, tuples and dicts, and those that a subclass wraps."""
-    if isinstance(value, Tensor):
-        yield from parts_of(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for inside in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inside)
 
 
 def may_lie_flat(value: Tensor) -> bool:

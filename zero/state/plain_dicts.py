@@ -20,6 +20,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
+from ..core.rounding import STEPS
 from ..core.runs import PieceState, Rules, misfit, part_of
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
@@ -97,6 +98,7 @@ class PlainDicts:
         state_dict, names, mapping = fitted(state_dict, groups, user_optimizers, self._storage)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
+            group.pop(STEPS, None)  # a dict that has none is that of a training without rounding
             group.update(copy.deepcopy(options))
         rules = [inner.rules for inner in user_optimizers]
         scatter(state_dict["state"], mapping, groups, buckets, names, rules)
@@ -255,7 +257,7 @@ def _check(
     masters: Mapping[int, Tensor] = state_dict.get(MASTERS, {})
     _check_masters(masters)
     for number, (mine, other) in enumerate(zip(packed_groups(groups, listed), state_dict["param_groups"], strict=True)):
-        missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
+        missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class", STEPS})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
         known, saved = mine.get("param_names"), other.get("param_names")

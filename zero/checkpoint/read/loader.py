@@ -31,6 +31,7 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
 from ...core.layout import Piece
+from ...core.rounding import STEPS
 from ...core.runs import PieceState, part_of
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
@@ -119,6 +120,7 @@ class Loader:
                 else:
                     stored.tensor.copy_(values)
         for group, options in zip(contents.groups, self.fit.groups, strict=False):
+            group.pop(STEPS, None)
             group.update(options)
         for number, names in self.fit.elementwise.items():
             contents.parts.classes[number].note_elementwise(names)
