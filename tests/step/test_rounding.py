@@ -7,18 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import zero
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 
 from ..support.by_module import BY_MODULE
-from ..support.models import build, odd_batches, odd_loss
+from ..support.models import build, odd_batches, odd_loss, seeded
 from ..support.narrowed import BF16, PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, check
 from ..support.rows import without
+from ..support.two_modes import TWO_MODES
 
 ROUNDING = StochasticRounding(7)
 CLIPPED = (Step(clips=((0.1, 2.0),)), Step(), Step((Round(sync=False), Round(), Round())), Step())
@@ -209,3 +210,83 @@ def test_the_plain_step_leaves_all_as_it_was_if_the_class_fails() -> None:
         for name in ("exp_avg", "exp_avg_sq"):
             assert state[name] is states["state"][index][name]
             assert state[name].dtype is BF16
+
+
+def net() -> nn.Module:
+    return seeded(0, lambda: nn.Sequential(nn.Linear(7, 33), nn.LayerNorm(33), nn.Linear(33, 5)).bfloat16())
+
+
+def of_two_classes(model: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the parameters for AdamW, and those for Muon."""
+    return [[p for p in model.parameters() if (p.dim() == 2) is matrices] for matrices in (False, True)]
+
+
+def net_loss(model: nn.Module, number: int) -> Tensor:
+    loss: Tensor = model(torch.full((3, 7), 0.1 * number + 0.5, dtype=BF16)).square().sum()
+    return loss
+
+
+def test_with_several_classes_parameters_are_numbered_over_all_groups() -> None:
+    """In the plain loop each class has an optimizer."""
+    plain = net()
+    rest, matrices = of_two_classes(plain)
+    both = [torch.optim.AdamW(rest, lr=1e-2), torch.optim.Muon(matrices, lr=1e-2)]
+    for step in range(3):
+        for rank in range(2):
+            net_loss(plain, 2 * step + rank).backward()
+        for optimizer in both:
+            ROUNDING.step(optimizer, among=[*rest, *matrices])
+            optimizer.zero_grad()
+
+    def program(transport: Transport) -> nn.Module:
+        model = net()
+        rest, matrices = of_two_classes(model)
+        muon = {"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter", "lr": 1e-2}
+        given = {"module": model, "stage": 3, "process_group": transport, "divisor": 1, "rounding": ROUNDING}
+        optimizer = ZeroOptimizer([{"params": rest}, muon], torch.optim.AdamW, lr=1e-2, **given)
+        for step in range(3):
+            net_loss(model, 2 * step + transport.rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return model
+
+    for model in on_threads(2, program):
+        assert_same_model(model, plain)
+
+
+def test_a_dict_without_a_number_of_steps_begins_at_the_first() -> None:
+    model, optimizer = built(solo(), 2)
+    train(model, optimizer, range(2))
+    states = optimizer.state_dict()
+    del states["param_groups"][0]["rounding_steps"]
+    optimizer.load_state_dict(states)
+    assert "rounding_steps" not in optimizer.param_groups[0]
+    train(model, optimizer, range(1))
+    assert optimizer.param_groups[0]["rounding_steps"] == 1
+
+
+REFUSED: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
+    "fp16": (torch.float16, {}, "'embed.weight' is in fp16"),
+    "nothing in bf16": (torch.float32, {}, "no parameter is in bf16"),
+    "blocks": (BF16, {"partition": "block"}, "leave out rounding= or partition="),
+    "modes": (BF16, {"optimizer_class": TWO_MODES["schedule-free"][0]}, "exchange the weights"),
+    "no rounding": (BF16, {"rounding": 7}, "must be a zero.StochasticRounding, not 7"),
+}
+
+
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_cannot_be_rounded_is_refused_by_name(row: str) -> None:
+    dtype, arguments, words = REFUSED[row]
+    with pytest.raises((TypeError, ValueError), match=words):
+        ZeroOptimizer(build(0, dtype), process_group=solo(), **{"rounding": ROUNDING, **arguments})
+
+
+def test_ranks_with_different_seeds_learn_of_it() -> None:
+    def program(transport: Transport) -> str:
+        with pytest.raises(ValueError, match="Pass the same arguments on every rank") as error:
+            ZeroOptimizer(build(0, BF16), process_group=transport, rounding=StochasticRounding(transport.rank))
+        return str(error.value)
+
+    for text in on_threads(2, program):
+        assert "rounding=StochasticRounding(seed=1)" in text

@@ -105,7 +105,12 @@ class StochasticRounding:
         return found
 
     @torch.no_grad()
-    def step(self, optimizer: torch.optim.Optimizer, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
+    def step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[Tensor, Tensor | None] | None = None,
+        among: Iterable[Tensor] | None = None,
+    ) -> None:
         """Step a plain optimizer over whole parameters in one process, and round: the plain loop of ``rounding=``.
 
         It takes the place of ``optimizer.step()``. All fp32 copies exist at once.
@@ -114,17 +119,20 @@ class StochasticRounding:
             optimizer: of any class of torch.optim. ``rounding_steps`` of its param groups go up by one.
             gradients: the mean gradients by parameter, of a loop that adds them up in fp32; a parameter that is missing
                 has none. None: they are in ``p.grad``.
+            among: all parameters, in the order of the param groups of a `ZeroOptimizer`, if the loop has one optimizer
+                for each of several classes. Random bits follow from the number of a parameter there.
 
         Raises:
             TypeError: a parameter is in fp16.
             ValueError: no parameter has a dimension, so no shape tells which states are rounded.
         """
         listed = [(p, steps_of(group)) for group in optimizer.param_groups for p in group["params"]]
+        numbers = {p: number for number, p in enumerate([p for p, _ in listed] if among is None else among)}
         if all(p.dim() == 0 for p, _ in listed):
             raise ValueError("StochasticRounding: no parameter has a dimension; at least one must have")
         copies = [
-            _Copies(p, optimizer.state, p.grad if gradients is None else gradients.get(p), number, count)
-            for number, (p, count) in enumerate(listed)
+            _Copies(p, optimizer.state, p.grad if gradients is None else gradients.get(p), numbers[p], count)
+            for p, count in listed
         ]
         try:
             for each in copies:
