@@ -88,7 +88,7 @@ def loss_of(kind: str, corpus: Corpus, steps: int, seed: int) -> float:
     step = LOOPS[kind](model, seed)
     for number in range(steps):
         batch = corpus.micro_batch(seed, number, 0, BATCH, SEQUENCE)
-        loss_fn(model(batch.inputs), batch.targets).backward()
+        loss_fn(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
         step()
     with torch.no_grad():
         batches = corpus.validation_batches(16, SEQUENCE, 256)

@@ -16,6 +16,7 @@ from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 from ..support.by_module import BY_MODULE
 from ..support.models import build, odd_batches, odd_loss, seeded
 from ..support.narrowed import BF16, PRECISIONS
+from ..support.offloaded import copied_from_the_host
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, check
 from ..support.rows import without
@@ -51,6 +52,12 @@ def test_training_is_that_of_the_plain_loop(row: str) -> None:
 
 def test_states_on_disk_are_rounded_to_the_same_bits(tmp_path: Path) -> None:
     check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=Offload(tmp_path), steps=CLIPPED))
+
+
+def test_parameters_on_the_host_are_rounded_to_the_same_bits() -> None:
+    offload = Offload("cpu", parameters="cpu")
+    with copied_from_the_host():
+        check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=offload, steps=CLIPPED))
 
 
 def steps_of(side: nn.Module, rank: int, world_size: int, steps: range, step: Any) -> None:
@@ -190,6 +197,7 @@ def test_a_step_that_fails_leaves_weights_and_states_in_16_bits() -> None:
     assert optimizer.param_groups[0]["rounding_steps"] == 1
     for p, before in zip(model.parameters(), kept, strict=True):
         assert_same_bits(p, before)
+    assert optimizer.state[model.get_parameter("first.weight")]["momentum_buffer"].dtype is BF16
 
 
 def test_the_plain_step_leaves_all_as_it_was_if_the_class_fails() -> None:
@@ -267,7 +275,7 @@ def test_a_dict_without_a_number_of_steps_begins_at_the_first() -> None:
 
 
 REFUSED: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
-    "fp16": (torch.float16, {}, "'embed.weight' is in fp16"),
+    "fp16": (torch.float16, {}, "'scale' is in fp16"),
     "nothing in bf16": (torch.float32, {}, "no parameter is in bf16"),
     "blocks": (BF16, {"partition": "block"}, "leave out rounding= or partition="),
     "modes": (BF16, {"optimizer_class": TWO_MODES["schedule-free"][0]}, "exchange the weights"),
@@ -290,3 +298,30 @@ def test_ranks_with_different_seeds_learn_of_it() -> None:
 
     for text in on_threads(2, program):
         assert "rounding=StochasticRounding(seed=1)" in text
+
+
+@pytest.mark.parametrize("masters_first", [True, False])
+def test_a_training_with_masters_goes_on_without_and_the_other_way_round(masters_first: bool, tmp_path: Path) -> None:
+    """With the same bits at every topology: what has fp32 numbers is rounded to the nearest once, at the load."""
+    kinds: list[dict[str, Any]] = [{"rounding": None}, {"rounding": ROUNDING}]
+    before, after = kinds if masters_first else reversed(kinds)
+    precision = MixedPrecision(BF16)
+
+    def first(transport: Transport) -> None:
+        model, optimizer = built(transport, 2, mixed_precision=precision, **before)
+        train(model, optimizer, range(2))
+        zero.save(tmp_path / "saved", optimizer)
+        optimizer.close()
+
+    def second(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:
+        model, optimizer = built(transport, 3 if transport.world_size > 1 else 0, mixed_precision=precision, **after)
+        zero.load(tmp_path / "saved", optimizer, rng=False)
+        train(model, optimizer, range(2, 4))
+        return whole(model, optimizer)
+
+    on_threads(2, first)
+    (alone, states) = on_threads(1, second)[0]
+    assert states["param_groups"][0].get("rounding_steps", 0) == 2
+    for model, found in on_threads(3, second):
+        assert_same_model(model, alone)
+        assert_same_states(found, states)

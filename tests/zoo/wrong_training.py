@@ -11,11 +11,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
+from zero.core.rounding import Stream
+from zero.runtime import master_weights
 from zero.runtime.backward_tracker import in_backward
 
 
@@ -344,3 +347,17 @@ def gradients_of_replicated_parameters_are_not_compared(real: Any, self: Any, po
 
 def a_digest_depends_on_the_cuts(real: Any, part: Any, first: int) -> Any:
     return real(part, 0)
+
+
+def weights_and_states_share_their_random_bits(
+    real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int
+) -> None:
+    of = Stream.of
+    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
+        real(self, piece, names, kept, step)
+
+
+def parameters_share_their_random_bits(real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int) -> None:
+    of = Stream.of
+    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, _, name, k: of(s, 0, name, k))):
+        real(self, piece, names, kept, step)

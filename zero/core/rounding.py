@@ -226,7 +226,7 @@ def count_step(groups: Sequence[Options]) -> None:
 
 
 def check_rounded(
-    specs: Iterable[ParameterSpec], requested: Iterable[str | None], with_modes: Iterable[str], *, first: bool
+    specs: Sequence[ParameterSpec], requested: Iterable[str | None], with_modes: Iterable[str], *, first: bool
 ) -> None:
     """Raise `ValueError` if parameters cannot be rounded.
 
@@ -236,7 +236,7 @@ def check_rounded(
         with_modes: names of the classes that have `train` and `eval`.
         first: whether these are all param groups, of which one must have a parameter in bf16.
     """
-    dtypes = {spec.dtypes.param_dtype: spec.name for spec in specs if spec.trainable}
+    dtypes = {spec.dtypes.param_dtype: spec.name for spec in reversed(specs) if spec.trainable}
     if torch.float16 in dtypes:
         raise ValueError(
             f"rounding: {dtypes[torch.float16]!r} is in fp16, and rounding is to bf16 alone: make the model in bf16, "

@@ -193,8 +193,9 @@ class WideCopies:
         cls, rounding: StochasticRounding | None, bucket: BucketSpec, specs: Sequence[ParameterSpec], begin: int
     ) -> WideCopies | None:
         """Return the copies of an interval; None if nothing of it is rounded."""
-        rounds = rounding is not None and isinstance(bucket.dtypes, RoundedDtypes)
-        return cls(rounding, bucket, specs, begin) if rounds else None
+        if rounding is None or not isinstance(bucket.dtypes, RoundedDtypes):
+            return None
+        return cls(rounding, bucket, specs, begin)
 
     def widen(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return copies of what is in bf16, and the other tensors themselves."""
