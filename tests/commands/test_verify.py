@@ -48,6 +48,7 @@ ALIKE: tuple[dict[str, Any], ...] = (
     *({**ODD, "mixed_precision": BY_MODULE[name]} for name in ("ends in fp32", "by kind")),
     {"ignored": verified.the_first_layer, "max_norm": 0.5},
     {**ODD, "ignored": verified.the_scale, "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
+    {**ODD, "rounding": zero.StochasticRounding(3), "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (

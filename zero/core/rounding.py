@@ -34,6 +34,7 @@ NARROW, WIDE = torch.bfloat16, torch.float32
 _BLOCK, _BLOCK_ON_DEVICE = 1 << 16, 1 << 22  # elements that are rounded at once
 _PER_WORD = 4
 _OUT_OF_RANGE = 0x7F7F0000  # the bits of the largest finite number of bf16: what is not below has no next one
+_LARGEST = torch.finfo(torch.bfloat16).max
 _INF, _QUIET = 0x7F800000, 0x40  # the bits of inf in fp32; the one that marks a NaN in the upper half
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))  # shifts and factors; a last shift of 31 follows
 _FEW_CHANGES = 24  # of neighbouring bits of a gamma, of which SplitMix64 wants more
@@ -338,15 +339,20 @@ def round_into(
 def _rounded(values: Tensor, bits: Tensor) -> Tensor:
     """Return fp32 ``values`` rounded to bf16 by 16 random bits each, whose memory is used."""
     raw = values.view(torch.int32)
-    magnitude = raw & 0x7FFFFFFF
-    special = magnitude >= _OUT_OF_RANGE
-    in_range = host_readable(values.device) and not special.any()
-    if not in_range:  # the nearest: a carry from the half on; inf has no lower bits
-        bits.masked_fill_(special, 0x8000)
+    in_range = host_readable(values.device) and _is_in_range(values)
+    magnitude = raw if in_range else raw & 0x7FFFFFFF
+    if not in_range:  # to the nearest: a carry from the half on; inf has no lower bits
+        bits.masked_fill_(magnitude >= _OUT_OF_RANGE, 0x8000)
     upper = bits.add_(raw).bitwise_right_shift_(16)
     if not in_range:
         upper = torch.where(magnitude > _INF, (raw >> 16) | _QUIET, upper)
     return upper.to(torch.int16).view(NARROW)
+
+
+def _is_in_range(values: Tensor) -> bool:
+    """Return whether all values on the CPU are below the largest one of bf16. None is NaN then."""
+    low, high = (float(each) for each in torch.aminmax(values))
+    return low > -_LARGEST and high < _LARGEST
 
 
 def _row_major(places: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:

@@ -94,8 +94,6 @@ class PlanSetting(ShardingOptions):
         self.reshard_group_size(self.world_size)
         if self.partition == "block":
             raise ValueError('partition="block": a plan has no formula for the states of blocks yet')
-        if self.rounding is not None:
-            raise ValueError("rounding: a plan has no time for a step that rounds yet: leave it out")
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and not is_accelerator(self.device):

@@ -6,7 +6,7 @@ Does not know: micro-batches, ranks, or the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...core.layout import Dtypes
 from ...core.parameter_specs import is_laid_out
+from ...core.rounding import StochasticRounding
 from ...parameters.casting import cast, put_casts
 from ...precision import Precisions
 from ...step.arguments import arguments_of
@@ -25,7 +26,13 @@ Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may n
 class ReferenceLoop:
     """Parameters, and an optimizer of torch for them, or one of each class that groups name."""
 
-    def __init__(self, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: dict[str, Any],
+        rounding: StochasticRounding | None = None,
+    ) -> None:
         by_class: dict[Any, Groups] = {}
         for group in groups:
             options = {key: value for key, value in group.items() if key not in ("optimizer_class", "partition")}
@@ -35,6 +42,8 @@ class ReferenceLoop:
             for cls, own in by_class.items()
         ]
         self._parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
+        self._rounding = rounding
+        self._numbered = [e[1] if isinstance(e, tuple) else e for group in groups for e in group["params"]]
 
     def end_micro_batch(self) -> None:
         """Finish a micro-batch, after its backward has added to the gradients."""
@@ -44,9 +53,12 @@ class ReferenceLoop:
         _average(self._parameters, divisor, max_norm)
         self._step()
 
-    def _step(self) -> None:
+    def _step(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
         for optimizer in self._optimizers:
-            optimizer.step()
+            if self._rounding is None:
+                optimizer.step()
+            else:
+                self._rounding.step(optimizer, gradients, self._numbered)
             optimizer.zero_grad()
 
 
@@ -61,6 +73,7 @@ class MixedReferenceLoop(ReferenceLoop):
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
         precisions: Precisions,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """``parameters``: those of the model to which ``precisions`` apply."""
         self._model = list(parameters)
@@ -76,7 +89,7 @@ class MixedReferenceLoop(ReferenceLoop):
             {**group, "params": [masters[id(e[1] if isinstance(e, tuple) else e)] for e in group["params"]]}
             for group in groups
         ]
-        super().__init__(of_masters, optimizer_class, defaults)
+        super().__init__(of_masters, optimizer_class, defaults, rounding)
 
     def _master(self, parameter: Tensor, dtypes: Dtypes) -> Tensor:
         """Cast a parameter of the model, and return its master weights."""
@@ -99,10 +112,11 @@ class MixedReferenceLoop(ReferenceLoop):
     @torch.no_grad()
     def update(self, divisor: float, max_norm: float | None) -> None:
         _average(self._sums.values(), divisor, max_norm)
-        for number, total in self._sums.items():
-            assert total.grad is not None
-            self._masters[number].grad = total.grad.to(self._masters[number].dtype)
-        self._step()
+        means: dict[Tensor, Tensor | None] = {self._masters[number]: total.grad for number, total in self._sums.items()}
+        for master, mean in means.items() if self._rounding is None else ():
+            assert mean is not None
+            master.grad = mean.to(master.dtype)
+        self._step(means)
         for number in self._sums:
             self._model[number].copy_(self._masters[number])
         self._sums.clear()
