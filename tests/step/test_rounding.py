@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import zero
 from collectives import Transport, on_threads, solo
-from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
+from zero import MixedPrecision, Offload, ShardedAverage, StochasticRounding, ZeroOptimizer
 
 from ..support.by_module import BY_MODULE
 from ..support.models import build, odd_batches, odd_loss, seeded
@@ -325,3 +326,33 @@ def test_a_training_with_masters_goes_on_without_and_the_other_way_round(masters
     for model, found in on_threads(3, second):
         assert_same_model(model, alone)
         assert_same_states(found, states)
+
+
+def test_an_average_of_rounded_weights_is_that_of_the_plain_loop() -> None:
+    plain = net()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2, momentum=0.9)
+    average = AveragedModel(plain)
+    for step in range(3):
+        for rank in range(2):
+            net_loss(plain, 2 * step + rank).backward()
+        ROUNDING.step(optimizer)
+        optimizer.zero_grad()
+        average.update_parameters(plain)
+
+    def program(transport: Transport) -> dict[str, Tensor] | None:
+        model = net()
+        given = {"stage": 3, "process_group": transport, "divisor": 1, "rounding": ROUNDING}
+        ours = ZeroOptimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9, **given)
+        averaged = ShardedAverage(ours)
+        for step in range(3):
+            net_loss(model, 2 * step + transport.rank).backward()
+            ours.step()
+            ours.zero_grad()
+            averaged.update_parameters()
+        return averaged.gather(None)
+
+    expected = dict(average.module.named_parameters())
+    for found in on_threads(2, program):
+        assert found is not None
+        for name, value in found.items():
+            assert_same_bits(value, expected[name])
