@@ -97,8 +97,8 @@ def loss_of(kind: str, corpus: Corpus, steps: int, seed: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rounding", description=__doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, default=1)
     asked = parser.parse_args(arguments)
     torch.set_num_threads(2)
     corpus = load_corpus(None, SEQUENCE)
