@@ -36,7 +36,7 @@ from benchmarks.gpu_short.peers import (
 )
 from collectives import Transport
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.layout import DEFAULT_CAP_MB, MIB, bucket_sizes
+from zero.core.buckets import DEFAULT_CAP_MB, MIB, bucket_sizes
 from zero.parameters.edit_detector import EditDetector
 
 from .support.built_kernels import built_kernels, put_in

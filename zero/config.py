@@ -22,8 +22,9 @@ from collectives import Algorithm, Transport, check_name
 from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
-from .core.layout import BucketSizes, bucket_sizes
+from .core.buckets import BucketSizes, bucket_sizes
 from .core.parameter_specs import FLOATS
+from .core.rounding import StochasticRounding
 from .core.stage import Placement, Stage, check_prefetch_depth, check_reshard, check_sharding_factor, stage_of
 from .core.units import ROOT, Ignored, Predicate, find_units
 from .precision import PrecisionOption, Precisions, Rule, checked
@@ -107,12 +108,17 @@ class ShardingOptions:
         Literal["element", "parameter", "block"] | None,
         "whether ranks own pieces of parameters, or parameters have one owner each; block: pieces of whole blocks",
     ] = None
+    rounding: Annotated[
+        StochasticRounding | None, "with bf16: seed of stochastic rounding of weights and states, without fp32 masters"
+    ] = None
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
         object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
             raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
+        if not isinstance(self.rounding, StochasticRounding | None):
+            raise TypeError(f"rounding must be a zero.StochasticRounding, not {self.rounding!r}")
         if self.offloads_parameters and self.row.parameters is Placement.WHOLE:
             raise ValueError(
                 f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
@@ -230,7 +236,8 @@ class Config(ShardingOptions):
 
     def precisions(self) -> Precisions:
         """Return the precision of each module. Raises as `Precisions.resolve` does."""
-        return Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored)
+        rounds = self.rounding is not None
+        return Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored, rounds=rounds)
 
     def transport(self, device: torch.device) -> Transport:
         """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""

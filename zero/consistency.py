@@ -59,6 +59,8 @@ def agree_on_sharing(group: Transport, config: Config) -> int:
         f"stage={config.stage}, sharding_factor={config.copy_ranks!r}, "
         f"reshard_after_forward={reshard}, prefetch_depth={config.prefetch_depth}, offload={elsewhere}"
     )
+    if config.rounding is not None:
+        mine += f", rounding={config.rounding}"
     replies = group.exchange(mine.encode(), Tag(Kind.EXCHANGE, "sharding factor"))
     for rank, theirs in enumerate(replies):
         if theirs != replies[0]:

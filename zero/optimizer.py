@@ -19,6 +19,7 @@ from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, Offload, check_divisor, module_of
 from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
+from .core.rounding import StochasticRounding
 from .core.units import Given, Ignored, Predicate
 from .engine import Engine
 from .parameters.materialize import InitFunction, materializer_of
@@ -92,6 +93,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             owner. A param group may have its own; and it may have ``blocks``, a dimension or a list of sizes along the
             first one: then the class steps each block of its parameters by itself, and each has one owner. Default:
             "element", or, with a warning, "parameter" if the class is not element-wise.
+        rounding: keep weights and states in bf16, rounded at random, without fp32 masters; see `StochasticRounding`.
         ignored: parameters and modules, parts of the module, that are neither sharded nor synchronised: each rank's own
             experts, say. Nothing about them changes, buffers included; see `clip_grad_norm_`.
         optimizer_kwargs: further arguments of ``optimizer_class``, by name. Here, an argument may have the name of an
@@ -128,6 +130,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         mixed_precision: PrecisionOption = None,
         units: Predicate | None = None,
         partition: Literal["element", "parameter", "block"] | None = None,
+        rounding: StochasticRounding | None = None,
         ignored: Given | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         **defaults: Any,
@@ -147,6 +150,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             collective=collective,
             units=units,
             partition=partition,
+            rounding=rounding,
             ignored=Ignored(ignored, self._module),
         )
         self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, merged(defaults, optimizer_kwargs))

@@ -6,6 +6,7 @@ Knows: which parts there are. Does not know: how they are built, steps.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,10 @@ from torch import nn
 from collectives import Choice, Collective, Transport
 
 from .config import Offload
-from .core.layout import MIB, BucketSizes
+from .core.buckets import MIB, BucketSizes
+from .core.layout import ParameterSpec
 from .core.parameter_specs import changed
+from .core.rounding import StochasticRounding, check_rounded
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
 from .gradients.whole_gradients import WholeGradients
@@ -45,6 +48,7 @@ class Parts:
         precisions: the dtypes of each module.
         offload: which tensors are kept elsewhere.
         partition: who owns what of the parameters, for groups that do not say so.
+        rounding: how weights and states are rounded to 16 bits; None: they are not.
         mesh: the place of this rank in the mesh that the user gave, if so.
         job_size: the number of processes of the job in which the group is; 0 if that is unknown.
         choice: the algorithm of the collectives, the ranks, and why it was chosen.
@@ -64,6 +68,7 @@ class Parts:
     precisions: Precisions
     offload: Offload | None
     partition: str | None
+    rounding: StochasticRounding | None
     mesh: MeshPlace | None
     job_size: int
     choice: Choice
@@ -120,6 +125,12 @@ class Parts:
     def full_state(self) -> FullState:
         """What gathers and loads the whole state dict of the model."""
         return FullState(self.module, self.stage, self.storage, self.reducer, self.transport, self.shard_group)
+
+    def check_rounding(self, new: Sequence[ParameterSpec], partitions: Iterable[str | None], first: int) -> None:
+        """Raise `ValueError` if parameters of param groups from ``first`` on cannot be rounded. Local."""
+        if self.rounding is not None:
+            names = [inner.name for inner in self.user_optimizers.with_modes()]
+            check_rounded(new, partitions, names, first=not first)
 
     def cast_problem(self) -> str | None:
         """Return an error text if the whole model was cast or moved since construction, else None.

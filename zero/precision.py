@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .core.layout import Dtypes
 from .core.names import child_name, named_children
 from .core.parameter_specs import FLOATS
+from .core.rounding import rounded
 from .core.units import Ignored, has_forward
 
 
@@ -234,9 +235,12 @@ class Precisions:
 
     lines: list[str]
 
-    def __init__(self, rule: Rule, module: nn.Module | None, ignored: Ignored | None = None) -> None:
+    def __init__(
+        self, rule: Rule, module: nn.Module | None, ignored: Ignored | None = None, *, rounds: bool = False
+    ) -> None:
         """``module``: that of the optimizer, if it has one; ``ignored``: what keeps its dtypes, is asked for no
-        precision and is no border. Raises as `resolve` does."""
+        precision and is no border; ``rounds``: whether what is in bf16 is rounded. Raises as `resolve` does."""
+        self._rounds = rounds
         self._rule, self._module = rule, module
         self._ignored = Ignored() if ignored is None else ignored
         self.resolve()
@@ -337,7 +341,8 @@ class Precisions:
     def of(self, parameter: Tensor) -> Dtypes:
         """Return the dtypes of a parameter that the optimizer updates. It still has the dtype that it was made in."""
         found = self._for(parameter)
-        return Dtypes.all(parameter.dtype) if found is None else found.of(parameter.dtype)
+        dtypes = Dtypes.all(parameter.dtype) if found is None else found.of(parameter.dtype)
+        return rounded(dtypes) if self._rounds else dtypes
 
     def unlisted(self, parameter: Tensor) -> Dtypes:
         """Return the dtypes of a parameter that the optimizer does not update."""

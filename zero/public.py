@@ -9,6 +9,7 @@ from .checkpoint.single import load, save
 from .checkpoint.stop_request import StopOnSignal
 from .commands.verify.verification import Verification, verify
 from .config import Offload
+from .core.rounding import StochasticRounding
 from .data import MicroBatchSampler
 from .optimizer import ZeroOptimizer
 from .parameters.module_hooks import register_forward_method
@@ -26,6 +27,7 @@ __all__ = [
     "MixedPrecision",
     "Offload",
     "ShardedAverage",
+    "StochasticRounding",
     "StopOnSignal",
     "Verification",
     "ZeroOptimizer",

@@ -44,7 +44,7 @@ from .runtime.bucket import Bucket, StoredBucket
 from .runtime.flat_buffer import FlatBuffer
 from .runtime.flat_states import BucketStates, Options
 from .runtime.joining import Joining
-from .runtime.master_weights import MastersAlone, MasterWeights, RoundedShard
+from .runtime.master_weights import MastersAlone, MasterWeights, RoundedShard, WideCopies
 from .runtime.offload import OffloadedStates, backend_for
 from .runtime.profiler_ranges import ProfilerRange
 from .runtime.streams import Streams
@@ -142,6 +142,7 @@ def build(
         precisions=precisions,
         offload=config.offload,
         partition=config.partition,
+        rounding=config.rounding,
         mesh=config.mesh_place(),
         job_size=config.job_size(),
         choice=choice,
@@ -272,6 +273,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     check_free(named)
     if first and parts.reducer.schedule.is_open:  # else zero_grad() is due, which clears them, too
         check_no_gradients(named)
+    parts.check_rounding(described, requested.values(), first)
     storage.prepare(found)
     described, lines, states = choose_partitions(parts.user_optimizers, all_groups, described, requested)
     return _NewParameters(found, described, replicated, lines, states)
@@ -319,10 +321,8 @@ class _NewStates:
                 self._stores[bucket.index].evict({})
 
     def of(self, bucket: StoredBucket, before: Sequence[Bucket]) -> BucketStates:
-        """Return the states of a bucket.
-
-        ``before``: the buckets that there are already. The class's own counters are those of the first one of them.
-        """
+        """Return the states of a bucket. ``before``: the buckets that there are already; the class's own counters are
+        those of the first one of them."""
         spec, weights = bucket.spec, bucket.updated_weights(self._parts.stage, self._parts.shard_group.rank)
         master: MasterWeights | None = None
         if isinstance(weights, RoundedShard):
@@ -336,9 +336,9 @@ class _NewStates:
         group = self._step_groups[spec.index]
         if group not in self._instances:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
-        instance = self._instances[group]
-        store = self._stores.get(spec.index)
-        states = BucketStates(instance, spec, weights, bucket.specs, master, store)
+        instance, store = self._instances[group], self._stores.get(spec.index)
+        copies = WideCopies.of(self._parts.rounding, spec, bucket.specs, weights.begin)
+        states = BucketStates(instance, spec, weights, bucket.specs, master, store, copies)
         user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
         states.evict()
         return states

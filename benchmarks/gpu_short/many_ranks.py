@@ -40,7 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from collectives.kernels import DeviceKernels
 from zero import MixedPrecision, ZeroOptimizer
-from zero.core.layout import DEFAULT_CAP_MB
+from zero.core.buckets import DEFAULT_CAP_MB
 
 from ..systems import fully_sharded
 from .clock import Host, clock, freed_memory_is_kept

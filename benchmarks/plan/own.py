@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zero.commands.train.model import GPT, Shape, loss_fn
-from zero.core.layout import DEFAULT_CAP_MB, Dtypes
+from zero.core.buckets import DEFAULT_CAP_MB
+from zero.core.layout import Dtypes
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_module

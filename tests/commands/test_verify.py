@@ -49,6 +49,7 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"ignored": verified.the_first_layer, "max_norm": 0.5},
     {**ODD, "ignored": verified.the_scale, "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
     {"build_model": verified.Experts, "param_groups": verified.in_blocks, "mixed_precision": PRECISIONS["bf16"]},
+    {**ODD, "rounding": zero.StochasticRounding(3), "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer, save
+from zero import MicroBatchSampler, MixedPrecision, StochasticRounding, ZeroOptimizer, save
 
 from ..support.loops import (
     SAMPLES,
@@ -119,6 +119,7 @@ EXAMPLES = {
     "Several backwards": Example(PlainLoop(second_loss)),
     "Mixed precision": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16))),
     "Norms and heads in fp32": Example(PlainLoop(precision=BY_NAME), build=with_norm_and_head),
+    "Stochastic rounding": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(0))),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),
     "Gradients of your own": Example(PlainLoop(before_clip=mask_eight_rows)),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zero import Offload
+from zero import Offload, StochasticRounding
 
 from ..support.by_module import BY_MODULE
 from ..support.narrowed import PRECISIONS
@@ -46,6 +46,7 @@ HABITS: dict[str, tuple[Step, ...]] = {
     },
 }
 DTYPES = {"": torch.float32, "fp64": torch.float64, "in bf16": torch.bfloat16, "in fp16": torch.float16}
+ROUNDED = {"rounded": (torch.bfloat16, None), "rounded, sums in fp32": (torch.float32, PRECISIONS["bf16"])}
 
 FEW: dict[str, Sequence[Any]] = {
     "stage": (0, 1, 2, 3),
@@ -67,7 +68,7 @@ MANY: dict[str, Sequence[Any]] = {
     "ranks": (1, 2, 6),
     "optimizer": (*CLASSES, *FOR_LOOP, *BY_PARAMETER),
     "habit": ("clips", "no sync", "freezes", "divisors", "module zeros"),
-    "numbers": (*DTYPES, *PRECISIONS, "by kind", "ends in fp16"),
+    "numbers": (*DTYPES, *PRECISIONS, "by kind", "ends in fp16", *ROUNDED),
     "factor": (None, 1, 3),
     "collective": (*FEW["collective"], "one host"),
 }
@@ -84,6 +85,7 @@ def allowed(row: Row) -> bool:
             row["reshard"] or row["stage"] == 3,
             row["ranks"] != 4 or row["factor"] == 2,
             row["numbers"] not in DTYPES or not row["numbers"] or clean,
+            row["numbers"] not in ROUNDED or row["habit"] != "scales",
             row["numbers"] != "in fp16" or row["habit"] == "clips",
             row["habit"] != "scales" or row["numbers"] not in DTYPES or not row["numbers"],
             # of other classes numbers become infinite in fp16
@@ -109,6 +111,9 @@ def named(row: Row) -> str:
 
 def program_of(row: Row) -> Program:
     numbers = row["numbers"]
+    dtype, precision = ROUNDED.get(
+        numbers, (DTYPES.get(numbers, torch.float32), {**PRECISIONS, **BY_MODULE}.get(numbers))
+    )
     return Program(
         row["ranks"],
         row["stage"],
@@ -119,8 +124,9 @@ def program_of(row: Row) -> Program:
         row["factor"],
         row["reshard"],
         Offload(tempfile.gettempdir()) if row["offload"] else None,
-        DTYPES.get(numbers, torch.float32),
-        precision={**PRECISIONS, **BY_MODULE}.get(numbers),
+        dtype,
+        precision=precision,
+        rounding=StochasticRounding(1) if numbers in ROUNDED else None,
         scaled=row["habit"] == "scales",
         lends=row["lends"],
         steps=HABITS[row["habit"]],

@@ -13,7 +13,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag
 from collectives.algorithms.process_group import Native
 from collectives.backends.gloo import connect
-from zero import Offload
+from zero import Offload, StochasticRounding
 
 from .. import peaks
 from ..peaks import BLOCKS
@@ -43,6 +43,8 @@ def check(gloo: GlooPool, program: Program, ranks: Sequence[int]) -> None:
             Program(2, 0, "adamw fused", steps=CLIPPED),
             Program(3, 1, "adamw fused", 1e-6, steps=FEWER),
             Program(3, 2, collective="all_to_all", steps=CLIPPED),
+            Program(3, 3, dtype=torch.bfloat16, rounding=StochasticRounding(2), steps=CLIPPED),
+            Program(4, 1, precision=PRECISIONS["bf16"], rounding=StochasticRounding(2), steps=FEWER),
         ],
     ),
     ids=lambda p: f"W{p.world_size}-stage{p.stage}",

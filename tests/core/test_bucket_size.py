@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from zero.config import Config
-from zero.core.buckets import build, extended
-from zero.core.layout import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes
+from zero.core.buckets import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, build, extended
 from zero.planning.models.shapes import model_of
 
 WIDTH = 3000  # a square of it is 34.3 MiB in fp32, 17.2 in bf16

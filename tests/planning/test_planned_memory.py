@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Loopback, Transport
-from zero import MixedPrecision, Offload, ZeroOptimizer
+from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model, ParameterShape
 from zero.planning.models.shapes import model_of
@@ -91,6 +91,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "offload": (None, Offload(".")),
     "mixed_precision": (None, MixedPrecision(torch.bfloat16), "by module"),
     "optimizer": tuple(CLASSES),
+    "rounding": (None, StochasticRounding(0)),
 }
 
 
@@ -125,7 +126,8 @@ def there_is(row: dict[str, Any]) -> bool:
         setting_of(row)
     except ValueError:
         return False
-    return bool(row["stage"]) or not row["offload"]
+    rounds = row["rounding"] is None or row["mixed_precision"] == BF16  # of patterns some ask for fp16
+    return rounds and (bool(row["stage"]) or not row["offload"])
 
 
 @pytest.mark.parametrize("row", placed("row", pair_rows(SETTINGS, there_is), 0, 6, 8, 11))

@@ -299,6 +299,7 @@ class PlainLoop:
     divisor: Callable[[Sequence[Batch]], float] = len
     precision: Any = None
     scale: float | None = None
+    rounding: Any = None
     scheduler: SchedulerOf = constant
     optimizer_of: Callable[[Sequence[Tensor]], torch.optim.Optimizer] = adamw
     max_norm: float = 1.0
@@ -308,7 +309,8 @@ class PlainLoop:
 
     def run(self, model: nn.Module, batches: Sequence[Batch]) -> torch.optim.Optimizer:
         """Train ``model``; return its optimizer."""
-        loop = PlainRanks(model, lambda updated: self.optimizer or self.optimizer_of(updated), precision=self.precision)
+        numbers = {"precision": self.precision, "rounding": self.rounding}
+        loop = PlainRanks(model, lambda updated: self.optimizer or self.optimizer_of(updated), **numbers)
         scheduler = self.scheduler(loop.optimizer)
         scaler = torch.amp.GradScaler("cpu", init_scale=self.scale or 1.0, enabled=self.scale is not None)
         handle = model.register_forward_pre_hook(self._cast)

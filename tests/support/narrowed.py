@@ -91,7 +91,9 @@ class Narrowed:
     themselves. Mean gradients are the ``grad`` of ``held``, in the dtype in which they are added up.
     """
 
-    def __init__(self, model: nn.Module, precision: Any) -> None:
+    def __init__(self, model: nn.Module, precision: Any, rounding: Any = None) -> None:
+        """``rounding``: a `zero.StochasticRounding`. Parameters in bf16 then have no master weights."""
+        self.rounding = rounding
         self.parameters = [p for p in model.parameters() if p.dtype in FLOATS and (p.requires_grad or _is_plain(p))]
         self.held = self.updated = list[Tensor](self.parameters)
         self.dtypes: list[tuple[torch.dtype, torch.dtype]] = []  # of each: those that travels, and of the sum
@@ -111,11 +113,12 @@ class Narrowed:
             dtype = own.param_dtype or p.dtype
             p.data = wide.to(dtype)  # a frozen parameter has no master weights until it is trained
             master = wide.dtype if wide.dtype.itemsize > 2 or own.param_dtype is None else FP32
-            updated = wide if p.requires_grad else p.detach()
-            self.updated.append(updated.to(master, copy=True).requires_grad_())
+            updated = (wide if p.requires_grad else p.detach()).to(master, copy=True).requires_grad_()
+            self.updated.append(p if rounding is not None and dtype is BF16 else updated)
             total = p.dtype if own.param_dtype is None else getattr(own, "accumulate_dtype", FP32)
             self.dtypes.append((own.reduce_dtype or dtype, total))
-            self.held.append(self.updated[-1] if master is total else torch.zeros_like(self.updated[-1], dtype=total))
+            is_held = self.updated[-1].dtype is total
+            self.held.append(self.updated[-1] if is_held else torch.zeros_like(self.updated[-1], dtype=total))
         for name, module in modules:
             dtype = getattr(precision_of(precision, name, module), "buffer_dtype", None)
             for buffer in module.buffers(recurse=False) if dtype is not None else ():
@@ -162,6 +165,9 @@ class Narrowed:
 
     def step(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         self.follow()
+        if self.rounding is not None:
+            self._round(optimizer, scaler)
+            return
         if self.is_mixed:
             for wide, held in zip(self.updated, self.held, strict=True):
                 wide.grad = None if held.grad is None else held.grad.to(wide.dtype)
@@ -173,6 +179,25 @@ class Narrowed:
             for p, wide in zip(self.parameters, self.updated, strict=True):
                 if wide.grad is not None:
                     p.data.copy_(wide.detach())
+
+    def _round(self, optimizer: Any, scaler: torch.amp.GradScaler | None) -> None:
+        """Step, and round what is in bf16. A scaler may skip the step."""
+        gradients = {wide: held.grad for wide, held in zip(self.updated, self.held, strict=True)}
+        own_step = optimizer.step
+
+        def step() -> None:
+            optimizer.step = own_step
+            self.rounding.step(optimizer, gradients)
+
+        if scaler is None:
+            step()
+        else:
+            optimizer.step = step
+            scaler.step(optimizer)
+            optimizer.step = own_step
+        for p, wide in zip(self.parameters, self.updated, strict=True):
+            if wide is not p and gradients[wide] is not None:
+                p.data.copy_(wide.detach())
 
     def show(self, gradients: Sequence[Tensor | None]) -> None:
         """Set the mean gradients, or None, as the ``grad`` that a loop clips."""

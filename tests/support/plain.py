@@ -63,13 +63,14 @@ class PlainRanks:
         world_size: int = 1,
         precision: Any = None,
         divisor: float | None = None,
+        rounding: Any = None,
     ) -> None:
         """``optimizer_of``: builds an optimizer of what is updated, the model's parameters or master weights.
 
-        ``precision``: what `zero.ZeroOptimizer` takes as ``mixed_precision``.
+        ``precision``, ``rounding``: what `zero.ZeroOptimizer` takes as ``mixed_precision`` and ``rounding``.
         """
         self.model, self.world_size = model, world_size
-        self.numbers = Narrowed(model, precision)
+        self.numbers = Narrowed(model, precision, rounding)
         self.held = self.numbers.held  # what a loop clips
         self.optimizer = optimizer_of(self.numbers.updated)
         self.divisor = world_size if divisor is None else divisor

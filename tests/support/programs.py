@@ -88,6 +88,7 @@ class Program:
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
     precision: Any = None  # what `ZeroOptimizer` takes as `mixed_precision`
+    rounding: Any = None  # a `StochasticRounding`
     scaled: bool = False
     lends: bool = False  # the device between two steps
     steps: tuple[Step, ...] = field(default_factory=lambda: (Step(), Step(), Step()))
@@ -171,7 +172,8 @@ class Plain(AsPlain):
     def __init__(self, program: Program) -> None:
         cls, arguments = program.optimizer_class()
         model = build(program.seed, program.dtype).to(program.device)
-        super().__init__(model, lambda updated: cls(updated, **arguments), program.world_size, program.precision)
+        numbers = {"precision": program.precision, "rounding": program.rounding}
+        super().__init__(model, lambda updated: cls(updated, **arguments), program.world_size, **numbers)
         self.program = program
 
     def run(self) -> None:
@@ -216,6 +218,7 @@ def run_rank(
         **{"reshard_after_forward": program.reshard, **program.units},
         offload=program.offload,
         mixed_precision=program.precision,
+        **({"rounding": program.rounding} if program.rounding is not None else {}),
         partition=program.partition or ("parameter" if program.optimizer in BY_PARAMETER else "element"),
         **where,
         **arguments,

@@ -11,11 +11,14 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
+from zero.core.rounding import Stream
+from zero.runtime import master_weights
 from zero.runtime.backward_tracker import in_backward
 
 
@@ -358,3 +361,17 @@ def one_rank_owns_all_blocks_of_a_bucket(real: Any, sizes: Any, held: list[int])
 
 def blocks_are_joined_backwards(real: Any, self: Any, values: Any, shape: Any) -> Any:
     return real(self, values[::-1], shape)
+
+
+def weights_and_states_share_their_random_bits(
+    real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int
+) -> None:
+    of = Stream.of
+    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
+        real(self, piece, names, kept, step)
+
+
+def parameters_share_their_random_bits(real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int) -> None:
+    of = Stream.of
+    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, _, name, k: of(s, 0, name, k))):
+        real(self, piece, names, kept, step)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 from collectives import Algorithm
 
 from ..config import Offload
+from ..core.rounding import StochasticRounding
 from ..core.units import Predicate
 from ..precision import PRECISIONS, PrecisionName, PrecisionOption
 
@@ -90,6 +91,13 @@ FORMS: Mapping[Any, TextForm] = {
     ),
     str | Algorithm: TextForm(str, str, str),
     Offload | None: TextForm(str | None, _offload, _written_offload, OFFLOAD, "<path|cpu>"),
+    StochasticRounding | None: TextForm(
+        str | None,
+        lambda text: StochasticRounding(int(text)),
+        lambda value: None if value is None else str(value.seed),
+        "a whole number",
+        "<int>",
+    ),
     PrecisionOption: TextForm(
         PrecisionName, PRECISIONS.__getitem__, {value: name for name, value in PRECISIONS.items()}.__getitem__
     ),

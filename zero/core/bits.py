@@ -1,10 +1,11 @@
-"""Views of flat storage, bitwise comparisons, and reads of tensor values by the host.
+"""Views of flat storage, bitwise comparisons, reads of tensor values by the host, and flags in bytes.
 
 Knows: strides, dtypes, and which reads make the host wait for a device. Does not know: layouts, ranks.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -165,3 +166,29 @@ def _mixed(numbers: Tensor) -> Tensor:
     for factor in _FACTORS:
         numbers = (numbers ^ (numbers >> 31)) * factor
     return numbers ^ (numbers >> 29)
+
+
+# -- flags in a `bytearray`: one byte, 0 or 1, for each slot of a bucket; nothing here loops over them in Python -------
+
+
+def either(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:
+    """Return the flags that are set in ``one`` or in ``other``, which are equally long."""
+    return _flags(_number(one) | _number(other), len(one))
+
+
+def without(one: bytes | bytearray, other: bytes | bytearray) -> bytearray:
+    """Return the flags that are set in ``one`` and not in ``other``, which are equally long."""
+    return _flags(_number(one) & ~_number(other), len(one))
+
+
+def where(flags: bytes | bytearray) -> list[int]:
+    """Return the places of the flags that are set, in order."""
+    return list(itertools.compress(range(len(flags)), flags))
+
+
+def _number(flags: bytes | bytearray) -> int:
+    return int.from_bytes(flags, "little")
+
+
+def _flags(number: int, length: int) -> bytearray:
+    return bytearray(number.to_bytes(length, "little"))

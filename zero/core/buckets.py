@@ -1,6 +1,6 @@
-"""Puts parameters into buckets, and chooses which rank owns what of each.
+"""Chooses the size of buckets, puts parameters into them, and chooses which rank owns what of each.
 
-Knows: the layout's rules. Does not know: values of tensors, running ranks, stages.
+Knows: the layout's rules, and how large a bucket should be. Does not know: values of tensors, running ranks, stages.
 """
 
 from __future__ import annotations
@@ -10,10 +10,18 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 from .cuts import BlockCuts, EvenCuts, OwnerCuts
 from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
 from .owners import choose_owners, share_blocks, step_work
+
+MIB = 1 << 20
+DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
+MOST_CAP_MB, MOST_CAP_MB_BETWEEN_HOSTS = 256, 128  # of a bucket that is not a unit, on accelerators
+BUCKETS_OF_A_MODEL = 12  # there: few enough for the host, enough for reductions to run beside the backward
+MANY_RANKS = 64  # from here on, a ring over 25 MiB spends more on its steps than on bytes, even at 10 us each
 
 
 def build(
@@ -184,3 +192,60 @@ def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:
     if is_accelerator(spec.device) and not spec.alone:
         align = math.lcm(align, world_size * spec.dtypes.alignment)
     return -(-max(end, 1) // align) * align
+
+
+def unit_cap_mb(largest_unit: int) -> int:
+    """Return the MiB of buckets of which one holds any unit: at least 25. ``largest_unit``: bytes."""
+    return max(-(-largest_unit // MIB), DEFAULT_CAP_MB)
+
+
+@dataclass(frozen=True)
+class BucketSizes:
+    """The most bytes of a bucket, in the dtype of the parameters. ``first``: of the bucket that a backward completes
+    first, whose reduction should begin early."""
+
+    most: int
+    first: int
+
+    def __str__(self) -> str:
+        return f"{self.most} bytes" if self.first == self.most else f"{self.most} bytes, the first {self.first}"
+
+
+def bucket_sizes(
+    cap_mb: float | Literal["auto"] | None,
+    device: str,
+    *,
+    units_are_gathered: bool,
+    ranks: int,
+    hosts: int,
+    largest_unit: int,
+    total: int,
+) -> BucketSizes:
+    """Return the sizes of buckets for a ``bucket_cap_mb``.
+
+    None is 25 MiB on the CPU. On an accelerator it is chosen from the model, since a bucket costs the host the same
+    time, however large it is: a unit that is gathered is one bucket; else buckets have a twelfth of the model, from 25
+    to 256 MiB (between hosts 128), and the first one has 25. "auto" is the same, and where ranks are many at least the
+    largest unit: a ring takes a step for each rank, however few bytes it moves.
+
+    Args:
+        cap_mb: as the user gave it.
+        device: the type of the parameters' device.
+        units_are_gathered: whether units are gathered from other ranks, and so share no buckets.
+        ranks: how many share a copy.
+        hosts: on how many hosts the optimizer's ranks are.
+        largest_unit: bytes of the largest unit.
+        total: bytes of all parameters that are trained.
+    """
+    if cap_mb is not None and cap_mb != "auto":
+        most = first = cap_mb
+    elif device == "cpu":
+        most = first = DEFAULT_CAP_MB
+    elif units_are_gathered:
+        most = first = unit_cap_mb(largest_unit)
+    else:
+        limit = MOST_CAP_MB if hosts == 1 else MOST_CAP_MB_BETWEEN_HOSTS
+        most, first = max(DEFAULT_CAP_MB, min(limit, -(-total // (BUCKETS_OF_A_MODEL * MIB)))), DEFAULT_CAP_MB
+    if cap_mb == "auto" and ranks >= MANY_RANKS:
+        most = first = max(most, unit_cap_mb(largest_unit))
+    return BucketSizes(int(most * MIB), int(first * MIB))

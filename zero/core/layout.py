@@ -17,18 +17,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from .cuts import Cuts, EvenCuts, PartOfCuts
 from .owners import step_work
 
-MIB = 1 << 20
-DEFAULT_CAP_MB = 25  # as in DistributedDataParallel
-MOST_CAP_MB, MOST_CAP_MB_BETWEEN_HOSTS = 256, 128  # of a bucket that is not a unit, on accelerators
-BUCKETS_OF_A_MODEL = 12  # there: few enough for the host, enough for reductions to run beside the backward
-MANY_RANKS = 64  # from here on, a ring over 25 MiB spends more on its steps than on bytes, even at 10 us each
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 DEVICE_SLOT_BYTES = 512  # of CUDA's caching allocator
 
@@ -75,13 +69,17 @@ class Dtypes:
 
     def itemsize(self, which: str) -> int:
         """Return the bytes of an element in the dtype of this name, for instance "reduce_dtype"."""
-        dtype: torch.dtype = getattr(self, which)
-        return dtype.itemsize
+        return int(getattr(self, which).itemsize)
 
     @property
     def widens(self) -> bool:
         """Whether contributions are added up in another dtype than they travel in."""
         return self.accumulate_dtype is not self.reduce_dtype
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """The dtype in which the class steps, which may be wider than what is kept: `rounding.RoundedDtypes`."""
+        return self.master_dtype
 
     @property
     def has_master(self) -> bool:
@@ -183,13 +181,11 @@ class ParameterSpec:
     def line(self) -> str:
         """Return, as text, the facts on which the ranks must agree."""
         described = ",".join(map(str, vars(self.dtypes).values()))
-        state = "trainable" if self.trainable else "frozen"
-        names = "=".join(self.names) or self.name
-        device = self.device.split(":")[0]
-        place = f"group {self.group} unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
+        place = f"{device_type(self.device)} {'trainable' if self.trainable else 'frozen'} group {self.group}"
+        place += f" unit {self.unit}{' whole' if self.one_owner else ' blocks' * self.blocks}"
         place += f" stack {list(self.stack)}" * bool(self.stack)
         place += f" class {self.optimizer_class}" if self.optimizer_class else ""
-        return f"{names} {list(self.shape)} stride {list(self.stride)} {described} {device} {state} {place}"
+        return f"{'='.join(self.names) or self.name} {list(self.shape)} stride {list(self.stride)} {described} {place}"
 
 
 @dataclass(frozen=True)
@@ -341,60 +337,3 @@ class Layout:
         numbered = itertools.groupby(range(len(bucket.slots)), lambda number: self.unit(bucket.slots[number]))
         spans = ((unit, list(numbers)) for unit, numbers in numbered)
         return [(unit, numbers[0], numbers[-1] + 1) for unit, numbers in spans]
-
-
-def unit_cap_mb(largest_unit: int) -> int:
-    """Return the MiB of buckets of which one holds any unit: at least 25. ``largest_unit``: bytes."""
-    return max(-(-largest_unit // MIB), DEFAULT_CAP_MB)
-
-
-@dataclass(frozen=True)
-class BucketSizes:
-    """The most bytes of a bucket, in the dtype of the parameters. ``first``: of the bucket that a backward completes
-    first, whose reduction should begin early."""
-
-    most: int
-    first: int
-
-    def __str__(self) -> str:
-        return f"{self.most} bytes" if self.first == self.most else f"{self.most} bytes, the first {self.first}"
-
-
-def bucket_sizes(
-    cap_mb: float | Literal["auto"] | None,
-    device: str,
-    *,
-    units_are_gathered: bool,
-    ranks: int,
-    hosts: int,
-    largest_unit: int,
-    total: int,
-) -> BucketSizes:
-    """Return the sizes of buckets for a ``bucket_cap_mb``.
-
-    None is 25 MiB on the CPU. On an accelerator it is chosen from the model, since a bucket costs the host the same
-    time, however large it is: a unit that is gathered is one bucket; else buckets have a twelfth of the model, from 25
-    to 256 MiB (between hosts 128), and the first one has 25. "auto" is the same, and where ranks are many at least the
-    largest unit: a ring takes a step for each rank, however few bytes it moves.
-
-    Args:
-        cap_mb: as the user gave it.
-        device: the type of the parameters' device.
-        units_are_gathered: whether units are gathered from other ranks, and so share no buckets.
-        ranks: how many share a copy.
-        hosts: on how many hosts the optimizer's ranks are.
-        largest_unit: bytes of the largest unit.
-        total: bytes of all parameters that are trained.
-    """
-    if cap_mb is not None and cap_mb != "auto":
-        most = first = cap_mb
-    elif device == "cpu":
-        most = first = DEFAULT_CAP_MB
-    elif units_are_gathered:
-        most = first = unit_cap_mb(largest_unit)
-    else:
-        limit = MOST_CAP_MB if hosts == 1 else MOST_CAP_MB_BETWEEN_HOSTS
-        most, first = max(DEFAULT_CAP_MB, min(limit, -(-total // (BUCKETS_OF_A_MODEL * MIB)))), DEFAULT_CAP_MB
-    if cap_mb == "auto" and ranks >= MANY_RANKS:
-        most = first = max(most, unit_cap_mb(largest_unit))
-    return BucketSizes(int(most * MIB), int(first * MIB))

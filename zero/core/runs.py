@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from .bits import row_major_stride
-from .layout import Piece, Slot
-from .parameter_specs import flattened
+from .layout import ParameterSpec, Piece, Slot
+from .parameter_specs import flattened, parts_of
 from .statetree import rebuilt
 
 CUT = 1 << 16
@@ -110,23 +110,6 @@ class PieceState:
 def _plain(state: PieceState) -> dict[str, Any]:
     # host synchronisation: of step counts on a device, only if other parameters were used than before
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.scalars.items()}
-
-
-def copied_states(states: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a deep copy. A tensor subclass need not know how to copy itself."""
-    return {
-        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
-        for name, value in states.items()
-    }
-
-
-def changed_state(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a state with ``change`` of each of its plain tensors."""
-    if isinstance(value, Tensor):
-        return rebuilt(value, change)
-    if isinstance(value, dict):
-        return type(value)((key, changed_state(inside, change)) for key, inside in value.items())
-    return type(value)(changed_state(inside, change) for inside in value) if type(value) in (list, tuple) else value
 
 
 class DivisionRule(ABC):
@@ -304,3 +287,56 @@ def _renewed(facts: Any, old: Sequence[int], new: Sequence[int]) -> Any:
             return type(facts)(new)
         return type(facts)([_renewed(each, old, new) for each in facts])
     return {key: _renewed(each, old, new) for key, each in facts.items()} if isinstance(facts, dict) else facts
+
+
+def copied_states(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a deep copy of states. A tensor subclass need not know how to copy itself."""
+    return {
+        name: rebuilt(value, copy.deepcopy) if isinstance(value, Tensor) else copy.deepcopy(value)
+        for name, value in states.items()
+    }
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a state with ``change`` of each of its plain tensors."""
+    if isinstance(value, Tensor):
+        return rebuilt(value, change)
+    if isinstance(value, dict):
+        return type(value)((key, with_tensors(inside, change)) for key, inside in value.items())
+    return type(value)(with_tensors(inside, change) for inside in value) if type(value) in (list, tuple) else value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors of a state: in lists, tuples and dicts, and those that a subclass wraps."""
+    if isinstance(value, Tensor):
+        yield from parts_of(value)
+    elif isinstance(value, (list, tuple, dict)):
+        for inside in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(inside)
+
+
+def may_lie_flat(value: Tensor) -> bool:
+    """Return whether a state of a whole parameter may be a view of a flat tensor, if it is as large as the parameter.
+
+    Flat states have the dtype of the weights, to which a load from a dict casts them, as torch does. Integers, as of
+    8-bit states, must not be cast, and a subclass has more than its elements.
+    """
+    return type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()
+
+
+def is_elementwise(value: Any, parameter: Tensor) -> bool:
+    """Return True for a state that is as large as the parameter."""
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[int, frozenset[str]]) -> bool:
+    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` is a tensor, or None.
+
+    ``elementwise``: the names of the states that are as large as their parameter, by the number of the class; of a
+    whole one it may differ.
+    """
+    return (
+        name in elementwise.get(spec.optimizer_class, ())
+        and value is not None
+        and (not spec.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
+    )

@@ -20,7 +20,7 @@ from functools import partial
 
 from collectives import BucketQueue, Collective, Transport, Work
 
-from ..core.flags import either
+from ..core.bits import either
 from ..core.stage import Stage, buckets_in_flight, sums_under_way
 from ..runtime.bucket import Bucket
 from ..runtime.joining import Joining

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..core.bits import all_zero, host_readable, read_scalars
-from ..core.flags import either, where, without
+from ..core.bits import all_zero, either, host_readable, read_scalars, where, without
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
 from ..runtime.bucket import Bucket

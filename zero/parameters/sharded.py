@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
 from ..consistency import broadcast, fingerprint
-from ..core.buckets import build
-from ..core.flags import where
-from ..core.layout import BucketSizes, BucketSpec, Layout, ParameterSpec, is_accelerator
+from ..core.bits import where
+from ..core.buckets import BucketSizes, build
+from ..core.layout import BucketSpec, Layout, ParameterSpec, is_accelerator
 from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
 from ..core.units import Ignored, Predicate, UnitSchedule, find_units, kept_units

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..config import Offload
-from ..core.layout import DEFAULT_CAP_MB, MIB
+from ..core.buckets import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
 from .plan import PlannedSetting, Planner, Training, usable_bytes

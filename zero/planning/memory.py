@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from ..core.buckets import build
+from ..core.buckets import BucketSizes, build
 from ..core.cuts import BlockCuts, OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
-from ..core.layout import BucketSizes, BucketSpec, Layout, is_accelerator
+from ..core.layout import BucketSpec, Layout, is_accelerator
+from ..core.rounding import WIDE, RoundedDtypes, rounded
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.units import ROOT, UnitSchedule
 from ..precision import MixedPrecision, Patterns
@@ -77,6 +78,7 @@ class _Key:
     whole_matrices: bool
     offloaded: bool
     quantized: Quantized | None
+    rounds: bool
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,8 @@ class MemoryPlan:
             if key.quantized is not None:
                 cut = [key.quantized.is_cut(spec.numel) for spec in specs]
                 specs = [replace(s, blocks=is_cut, one_owner=not is_cut) for s, is_cut in zip(specs, cut, strict=True)]
+            if key.rounds:
+                specs = [replace(spec, dtypes=rounded(spec.dtypes)) for spec in specs]
             most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
             layout = build(specs, setting.factor, most, first_bytes=first, across_units=key.across_units)
             seen: dict[object, BucketSpec] = {}
@@ -206,7 +210,7 @@ class MemoryPlan:
         if not setting.gathers_units:
             total["gathered_peak"] = 0
         total["staged_peak"] = _STAGED[setting.states_on] * staged
-        if setting.offloads_parameters:  # and the gradient of the bucket that is stepped
+        if setting.offloads_parameters or setting.rounding:  # and what the bucket that is stepped has besides
             total["staged_peak"] += max((part.scratch_peak for part, _ in parts_), default=0)
         return RankBytes(**total)
 
@@ -217,7 +221,7 @@ class MemoryPlan:
 
     def _of_bucket(self, setting: PlanSetting, bucket: BucketSpec, place: int) -> RankBytes:
         """Return a rank's bytes of one bucket. ``staged_peak``: of its copies in a step; ``scratch_peak``: of its
-        gradient there."""
+        gradient and of fp32 copies there."""
         members, stage, itemsize = self.members(bucket), setting.row, bucket.dtypes.itemsize("master_dtype")
         states = setting.classes[len(setting.classes) > 1 and members[0].is_unit_matrix]
         trainable = members[0].trainable
@@ -252,6 +256,9 @@ class MemoryPlan:
             staged, wide = (offloaded + room, room) if trainable else (0, 0)
             offloaded += kept + found.masters
             kept = 0
+        if isinstance(bucket.dtypes, RoundedDtypes) and any(stepped):  # fp32 copies, and perhaps of the gradient
+            copied = 1 + states.tensors + (bucket.dtypes.accumulate_dtype is not WIDE)
+            wide += copied * (high - low) * WIDE.itemsize
         beside = kept + found.scalars + (0 if setting.offload else found.states + in_blocks)
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
         return RankBytes(
@@ -284,4 +291,5 @@ def _key(setting: PlanSetting) -> _Key:
         len(setting.classes) > 1,
         setting.offloads_parameters,
         setting.quantized,
+        setting.rounding is not None,
     )

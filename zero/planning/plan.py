@@ -22,8 +22,8 @@ from typing import Literal
 
 import torch
 
+from ..core.buckets import MIB, BucketSizes, bucket_sizes, unit_cap_mb
 from ..core.formulas import spread_of_owners
-from ..core.layout import MIB, BucketSizes, bucket_sizes, unit_cap_mb
 from ..core.stage import STAGES
 from ..precision import MixedPrecision, Patterns, PrecisionName, named_precision, param_dtype_of
 from .hardware import Cluster

@@ -14,8 +14,9 @@ from typing import Literal, cast
 from collectives import algorithm_for
 
 from ..config import ShardingOptions
+from ..core.buckets import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.cuts import CUT_EVERY
-from ..core.layout import DEFAULT_CAP_MB, MIB, BucketSizes, is_accelerator
+from ..core.layout import is_accelerator
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import UnitSchedule
 from ..precision import MixedPrecision, Patterns

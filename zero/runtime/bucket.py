@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor
 
-from ..core.flags import either
+from ..core.bits import either
 from ..core.layout import BucketSpec, ParameterSpec
 from ..core.stage import Stage
 from .accumulator import GradAccumulator

@@ -31,15 +31,27 @@ from torch import Tensor
 
 from ..core.bits import strided
 from ..core.layout import BucketSpec, ParameterSpec, Piece
-from ..core.parameter_specs import parts_of
-from ..core.runs import CUT, PieceState, adjoins, block_shape, changed_state, copied_states, in_blocks, parts, runs
+from ..core.rounding import NARROW, WEIGHTS, WIDE
+from ..core.runs import (
+    CUT,
+    PieceState,
+    adjoins,
+    block_shape,
+    copied_states,
+    in_blocks,
+    is_elementwise,
+    may_lie_flat,
+    parts,
+    runs,
+    tensors_in,
+    with_tensors,
+)
 from .flat_buffer import FlatBuffer, Move
-from .master_weights import MasterWeights
+from .master_weights import MasterWeights, WideCopies
 from .offload import OffloadedStates
 
 Options = dict[str, Any]
 _AROUND = (bisect.bisect_left, bisect.bisect_right)
-_WEIGHTS = "the weights"  # a key among the names of states; it has a space, which no state's name has
 Shape = tuple[tuple[int, ...], tuple[int, ...]]  # sizes and strides
 
 
@@ -70,6 +82,7 @@ class BucketStates:
         specs: Sequence[ParameterSpec],
         master: MasterWeights | None = None,
         store: OffloadedStates | None = None,
+        wide: WideCopies | None = None,
     ) -> None:
         """Create the states of an interval; there are none yet.
 
@@ -80,8 +93,9 @@ class BucketStates:
             specs: of each slot's parameter.
             master: the master weights, which are updated instead of the parameters; None: there are none.
             store: the memory of the states, if they are offloaded.
+            wide: the copies in which the class steps what is rounded; None: nothing is.
         """
-        self._store, self.instance = store, instance
+        self._store, self._wide, self.instance = store, wide, instance
         self._specs = specs
         self.alone = any(spec.alone for spec in specs)  # all of them
         self.scalars = [spec.shape == () for spec in specs]
@@ -175,16 +189,12 @@ class BucketStates:
                     continue  # it only happens to have this shape
                 if self.alone and not (
                     may_lie_flat(value)
-                    and value.dtype == self.weights.dtype
+                    and value.dtype == run.parameter.dtype
                     and value.stride() == run.parameter.stride()
                 ):
                     run.views.pop(name, None)
                     continue
-                if name not in self.flat:
-                    self.flat[name] = self._room(name, value.dtype)
-                staged = {} if self._store is None else self._store.staged
-                target = staged.get(name, self.flat[name].data)
-                view = run.of(target)
+                view = run.of(self._target(name, value.dtype))
                 view.copy_(value)
                 state[name] = run.views[name] = view
 
@@ -213,7 +223,7 @@ class BucketStates:
             flat.apply(moved)
         for number, state in enumerate(self._states if self.alone else ()):
             if state is not None:
-                self._states[number] = PieceState(state.elementwise, changed_state(dict(state.scalars), moved))
+                self._states[number] = PieceState(state.elementwise, with_tensors(dict(state.scalars), moved))
 
     def pieces_of(self, slot: int) -> range:
         """Return the numbers of the pieces of a slot in this interval: of its blocks if it is a stack, else one or
@@ -270,6 +280,15 @@ class BucketStates:
             self.flat[name] = self._room(name, dtype)
         return self.flat[name]
 
+    def _target(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the flat tensor for a state that the class has made, or its copy if the class steps copies now."""
+        wide = self._wide if self._wide is not None and self._wide.tensors and dtype is WIDE else None
+        if name not in self.flat:
+            self.flat[name] = self._room(name, dtype if wide is None else NARROW)
+        if wide is not None and self.flat[name].data.dtype is NARROW:
+            return wide.room(name)
+        return ({} if self._store is None else self._store.staged).get(name, self.flat[name].data)
+
     def _room(self, name: str, dtype: torch.dtype) -> FlatBuffer:
         if self._store is not None:
             room = self._store.tensor(name, dtype)
@@ -305,11 +324,11 @@ class BucketStates:
         for run in self.runs:
             yield from self._others_of(run)
         for state in self._states if self.alone else ():  # of parameters that the last step left alone
-            yield from () if state is None else _tensors_in(dict(state.scalars))
+            yield from () if state is None else tensors_in(dict(state.scalars))
 
     def _others_of(self, run: _FlatParam) -> Iterator[Tensor]:
         states = self.instance.state.get(run.parameter, {})
-        return _tensors_in({name: value for name, value in states.items() if name not in run.views})
+        return tensors_in({name: value for name, value in states.items() if name not in run.views})
 
     # -- offloaded states ---------------------------------------------------------------------------------------------
 
@@ -323,9 +342,23 @@ class BucketStates:
             self._store.prefetch(self._flats())  # else master weights follow edits first
 
     def ready(self) -> None:
-        """Let the class step states that are on the host in copies on the device of the weights."""
-        if self._store is not None and self.runs:
-            self._point_to(self._store.ready(self._flats()))
+        """Let the class step copies: of states on the host, on the device of the weights; of 16 bits, in fp32."""
+        if not self.runs:
+            return
+        copies = {} if self._store is None else self._store.ready(self._flats())
+        self._point_to(copies if self._wide is None else self._wide.widen(self._narrow()))
+
+    def round(self, steps: Mapping[int, int]) -> None:
+        """Round what the class has stepped in fp32 copies. ``steps``: how many were rounded before, by param group."""
+        if self._wide is None or not self._wide.tensors:
+            return
+        kept, done = self._narrow(), 0
+        for run in self.runs:
+            for number in range(max(run.first, done), run.last):  # parts of a run have the same pieces
+                self._wide.round(self.pieces[number], (WEIGHTS, *run.views), kept, steps[self.groups[number]])
+            done = run.last
+        self._wide.tensors = {}
+        self._point_to(kept)
 
     def evict(self) -> None:
         """Evict the states, which will not be needed for a while. Copies keep their memory until `free_copies`."""
@@ -336,6 +369,9 @@ class BucketStates:
 
     def free_copies(self) -> None:
         """Release the memory of copies."""
+        if self._wide is not None and self._wide.tensors:  # the step failed: nothing is rounded
+            self._wide.tensors = {}
+            self._point_to(self._narrow())
         if self._store is not None:
             self._store.free_copies()
 
@@ -345,37 +381,19 @@ class BucketStates:
             self._store.wait_for_copies()
 
     def _flats(self) -> dict[str, Tensor]:
-        weights = {_WEIGHTS: self.weights} if self.bucket.offloaded else {}
+        weights = {WEIGHTS: self.weights} if self.bucket.offloaded else {}
         return weights | {name: flat.data for name, flat in self.flat.items()}
+
+    def _narrow(self) -> dict[str, Tensor]:
+        """Return weights and states as they are kept, on the device that steps them, by name."""
+        staged = {} if self._store is None else self._store.staged
+        return {WEIGHTS: self.weights, **self._flats(), **staged}
 
     def _point_to(self, flats: Mapping[str, Tensor]) -> None:
         """Make the class's states views of these tensors."""
         for run in self.runs if flats else ():
-            if _WEIGHTS in flats:
-                run.parameter.data = run.of(flats[_WEIGHTS])
+            if WEIGHTS in flats:
+                run.parameter.data = run.of(flats[WEIGHTS])
             for name in run.views.keys() & flats.keys():
                 view = run.of(flats[name])
                 run.views[name] = self.instance.state[run.parameter][name] = view
-
-
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors of a state: in lists, tuples and dicts, and those that a subclass wraps."""
-    if isinstance(value, Tensor):
-        yield from parts_of(value)
-    elif isinstance(value, (list, tuple, dict)):
-        for inside in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(inside)
-
-
-def may_lie_flat(value: Tensor) -> bool:
-    """Return whether a state of a whole parameter may be a view of a flat tensor, if it is as large as the parameter.
-
-    Flat states have the dtype of the weights, to which a load from a dict casts them, as torch does. Integers, as of
-    8-bit states, must not be cast, and a subclass has more than its elements.
-    """
-    return type(value) in (Tensor, torch.nn.Parameter) and value.is_floating_point()
-
-
-def is_elementwise(value: Any, parameter: Tensor) -> bool:
-    """Return True for a state that is as large as the parameter."""
-    return isinstance(value, Tensor) and value.shape == parameter.shape

@@ -7,11 +7,12 @@ Knows: the master weights and the parameters of one interval. Does not know: gra
           +------------ update <--- clip <--- divide <--- sum (its owner) <---------+ ordered sum    accumulate_dtype
 
 Where units are gathered on an accelerator, the owner keeps no parameters beside its master weights: `RoundedShard`.
+With stochastic rounding the owner keeps the parameters alone, and master weights exist during a step: `WideCopies`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from torch import Tensor
 from collectives.kernels import kernels_of
 
 from ..core.bits import INTEGERS, host_readable, same_bits
+from ..core.layout import BucketSpec, ParameterSpec, Piece
+from ..core.rounding import NARROW, WEIGHTS, WIDE, RoundedDtypes, StochasticRounding, Stream, round_into
 from ..core.stage import Placement
 from .flat_buffer import FlatBuffer, Move
 
@@ -176,6 +179,51 @@ class MastersAlone(MasterWeights):
     def casts(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
         """Return nothing: parameters are rounded where they are read."""
         return []
+
+
+class WideCopies:
+    """The fp32 copies of what an interval keeps in bf16: a class steps them, then they are rounded. There are none
+    between two steps.
+
+    ``tensors``: the copies, 1-D, by the names of states and `WEIGHTS`.
+    """
+
+    def __init__(
+        self, rounding: StochasticRounding, bucket: BucketSpec, specs: Sequence[ParameterSpec], begin: int
+    ) -> None:
+        """``specs``: of each slot's parameter; ``begin``: the number of the interval's first element in the bucket."""
+        self._rounding, self._bucket, self._specs, self._begin = rounding, bucket, specs, begin
+        self.tensors: dict[str, Tensor] = {}
+
+    @classmethod
+    def of(
+        cls, rounding: StochasticRounding | None, bucket: BucketSpec, specs: Sequence[ParameterSpec], begin: int
+    ) -> WideCopies | None:
+        """Return the copies of an interval; None if nothing of it is rounded."""
+        if rounding is None or not isinstance(bucket.dtypes, RoundedDtypes):
+            return None
+        return cls(rounding, bucket, specs, begin)
+
+    def widen(self, kept: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return copies of what is in bf16, and the other tensors themselves."""
+        self.tensors = {name: tensor.to(WIDE) for name, tensor in kept.items() if tensor.dtype is NARROW}
+        return {**kept, **self.tensors}
+
+    def room(self, name: str) -> Tensor:
+        """Return the copy of a state, which is zeros if there was none."""
+        if name not in self.tensors:
+            self.tensors[name] = torch.zeros_like(self.tensors[WEIGHTS])
+        return self.tensors[name]
+
+    def round(self, piece: Piece, names: Iterable[str], kept: Mapping[str, Tensor], step: int) -> None:
+        """Round the copies of ``names`` into what is ``kept``, in the elements of a piece. ``step``: its number."""
+        slot, spec = self._bucket.slots[piece.slot], self._specs[piece.slot]
+        place = slice(piece.begin - self._begin, piece.end - self._begin)
+        for name in names:
+            if name in self.tensors:
+                stream = Stream.of(self._rounding.seed, spec.index, name, step)
+                first = piece.begin - slot.offset
+                round_into(kept[name][place], self.tensors[name][place], stream, first, spec.shape, spec.stride)
 
 
 def sync_from_params(masters: Sequence[MasterWeights]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.layout import ParameterSpec
+from ..core.rounding import STEPS
 from ..runtime.flat_states import Options
 from ..step.classes import UserOptimizers
 from ..step.user_optimizer import NO_OPTIONS, UserOptimizer
@@ -67,7 +68,7 @@ def completed(
 def _check_options(inner: UserOptimizer, place: int, saved: Options, after: Options, live: Options) -> None:
     """Raise `ValueError` if the class has added options to a group that has others, which it does not know."""
     added = live.keys() & after.keys() - saved.keys()
-    unknown = saved.keys() - live.keys() - {*inner.defaults, *NO_OPTIONS, *_OF_SCHEDULERS}
+    unknown = saved.keys() - live.keys() - {*inner.defaults, *NO_OPTIONS, *_OF_SCHEDULERS, STEPS}
     if added and unknown:
         raise ValueError(
             f"param group {place}: the state dict has no {min(added)!r}, but {min(unknown)!r}, which {inner.name} does "

@@ -20,12 +20,13 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
-from ..core.runs import PieceState, Rules, misfit, part_of
+from ..core.rounding import STEPS
+from ..core.runs import PieceState, Rules, lies_flat, misfit, part_of
 from ..core.stage import Placement, Stage
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
-from ..runtime.flat_states import Options, may_lie_flat
+from ..runtime.flat_states import Options
 from ..step.classes import UserOptimizers
 from ..step.partition import check_classes
 from ..step.user_optimizer import NO_OPTIONS
@@ -97,6 +98,7 @@ class PlainDicts:
         state_dict, names, mapping = fitted(state_dict, groups, user_optimizers, self._storage)
         for group, saved in zip(groups, state_dict["param_groups"], strict=True):
             options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
+            group.pop(STEPS, None)  # a dict that has none is that of a training without rounding
             group.update(copy.deepcopy(options))
         scatter(state_dict["state"], mapping, groups, buckets, names, user_optimizers.rules_of)
         if MASTERS in state_dict:
@@ -253,7 +255,7 @@ def _check(
     masters: Mapping[int, Tensor] = state_dict.get(MASTERS, {})
     _check_masters(masters)
     for number, (mine, other) in enumerate(zip(packed_groups(groups, listed), state_dict["param_groups"], strict=True)):
-        missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class"})
+        missing = sorted(set(mine) - set(other) - {"param_names", "optimizer_class", STEPS})
         if missing:
             raise ValueError(f"param group {number}: the state dict has no {missing[0]!r}: it belongs to another class")
         known, saved = mine.get("param_names"), other.get("param_names")
@@ -342,19 +344,6 @@ def scatter(
                 target.piece(piece).copy_(source)
             states.set_state(number, PieceState(tuple(names), scalars))
         states.evict()
-
-
-def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[int, frozenset[str]]) -> bool:
-    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` is a tensor, or None.
-
-    ``elementwise``: the names of the states that are as large as their parameter, by the number of the class; of a
-    whole one it may differ.
-    """
-    return (
-        name in elementwise.get(spec.optimizer_class, ())
-        and value is not None
-        and (not spec.alone or (tuple(value.shape) == spec.shape and may_lie_flat(value)))
-    )
 
 
 def scalar_state(name: str, value: Any, on_device: bool, device: str) -> Any:

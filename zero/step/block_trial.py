@@ -22,8 +22,8 @@ from ..core.bits import row_major_stride
 from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
-from ..core.runs import BlockRule, Rules, joined, merged, part_of
-from ..runtime.flat_states import Options, is_elementwise
+from ..core.runs import BlockRule, Rules, is_elementwise, joined, merged, part_of
+from ..runtime.flat_states import Options
 from .equality import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, large_shapes, shortened
 from .trial import FEW_STEPS, ByParameter, distinct, random_state_kept

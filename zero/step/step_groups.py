@@ -23,17 +23,19 @@ GROUPS_BESIDE_GATHERS = 4
 def step_groups(layout: Layout, first: int, stage: Stage, *, offloads: bool) -> dict[int, Hashable]:
     """Return the group of each bucket from ``first`` on, by the bucket's index. ``offloads``: of the states.
 
-    A bucket whose gradient is widened for the step is a group of its own, so that one such copy exists at a time.
+    A bucket whose gradient is widened for the step, or its weights, is a group of its own, so that one such copy exists
+    at a time.
     """
     found: dict[int, Hashable] = {}
     alike: dict[tuple[int, str, object], list[BucketSpec]] = {}
     for bucket in layout.buckets[first:]:
-        widened = bucket.dtypes.accumulate_dtype is not bucket.dtypes.master_dtype
+        dtypes = bucket.dtypes
+        widened = not (dtypes.accumulate_dtype is dtypes.master_dtype is dtypes.step_dtype)
         if offloads or widened or not is_launched(torch.device(bucket.device)):
             found[bucket.index] = bucket.index
         else:
             optimizer_class = layout.members(bucket)[0].optimizer_class
-            alike.setdefault((optimizer_class, bucket.device, bucket.dtypes), []).append(bucket)
+            alike.setdefault((optimizer_class, bucket.device, dtypes), []).append(bucket)
     count = GROUPS_BESIDE_GATHERS if stage.parameters_are_gathered else 1
     for key, buckets in alike.items():
         total, before = sum(bucket.numel for bucket in buckets), 0

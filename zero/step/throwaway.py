@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ..core.cuts import CUT_EVERY, EvenCuts
 from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
+from ..core.runs import is_elementwise
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import BucketStates, Options, is_elementwise
+from ..runtime.flat_states import BucketStates, Options
 from .user_optimizer import BucketUpdate, Call, UserOptimizer, all_present, unhooked_step
 
 # With AVX-512 torch computes `sigmoid` and `pow` of 128 bytes at once, and of a rest of fewer in another way. Ranks cut
@@ -71,7 +72,7 @@ class FullParameters:
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
         self.settings = [setting for setting, _ in shapes]
         self.parameters = [
-            values[shape].to(setting.device, setting.dtypes.master_dtype, copy=True).requires_grad_()
+            values[shape].to(setting.device, setting.dtypes.step_dtype, copy=True).requires_grad_()
             for setting, shape in shapes
         ]
         groups: list[Options] = [{**copy.deepcopy(group), "params": []} for group in options]
@@ -202,7 +203,7 @@ class OnRank:
                 slots.append(Slot(number, size, end - begin))
                 begins.append(begin)
                 size += dtypes.padded(max(end - begin, 1), str(device))
-        flat, gradient = (torch.zeros(size, dtype=dtypes.master_dtype, device=device) for _ in range(2))
+        flat, gradient = (torch.zeros(size, dtype=dtypes.step_dtype, device=device) for _ in range(2))
         index = len(self._states)
         for number, (slot, begin) in enumerate(zip(slots, begins, strict=True)):
             values, gradients = flat[slot.offset : slot.end], gradient[slot.offset : slot.end]
@@ -249,7 +250,7 @@ class OnRank:
         """Take a step without parameters, as on a rank that owns none of a bucket."""
         setting = self._whole.settings[0]
         size = setting.dtypes.slot_alignment(str(setting.device))
-        flat = torch.zeros(size, dtype=setting.dtypes.master_dtype, device=setting.device)
+        flat = torch.zeros(size, dtype=setting.dtypes.step_dtype, device=setting.device)
         nothing = self._states_of([], setting.dtypes, flat)
         self._inner.step([BucketUpdate(nothing, None, b"")], {n: dict(group) for n, group in enumerate(self.groups)})
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.layout import Dtypes, ParameterSpec
+from ..core.runs import is_elementwise
 from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
-from ..runtime.flat_states import Options, is_elementwise
+from ..runtime.flat_states import Options
 from .equality import equal_values, same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, Setting, large_shapes, placed, shortened
 from .user_optimizer import NO_OPTIONS, NotElementwiseError, UserOptimizer

@@ -20,6 +20,7 @@ from torch import Tensor
 from collectives.torch_internals import foreach_copy_
 
 from ..core.layout import ParameterSpec
+from ..core.rounding import steps_of
 from ..core.runs import BlockRule, Rules, StackRule, merged
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.statetree import Rebuild
@@ -190,6 +191,7 @@ class UserOptimizer:
             The options that the class changed, by the group's number.
         """
         cut = frozenset(number for number, group in groups.items() if not group.get("fused"))
+        rounded = {number: steps_of(group) for number, group in groups.items()}
         found: list[_Stepped] = []
         ahead = (update.states for update in updates if 1 in update.present)
         for states in itertools.islice(ahead, STATES_AHEAD):
@@ -204,7 +206,7 @@ class UserOptimizer:
                         update.begin()
                 with together[0].event():
                     found.append(_step(together, cut, groups, call))
-                    self._adopt(together)
+                    self._adopt(together, rounded)
                 for update in together:
                     if 1 in update.present:
                         if len(behind) == STATES_BEHIND:
@@ -217,11 +219,15 @@ class UserOptimizer:
         changed = {number: _changed(number, group, found) for number, group in groups.items()}
         return {number: options for number, options in changed.items() if options}
 
-    def _adopt(self, together: Sequence[BucketUpdate]) -> None:
-        """Take the states that the class has made, and round the master weights into the parameters."""
+    def _adopt(self, together: Sequence[BucketUpdate], rounded: Mapping[int, int]) -> None:
+        """Take the states that the class has made, and round the master weights into the parameters.
+
+        ``rounded``: how many steps of each param group were rounded before.
+        """
         casts: list[tuple[Tensor, Tensor]] = []
         for update in together:
             update.states.adopt_states(self.elementwise)
+            update.states.round(rounded)
             casts += update.states.casts(update.present)
         if casts:
             foreach_copy_([parameter for parameter, _ in casts], [master for _, master in casts])
@@ -298,7 +304,7 @@ def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
     if gradient is None:
         return
     # in the host's memory the gradient stays as it is until the step is over
-    wide = gradient.data.to(states.bucket.device, states.bucket.dtypes.master_dtype, non_blocking=True)
+    wide = gradient.data.to(states.bucket.device, states.bucket.dtypes.step_dtype, non_blocking=True)
     for run in states.runs:
         run.parameter.grad = run.of(wide)
 

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
-from benchmarks import checkpoint, network, steps, two_hosts
+from benchmarks import checkpoint, network, rounding, steps, two_hosts
 from benchmarks import collectives as one_host
 from benchmarks.checkpoint_rank import COLD, LOADS, SAVE, SAVES, TRAIN, WARM, WITHOUT, SaveSample
 from benchmarks.collective_cases import GLOO, IN_COMMON, RELEASED, ROOFLINE
@@ -178,3 +178,10 @@ def test_all_sections_run_on_the_cpu(tmp_path: Path) -> None:
     assert [row["ranks"] for row in found.rows("c", "us_a_parameter")] == [8] * 6 + [64] * 6
     assert all(row["passed"] for row in found.rows("d", "test"))
     assert len(found.rows("e", "allocator")) == 5
+
+
+def test_the_loss_of_each_way_to_round_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    rounding.main(["--steps", "2", "--seeds", "1"])
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line[:22].strip() for line in lines] == list(rounding.LOOPS)
+    assert all(4 < float(line.split()[-1]) < 6 for line in lines)  # a byte is one of 256 still

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.plan.own import FSDP2, PLAIN, OwnRun, fsdp2_host, own_runs, rows_of, todays_calls
 from benchmarks.plan.systems import SYSTEMS
-from zero.core.layout import DEFAULT_CAP_MB
+from zero.core.buckets import DEFAULT_CAP_MB
 from zero.planning.hardware import HostCalls, presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer

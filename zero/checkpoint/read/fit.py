@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ...core.layout import ParameterSpec
 from ...core.names import remark_on_prefix
+from ...core.runs import lies_flat
 from ...core.statetree import DTYPES, N_AVERAGED, NO_OPTIONS, encode_inline, tensor_names
-from ...state.plain_dicts import fitted, lies_flat
+from ...state.plain_dicts import fitted
 from ...step.classes import TRAIN_MODE
 from ...step.partition import begin_at_zero
 from ..contents import Contents, StoredTensor

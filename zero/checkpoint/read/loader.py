@@ -28,6 +28,7 @@ from collectives import Kind, Tag
 
 from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
 from ...core.layout import Piece
+from ...core.rounding import STEPS
 from ...core.runs import PieceState, part_of
 from ...core.stage import Placement
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
@@ -117,6 +118,7 @@ class Loader:
                 else:
                     stored.tensor.copy_(values)
         for group, options in zip(contents.groups, self.fit.groups, strict=False):
+            group.pop(STEPS, None)
             group.update(options)
         if self._with_states:
             self._begin_states(stored_in)

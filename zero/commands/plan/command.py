@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ...core.layout import MIB
+from ...core.buckets import MIB
 from ...planning.choose import Findings, enough_bytes, findings_of, frontier, name_of, settings, smallest_cluster
 from ...planning.hardware import Cluster
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes

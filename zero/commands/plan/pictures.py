@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...core.layout import DEFAULT_CAP_MB, MIB
+from ...core.buckets import DEFAULT_CAP_MB, MIB
 from ...planning.choose import Findings, frontier, name_of
 from ...planning.plan import PlannedSetting, usable_bytes
 from ...planning.setting import PlanSetting

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.layout import MIB
+from ...core.buckets import MIB
 from ...planning.choose import Findings, enough_bytes, frontier, name_of
 from ...planning.hardware import Cluster
 from ...planning.plan import RESERVED, USABLE_SHARE, PlannedSetting, Planner, Training, usable_bytes

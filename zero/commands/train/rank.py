@@ -194,6 +194,7 @@ class RankTraining:
             device=self._device,
             mixed_precision=config.mixed_precision,
             offload=config.offload,
+            rounding=config.rounding,
             bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
         )
         return {name: {kind: getattr(held, kind) for kind in HELD} for name, held in found.items()}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from ...config import ShardingOptions
-from ...core.layout import DEFAULT_CAP_MB
+from ...core.buckets import DEFAULT_CAP_MB
 from ..flags import require
 
 DEFAULT_RANKS = 2

@@ -161,11 +161,12 @@ class Workload:
         left = Ignored(self.ignored(), self.model)
         every = [parameter for parameter in self.model.parameters() if parameter not in left]
         groups = [{"params": every}] if groups is self.model else groups
+        rounding = spec.stochastic_rounding
         if spec.precision is None:
-            loop = ReferenceLoop(groups, optimizer_class, spec.defaults)
+            loop = ReferenceLoop(groups, optimizer_class, spec.defaults, rounding)
         else:
-            precisions = Precisions(spec.precision, self.model, left)
-            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions)
+            precisions = Precisions(spec.precision, self.model, left, rounds=rounding is not None)
+            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions, rounding)
         yield 0, _compared_parameters(self.model)
         for step in range(1, self.steps + 1):
             for number in range(spec.micro_batches):
@@ -286,6 +287,7 @@ def _on_ranks(folder: Path, watchdog: Watchdog, stage: int, size: int) -> None:
         collective=spec.algorithm,
         mixed_precision=spec.precision,
         offload=None if spec.offload is None else Offload(**spec.offload),
+        rounding=spec.stochastic_rounding,
         **spec.unit_arguments(stage),
         ignored=workload.ignored(),
         optimizer_kwargs=spec.defaults,

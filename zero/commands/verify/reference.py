@@ -6,7 +6,7 @@ Does not know: micro-batches, ranks, or the comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...core.layout import Dtypes
 from ...core.parameter_specs import is_laid_out
+from ...core.rounding import StochasticRounding
 from ...parameters.casting import cast, put_casts
 from ...precision import Precisions
 from ...step.arguments import arguments_of
@@ -26,9 +27,16 @@ Groups = list[dict[str, Any]]  # of parameters, as of torch.optim; a group may n
 class ReferenceLoop:
     """Parameters, and an optimizer of torch for them, or one of each class that groups name."""
 
-    def __init__(self, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        optimizer_class: type[torch.optim.Optimizer],
+        defaults: dict[str, Any],
+        rounding: StochasticRounding | None = None,
+    ) -> None:
         self._parameters = [e[1] if isinstance(e, tuple) else e for group in groups for e in group["params"]]
         self._stacks: list[tuple[Tensor, Any, list[Tensor]]] = []  # parameters with blocks, and these as parameters
+        self._rounding = rounding
         by_class: dict[Any, Groups] = {}
         for group in groups:
             options = {key: value for key, value in group.items() if key not in _OF_LIBRARY}
@@ -56,13 +64,16 @@ class ReferenceLoop:
         _average(self._parameters, divisor, max_norm)
         self._step()
 
-    def _step(self) -> None:
+    def _step(self, gradients: Mapping[Tensor, Tensor | None] | None = None) -> None:
         for parameter, blocks, found in self._stacks:
-            gradients = None if parameter.grad is None else _cut(parameter.grad, blocks)
+            cut = None if parameter.grad is None else _cut(parameter.grad, blocks)
             for number, block in enumerate(found):
-                block.grad = None if gradients is None else gradients[number]
+                block.grad = None if cut is None else cut[number]
         for optimizer in self._optimizers:
-            optimizer.step()
+            if self._rounding is None:
+                optimizer.step()
+            else:
+                self._rounding.step(optimizer, gradients, self._parameters)
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -78,6 +89,7 @@ class MixedReferenceLoop(ReferenceLoop):
         optimizer_class: type[torch.optim.Optimizer],
         defaults: dict[str, Any],
         precisions: Precisions,
+        rounding: StochasticRounding | None = None,
     ) -> None:
         """``parameters``: those of the model to which ``precisions`` apply."""
         self._model = list(parameters)
@@ -93,7 +105,7 @@ class MixedReferenceLoop(ReferenceLoop):
             {**group, "params": [masters[id(e[1] if isinstance(e, tuple) else e)] for e in group["params"]]}
             for group in groups
         ]
-        super().__init__(of_masters, optimizer_class, defaults)
+        super().__init__(of_masters, optimizer_class, defaults, rounding)
 
     def _master(self, parameter: Tensor, dtypes: Dtypes) -> Tensor:
         """Cast a parameter of the model, and return its master weights."""
@@ -116,10 +128,11 @@ class MixedReferenceLoop(ReferenceLoop):
     @torch.no_grad()
     def update(self, divisor: float, max_norm: float | None) -> None:
         _average(self._sums.values(), divisor, max_norm)
-        for number, total in self._sums.items():
-            assert total.grad is not None
-            self._masters[number].grad = total.grad.to(self._masters[number].dtype)
-        self._step()
+        means: dict[Tensor, Tensor | None] = {self._masters[number]: total.grad for number, total in self._sums.items()}
+        for master, mean in means.items() if self._rounding is None else ():
+            assert mean is not None
+            master.grad = mean.to(master.dtype)
+        self._step(means)
         for number in self._sums:
             self._model[number].copy_(self._masters[number])
         self._sums.clear()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from ...config import Offload
+from ...core.rounding import StochasticRounding
 
 __all__ = ["VerifyConfig"]
 
@@ -26,6 +27,7 @@ class VerifyConfig:
             "collective",
             "bucket_cap_mb",
             "offload",
+            "rounding",
             "micro_batches",
             "max_norm",
         ),
@@ -55,6 +57,7 @@ class VerifyConfig:
     collective: Annotated[str | None, "algorithm that moves the buckets; default: auto"] = None
     bucket_cap_mb: Annotated[float | Literal["auto"] | None, "size of a bucket in MiB, or auto"] = None
     offload: Annotated[Offload | None, "as of zero train; cpu,parameters=cpu: with --stages 3"] = None
+    rounding: Annotated[StochasticRounding | None, "seed of stochastic rounding, of a model in bf16"] = None
     micro_batches: Annotated[int | None, "micro-batches per step, over all ranks"] = None
     max_norm: Annotated[float | None, "largest global gradient norm; default: no clipping"] = None
     device: Annotated[Literal["cpu", "cuda"] | None, "default: cuda if the host has a GPU for each rank, else cpu"] = (

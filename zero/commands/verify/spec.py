@@ -23,6 +23,7 @@ import torch
 
 from collectives import Algorithm
 
+from ...core.rounding import StochasticRounding
 from ...core.stage import STAGES, Placement
 from ...precision import MixedPrecision, Patterns, Rule, checked
 from ...step.clip import check_norm_arguments
@@ -35,7 +36,8 @@ RESULTS = "runs.jsonl"
 class VerifySpec:
     """The arguments of a verification. Functions are names for `resolve`; ``batches`` is a name or the list,
     ``reshard_after_forward`` a name or the value, ``collective`` the name of an algorithm or of its class,
-    ``mixed_precision`` as `written_precision` has it, and ``offload`` the arguments of `zero.Offload`."""
+    ``mixed_precision`` as `written_precision` has it, ``offload`` the arguments of `zero.Offload`, and
+    ``rounding`` the seed of a `zero.StochasticRounding`."""
 
     build_model: str
     batches: str | list[Any]
@@ -56,6 +58,7 @@ class VerifySpec:
     collective: str
     mixed_precision: str | dict[str, Any] | list[tuple[str, dict[str, Any]]] | None
     offload: dict[str, Any] | None
+    rounding: int | None
     threads: int
     timeout: float
     device: str
@@ -79,6 +82,10 @@ class VerifySpec:
         if isinstance(written, list):
             return Patterns(tuple((pattern, MixedPrecision(**dtypes)) for pattern, dtypes in written))
         return None if written is None else MixedPrecision(**written)
+
+    @property
+    def stochastic_rounding(self) -> StochasticRounding | None:
+        return None if self.rounding is None else StochasticRounding(self.rounding)
 
     def unit_arguments(self, stage: int) -> dict[str, Any]:
         """Return the arguments of `ZeroOptimizer` that say how units are chosen and gathered at a stage."""

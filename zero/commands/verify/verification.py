@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from collectives import Algorithm
 
 from ...config import Offload, ShardingOptions
+from ...core.rounding import StochasticRounding
 from ...core.stage import STAGES, check_prefetch_depth, check_reshard
 from ...core.units import Given, Predicate
 from ...optimizer import ZeroOptimizer
@@ -105,6 +106,7 @@ def verify(
     collective: str | Algorithm = "auto",
     mixed_precision: PrecisionOption = None,
     offload: Offload | None = None,
+    rounding: StochasticRounding | None = None,
     threads: int = 1,
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
@@ -146,6 +148,7 @@ def verify(
         mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
             fp32 weights.
         offload: argument of `ZeroOptimizer`; with ``parameters="cpu"`` for ``stages=(3,)``.
+        rounding: argument of `ZeroOptimizer`; the plain loop then steps by `StochasticRounding.step`.
         threads: intra-op threads per process; their number changes bits.
         timeout: the most seconds for building the model, for a micro-batch, or for an update.
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
@@ -171,7 +174,7 @@ def verify(
     ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
     arguments = merged(defaults, optimizer_kwargs)
     for stage in stage_numbers:
-        ShardingOptions(stage=stage, offload=offload)
+        ShardingOptions(stage=stage, offload=offload, rounding=rounding)
     _dry_run(optimizer_class, stage_numbers, ours, arguments)
     most_sharded = STAGES[max(stage_numbers)]
     check_prefetch_depth(prefetch_depth, most_sharded)
@@ -201,6 +204,7 @@ def verify(
         collective=collective if isinstance(collective, str) else reference(collective, "collective"),
         mixed_precision=written_precision(rule),
         offload=None if offload is None else {**asdict(offload), "states": os.fspath(offload.states)},
+        rounding=None if rounding is None else rounding.seed,
         threads=_integers([threads], "threads")[0],
         timeout=timeout,
         device=place,

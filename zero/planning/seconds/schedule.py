@@ -131,6 +131,8 @@ def program_of(
         compute: the equations for the update, and the constants.
         micro_batches: of each rank in a step.
     """
+    if setting.rounding is not None:
+        raise ValueError("rounding: a plan has bytes for it, and no time yet: leave it out")
     costs = _Costs(wires, setting, compute, micro_batches)
     found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
     gathers = setting.gathers_units
