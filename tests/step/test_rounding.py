@@ -293,7 +293,7 @@ def test_what_cannot_be_rounded_is_refused_by_name(row: str) -> None:
 
 def test_a_parameter_that_is_stepped_block_by_block_is_not_rounded() -> None:
     stack = torch.nn.Parameter(torch.ones(3, 8, 8, dtype=BF16))
-    with pytest.raises(ValueError, match="'experts' is stepped block by block.*leave out rounding= or blocks="):
+    with pytest.raises(ValueError, match=r"'experts' is stepped block by block.*leave out rounding= or blocks="):
         ZeroOptimizer(
             [{"params": [("experts", stack)], "blocks": 0}],
             torch.optim.Muon,
