@@ -260,7 +260,7 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            described.append(replace(spec, offloaded=parts.offloads_parameters))
+            described.append(replace(spec, offloaded=parts.offloads_parameters, stepped_on_host=parts.steps_on_host))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:
@@ -369,6 +369,7 @@ class _NewStates:
                 torch.device(bucket.device),
                 ProfilerRange(f"prefetch bucket {bucket.index}", rank),
                 ProfilerRange(f"evict bucket {bucket.index}", rank),
+                stepped_in_place=bucket.stepped_on_host,
             )
 
     def _interval(self, bucket: BucketSpec) -> tuple[int, int]:

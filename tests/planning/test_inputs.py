@@ -45,6 +45,10 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"stage": 3, "world_size": 8, "reshard_after_forward": 3}, "a number that divides the 8 ranks"),
     ({"stage": 3, "offload": Offload("cpu")}, "with parameters on the CPU"),
     ({"stage": 2, "device": "cuda", "offload": Offload("cpu", parameters="cpu")}, "it is for stage 3"),
+    (
+        {"stage": 3, "device": "cuda", "optimizer": "muon", "offload": Offload("cpu", parameters="cpu", step="cpu")},
+        "a plan has no rate for products of matrices on the host",
+    ),
     ({"partition": "block"}, 'partition="block": a plan has no formula for the states of blocks yet'),
     ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
     ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),

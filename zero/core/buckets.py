@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
-from .cuts import BlockCuts, EvenCuts, OwnerCuts
+from .cuts import BlockCuts, Cuts, EvenCuts, OwnerCuts
 from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
 from .owners import choose_owners
 
@@ -111,17 +111,17 @@ def _bucket(
     )
     spec = members[0][1]
     numel = _bucket_numel(offsets[-1], spec, world_size)
+    cuts: Cuts
     if spec.blocks:
-        blocks = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, blocks, spec.offloaded)
-    if not spec.one_owner:
-        even = EvenCuts(numel, world_size, spec.dtypes.alignment)
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even, spec.offloaded)
-    begins: dict[int, int] = {}  # by owner, ascending
-    for (position, _), offset in zip(members, offsets, strict=False):
-        begins.setdefault(owners[position], offset)
-    cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
-    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded)
+        cuts = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
+    elif not spec.one_owner:
+        cuts = EvenCuts(numel, world_size, spec.dtypes.alignment)
+    else:
+        begins: dict[int, int] = {}  # by owner, ascending
+        for (position, _), offset in zip(members, offsets, strict=False):
+            begins.setdefault(owners[position], offset)
+        cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded, spec.stepped_on_host)
 
 
 def _bucket_numel(end: int, spec: ParameterSpec, world_size: int) -> int:

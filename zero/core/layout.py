@@ -122,7 +122,7 @@ class ParameterSpec:
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
         one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
-        offloaded: whether ranks keep their shards of it in the host's memory.
+        offloaded, stepped_on_host: whether ranks keep their shards of it in the host's memory, and step them there.
         blocks: whether it is cut between blocks of elements alone, and each rank's piece is stepped by itself.
     """
 
@@ -139,6 +139,7 @@ class ParameterSpec:
     optimizer_class: int = 0
     offloaded: bool = False
     blocks: bool = False
+    stepped_on_host: bool = False
 
     @property
     def alone(self) -> bool:
@@ -225,6 +226,7 @@ class BucketSpec:
     numel: int
     cuts: Cuts
     offloaded: bool = False  # as of its parameters
+    stepped_on_host: bool = False  # likewise
 
     def __post_init__(self) -> None:
         align = self.dtypes.slot_alignment(self.device)

@@ -75,6 +75,7 @@ class _Key:
     across_units: bool
     whole_matrices: bool
     offloaded: bool
+    stepped_on_host: bool
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class MemoryPlan:
                 device=setting.device,
                 whole_matrices=key.whole_matrices,
             )
-            specs = [replace(spec, offloaded=key.offloaded) for spec in specs]
+            specs = [replace(s, offloaded=key.offloaded, stepped_on_host=key.stepped_on_host) for s in specs]
             most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
             layout = build(specs, setting.factor, most, first_bytes=first, across_units=key.across_units)
             seen: dict[object, BucketSpec] = {}
@@ -242,11 +243,14 @@ class MemoryPlan:
         offloaded += room if masters_move and bucket.dtypes.has_master else 0
         kept, wide = found.gradients + found.parameters, 0
         staged = offloaded
+        scalars = found.scalars
         if setting.offloads_parameters:
-            staged, wide = (offloaded + room, room) if trainable else (0, 0)
+            staged, wide = (offloaded + room, room) if trainable and not setting.steps_on_host else (0, 0)
             offloaded += kept + found.masters
             kept = 0
-        beside = kept + found.scalars + (0 if setting.offload else found.states)
+        if setting.steps_on_host:
+            offloaded, scalars = offloaded + scalars, 0
+        beside = kept + scalars + (0 if setting.offload else found.states)
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
         return RankBytes(
             found.parameters,
@@ -270,4 +274,5 @@ def _key(setting: PlanSetting) -> _Key:
         setting.has_units and setting.shares_buckets,
         len(setting.classes) > 1,
         setting.offloads_parameters,
+        setting.steps_on_host,
     )

@@ -34,6 +34,7 @@ from ..core.bits import strided
 from ..core.layout import BucketSpec, Piece
 from ..core.parameter_specs import parts_of
 from ..core.runs import CUT, PieceState, adjoins, parts, runs
+from ..core.stage import step_device
 from ..core.statetree import rebuilt
 from .flat_buffer import FlatBuffer, Move
 from .master_weights import MasterWeights
@@ -91,6 +92,7 @@ class BucketStates:
         self._store, self.instance = store, instance
         self._shapes, self._in_shape, self.alone = shapes, one_owner, one_owner or blocks
         self.scalars = [shape == () for shape, _ in shapes]
+        self._cut = CUT if step_device(bucket) == "cpu" and not self.alone else None
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
         self.pieces: tuple[Piece, ...] = bucket.pieces(self.begin, self.end)
@@ -150,9 +152,8 @@ class BucketStates:
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
-        weights = self.weights
-        state = self._states[first]
-        for low, high in parts(begin, end, CUT if cut and not self.alone and self.bucket.device == "cpu" else None):
+        weights, state = self.weights, self._states[first]
+        for low, high in parts(begin, end, self._cut if cut else None):
             parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:
@@ -186,8 +187,7 @@ class BucketStates:
                 if name not in self.flat:
                     self.flat[name] = self._room(name, value.dtype)
                 staged = {} if self._store is None else self._store.staged
-                target = staged.get(name, self.flat[name].data)
-                view = run.of(target)
+                view = run.of(staged.get(name, self.flat[name].data))
                 view.copy_(value)
                 state[name] = run.views[name] = view
 

@@ -20,6 +20,7 @@ from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, joined, part_of
+from ..core.stage import step_device
 from ..runtime.flat_states import Options
 from .equality import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed
@@ -46,7 +47,7 @@ def cut_in_blocks(
 
     def alike(spec: ParameterSpec) -> bool:
         sizes = (spec.numel % CUT_EVERY, min(spec.numel, CHOICES), len(spec.shape))
-        key = (spec.group, spec.dtypes, spec.device, sizes)
+        key = (spec.group, spec.dtypes, step_device(spec), sizes)
         if key not in found:
             found[key] = _chooses_alike(inner, groups, spec)
         return found[key]

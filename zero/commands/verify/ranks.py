@@ -161,11 +161,12 @@ class Workload:
         left = Ignored(self.ignored(), self.model)
         every = [parameter for parameter in self.model.parameters() if parameter not in left]
         groups = [{"params": every}] if groups is self.model else groups
-        if spec.precision is None:
+        on_host = spec.offload is not None and spec.offload["step"] is not None
+        if spec.precision is None and not on_host:
             loop = ReferenceLoop(groups, optimizer_class, spec.defaults)
         else:
-            precisions = Precisions(spec.precision, self.model, left)
-            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions)
+            precisions, place = Precisions(spec.precision, self.model, left), "cpu" if on_host else None
+            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions, place)
         yield 0, _compared_parameters(self.model)
         for step in range(1, self.steps + 1):
             for number in range(spec.micro_batches):
