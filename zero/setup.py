@@ -331,12 +331,11 @@ class _NewStates:
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
         user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
         alike = (each.states.instance for each in before if each.specs[0].optimizer_class == number)
-        group = self._step_groups[spec.index]
+        store, first, group = self._stores.get(spec.index), bucket.specs[0], self._step_groups[spec.index]
         if group not in self._instances:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
         instance = self._instances[group]
         groups, shapes = [each.group for each in bucket.specs], [(each.shape, each.stride) for each in bucket.specs]
-        store, first = self._stores.get(spec.index), bucket.specs[0]
         states = BucketStates(
             instance, spec, weights, groups, shapes, master, store, one_owner=first.one_owner, blocks=first.blocks
         )
