@@ -205,7 +205,7 @@ class Update:
             )
 
         specs = [bucket.spec for bucket, *_ in work]
-        wait_for_host(spec for spec in specs if spec.stepped_on_host)  # units gathered since may be read from there
+        wait_for_host(spec for spec in specs if spec.stepped_on_host)  # copies for gathers may still read weights
         with behind_a_meeting(self._transport):
             options = self._user_optimizers.step([update(*each) for each in work], groups, call)
             queue.finish()

@@ -177,7 +177,6 @@ def _arguments(config: PlanConfig, setting: PlanSetting, cluster: Cluster, cap: 
     arguments += [f"{name}={value}" for name, value in _sharding(setting).items()]
     if setting.offload:
         parameters = ', parameters="cpu"' if setting.offload.parameters else ""
-        parameters += ', step="cpu"' if setting.offload.step else ""
         arguments.append(f'offload=Offload("{setting.offload.states}"{parameters})')
     if cap:
         arguments.append(f"bucket_cap_mb={cap}")
