@@ -47,10 +47,16 @@ class Offload:
         parameters: "cpu" keeps a GPU's shards of parameters there, too, with their gradients: at stage 3, with
             ``states="cpu"``. A unit's shard is copied to the GPU before its gather; buckets are stepped on the GPU, one
             after the other. One rank alone then gathers units, too.
+        step: "cpu" lets the optimizer class step there, too, with ``parameters="cpu"``: weights, gradients and states
+            stay in the host's memory. The plain loop is then the one that steps copies of the parameters on the CPU.
+
+    Raises:
+        TypeError, ValueError: an argument is none of these, or needs another one; the message names it.
     """
 
     states: str | os.PathLike[str]
     parameters: Literal["cpu"] | None = None
+    step: Literal["cpu"] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.states, (str, os.PathLike)) or not os.fspath(self.states):
@@ -59,12 +65,17 @@ class Offload:
             raise TypeError(f"offload: parameters must be 'cpu' or None, not {self.parameters!r}")
         if self.parameters and not self.on_host:
             raise ValueError("offload: parameters='cpu' needs states='cpu': a step copies both of a bucket to the GPU")
+        if self.step not in (None, "cpu"):
+            raise TypeError(f"offload: step must be 'cpu' or None, not {self.step!r}")
+        if self.step and not self.parameters:
+            raise ValueError("offload: step='cpu' needs parameters='cpu': else weights and gradients are on the GPU")
 
     @property
     def kind(self) -> str:
         """The kind of offload, on which all ranks must agree. Their folders may have different names. Internal."""
         what = "states and parameters" if self.parameters else "states"
-        return f"{what} in the host's memory" if self.on_host else "states on disk"
+        place = f"{what} in the host's memory" if self.on_host else "states on disk"
+        return f"{place}, stepped there" if self.step else place
 
     @property
     def on_host(self) -> bool:
@@ -94,7 +105,7 @@ class ShardingOptions:
     offload: Annotated[
         Offload | None,
         "folder on disk for each rank's optimizer states; cpu: the host's memory for a GPU's; cpu,parameters=cpu: for "
-        "parameters, too, at stage 3",
+        "parameters, too, at stage 3; cpu,parameters=cpu,step=cpu: the CPU steps them",
     ] = None
     mixed_precision: Annotated[
         PrecisionOption, "dtype of the model's compute; bf16 and fp16 add fp32 masters, fp16 also loss scaling"
@@ -140,6 +151,11 @@ class ShardingOptions:
     def offloads_parameters(self) -> bool:
         """Whether shards of parameters on a device lie in the host's memory."""
         return self.offload is not None and self.offload.parameters is not None
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the classes step parameters of a device in the host's memory."""
+        return self.offload is not None and self.offload.step is not None
 
     def gathers_shards(self, ranks: int) -> bool:
         """Return whether whole parameters are made of shards that lie elsewhere: on other ones of the ``ranks`` that

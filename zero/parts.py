@@ -103,6 +103,11 @@ class Parts:
         return self.offload is not None and self.offload.parameters is not None and self.offload_backend is not None
 
     @property
+    def steps_on_host(self) -> bool:
+        """Whether the classes step them there."""
+        return self.offloads_parameters and self.offload is not None and self.offload.step is not None
+
+    @property
     def superseded(self) -> bool:
         """Whether another optimizer has taken over parameters of this one."""
         return self.reducer.hooks.superseded

@@ -256,14 +256,14 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     parts.precisions.resolve_again()
     dtypes, meta = parts.precisions.of, storage.meta_device
     listed, of_listed = specs(groups, parts.module, known, first, storage.units(), dtypes, meta)
+    on_host = {"offloaded": parts.offloads_parameters, "stepped_on_host": parts.steps_on_host}
     found: list[Tensor] = []
     described: list[ParameterSpec] = []
     replicated: dict[Tensor, ParameterSpec] = {}
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            stack = stack_of(spec, blocks[spec.group])
-            described.append(replace(spec, offloaded=parts.offloads_parameters, stack=stack))
+            described.append(replace(spec, **on_host, stack=stack_of(spec, blocks[spec.group])))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:
@@ -333,10 +333,10 @@ class _NewStates:
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
         user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
         alike = (each.states.instance for each in before if each.specs[0].optimizer_class == number)
-        group = self._step_groups[spec.index]
+        store, group = self._stores.get(spec.index), self._step_groups[spec.index]
         if group not in self._instances:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
-        instance, store = self._instances[group], self._stores.get(spec.index)
+        instance = self._instances[group]
         copies = WideCopies.of(self._parts.rounding, spec, bucket.specs, weights.begin)
         states = BucketStates(instance, spec, weights, bucket.specs, master, store, copies)
         user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
@@ -368,6 +368,7 @@ class _NewStates:
                 torch.device(bucket.device),
                 ProfilerRange(f"prefetch bucket {bucket.index}", rank),
                 ProfilerRange(f"evict bucket {bucket.index}", rank),
+                stepped_in_place=bucket.stepped_on_host,
             )
 
     def _interval(self, bucket: BucketSpec) -> tuple[int, int]:

@@ -238,7 +238,10 @@ def test_both_command_lines_have_the_flags_of_the_configuration_also_as_json(
         shown = capsys.readouterr().out
         assert all(f"--{field.replace('_', '-')}" in shown for field in to_flags(TrainConfig()))
     config = TrainConfig(ranks=3, fused=True, data=Path("-x"), offload=Offload(Path("disk")), checkpoint=Path("c"))
-    places = (Offload("cpu"), Offload("cpu", parameters="cpu"), Offload(Path("./cpu") / "states"))
+    places = (
+        *(Offload("cpu"), Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")),
+        *(Offload(Path("./cpu") / "states"), Offload(Path("a,b"))),
+    )
     for sent in (config, TrainConfig(), *(TrainConfig(stage=3, offload=place) for place in places)):
         assert from_flags(TrainConfig, json.loads(json.dumps(to_flags(sent)))) == sent
 

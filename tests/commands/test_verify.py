@@ -157,9 +157,11 @@ def test_one_line_a_run_and_a_conclusion_and_the_exit_code_of_the_command(
 def test_parameters_in_the_hosts_memory_are_an_argument_and_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert alone(stages=(3,), offload=ON_HOST, mixed_precision=PRECISIONS["bf16"]).ok
     assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
-    flags = ("--stages=3", "--offload=cpu,parameters=cpu")
-    assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
-    assert "; states and parameters in the host's memory\n" in capsys.readouterr().out
+    for more in ("", ",step=cpu"):  # then the plain loop steps copies, too
+        flags = ("--stages=3", f"--offload=cpu,parameters=cpu{more}")
+        assert cli.main(["tests.commands.verified:right_arguments", *flags], "verify") == 0
+        there = ", stepped there" if more else ""
+        assert f"; states and parameters in the host's memory{there}\n" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("in_this_process")

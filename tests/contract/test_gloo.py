@@ -54,6 +54,7 @@ def test_programs_give_the_bits_of_the_plain_loop(gloo: GlooPool, program: Progr
 
 
 ON_HOST = Offload("cpu", parameters="cpu")
+STEPPED_THERE = Offload("cpu", parameters="cpu", step="cpu")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,8 @@ ON_HOST = Offload("cpu", parameters="cpu")
             Program(4, 3, "shampoo", offload=ON_HOST, sharding_factor=2, steps=CLIPPED),
             Program(2, 3, "adamw fused", offload=ON_HOST, collective="all_to_all", steps=CLIPPED),
             Program(1, 3, "sgd momentum", offload=ON_HOST, collective="native", steps=CLIPPED),
+            Program(3, 3, "adamw fused", offload=STEPPED_THERE, precision=PRECISIONS["bf16"], steps=CLIPPED),
+            Program(2, 3, "adamw", offload=STEPPED_THERE, collective="all_to_all", steps=CLIPPED),
         ],
     ),
     ids=lambda p: f"W{p.world_size}-{p.collective}",

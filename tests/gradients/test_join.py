@@ -88,9 +88,11 @@ def test_training_is_that_of_the_plain_loop_over_the_union(
     same_as_plain(joined(*counts), small, ADAMW, len(counts), run=run, precision=precision, settings=settings, lr=0.05)
 
 
+@pytest.mark.parametrize("step", [None, "cpu"])
 @pytest.mark.usefixtures("copied_from_the_host")
-def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory() -> None:
-    counts, settings = (1, 0, 3), {"stage": 3, "bucket_cap_mb": 1e-4, "offload": Offload("cpu", parameters="cpu")}
+def test_ranks_without_batches_gather_what_lies_in_the_hosts_memory(step: Any) -> None:
+    offload = Offload("cpu", parameters="cpu", step=step)
+    counts, settings = (1, 0, 3), {"stage": 3, "bucket_cap_mb": 1e-4, "offload": offload}
     same_as_plain(joined(*counts), small, ADAMW, 3, precision=MixedPrecision(BF16), settings=settings, lr=0.05)
 
 

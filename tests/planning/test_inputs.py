@@ -51,6 +51,10 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
         {"optimizer": "adamw4bit", "partition": "block", "offload": Offload("elsewhere")},
         "offload: states for blocks of elements stay beside the parameters",
     ),
+    (
+        {"stage": 3, "device": "cuda", "optimizer": "muon", "offload": Offload("cpu", parameters="cpu", step="cpu")},
+        "a plan has no rate for products of matrices on the host",
+    ),
     ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
     ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
 )

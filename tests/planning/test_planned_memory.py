@@ -160,6 +160,7 @@ def test_on_an_accelerator_stage_3_keeps_no_16_bit_parameters_of_what_is_trained
 
 
 ON_HOST = {**GATHERED, "offload": Offload("cpu", parameters="cpu"), "optimizer": "adamw"}
+STEPPED_THERE = Offload("cpu", parameters="cpu", step="cpu")
 ON_THE_HOST = [
     {**ON_HOST, "model": model, "world_size": ranks, "reshard_after_forward": near, **others}
     for model, ranks, near, others in (
@@ -170,11 +171,14 @@ ON_THE_HOST = [
         ("aligned", 4, True, {"optimizer": "muon"}),
         ("tied", 4, False, {"sharding_factor": 2, "optimizer": "adagrad"}),
         ("aligned", 2, True, {"sharding_factor": 1, "prefetch_depth": 2}),
+        ("tied", 2, True, {"offload": STEPPED_THERE, "optimizer": "adamw"}),
+        ("frozen", 3, False, {"offload": STEPPED_THERE, "optimizer": "adagrad", "mixed_precision": None}),
+        ("aligned", 4, True, {"offload": STEPPED_THERE, "sharding_factor": 2, "optimizer": "momentum"}),
     )
 ]
 
 
-@pytest.mark.parametrize("row", placed("row", ON_THE_HOST, 0, 2, 3))
+@pytest.mark.parametrize("row", placed("row", ON_THE_HOST, 0, 2, 3, 7))
 @pytest.mark.usefixtures("accelerated", "copied_from_the_host")
 def test_parameters_in_the_hosts_memory_are_counted_there_and_not_on_the_device(
     row: dict[str, Any], tmp_path: Path
@@ -182,7 +186,8 @@ def test_parameters_in_the_hosts_memory_are_counted_there_and_not_on_the_device(
     setting, plan = compare_with_plan(row, tmp_path)
     for rank in range(setting.world_size):
         here = plan.of_rank(setting, rank)
-        assert here.resident == here.step_counts
+        assert here.resident == (0 if setting.steps_on_host else here.step_counts)
+        assert (here.staged_peak == 0) is setting.steps_on_host
         assert here.offloaded >= here.parameters + here.gradients + here.states + here.masters
 
 
@@ -211,8 +216,9 @@ def test_a_step_has_copies_of_three_buckets_and_one_gradient_on_the_device(monke
         module(torch.ones(2, 32)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    gradient = 32 * 32 * 4
-    assert peak + gradient == MemoryPlan(model_of(module, "equal")).of_rank(setting, 0).staged_peak
+    found, numel = MemoryPlan(model_of(module, "equal")).of_rank(setting, 0), 32 * 32
+    assert peak + 4 * numel == found.staged_peak
+    assert found.gathered_peak == 2 * (2 + 2) * numel + 4 * numel, "two units, their shards, and one before its cast"
     optimizer.close()
 
 

@@ -82,6 +82,8 @@ BY_HAND: tuple[tuple[StepProgram, Mapping[str, float]], ...] = (
     (StepProgram(BACKWARD, (Reduction(1, 1.0, WireCost(6, 6, host=12)),)), {"compute": 8, "host": 4, "reduction": 6}),
     # the host issues half of a backward of 8 s in 10 s, then the bucket in 5 s, then the other half in 10 s
     (StepProgram((ROOT, LATE), (HALFWAY,)), {"compute": 8, "host": 17}),
+    # the host updates both itself, in 2 s each, and issues each in 1 s
+    (StepProgram((ROOT,), updates=(UpdateStep(2, host=1),) * 2, host_updates=True), {"update": 4, "host": 2}),
     # each update of 1 s is issued in 2 s, and what both have in common in 3 s
     (StepProgram((ROOT,), updates=(UpdateStep(1, host=2),) * 2, host=3), {"update": 2, "host": 6}),
     (StepProgram((ROOT,), updates=(UpdateStep(1, host=2),) * 2, host=3, streams=False), {"update": 2, "host": 7}),
@@ -150,7 +152,9 @@ def there_is(row: dict[str, Any]) -> bool:
         return False
 
 
+STEPPED_THERE = Offload("cpu", parameters="cpu", step="cpu")
 ROWS = pair_rows(SETTINGS, there_is)
+ROWS += [{**row, "offload": STEPPED_THERE} for row in ROWS if row["offload"]]
 
 
 def test_a_step_sends_the_bytes_of_the_formula_and_one_rank_none() -> None:
@@ -180,6 +184,27 @@ def test_units_that_are_gathered_further_ahead_are_awaited_no_longer_and_take_mo
     assert peaks == sorted(set(peaks))
 
 
+@pytest.mark.parametrize(("precision", "count"), [("bf16", 1), ("fp32", 3)])
+@pytest.mark.parametrize("offload", [SETTINGS["offload"][1], STEPPED_THERE])
+def test_what_lies_in_the_hosts_memory_takes_its_bytes_over_the_host_link(
+    offload: Offload, precision: Any, count: int
+) -> None:
+    row = {**dict.fromkeys(SETTINGS), "cluster": "h100:4x1", "stage": 3, "reshard_after_forward": True}
+    row |= {"micro_batches": count, "mixed_precision": PRECISIONS[precision], "offload": offload}
+    here, gpu = PLAN.of_rank(setting_of(row), 0), cluster_of(row["cluster"]).gpu
+    found, link = program(row), gpu.host_link
+    weights = here.masters or here.parameters
+    assert sum(unit.copy for unit in found.units) * link == pytest.approx(weights)
+    reduced = (found.reduced > 1) + 1  # the sum so far comes back before the next is added
+    assert sum(reduction.keep for reduction in found.reductions) * link == pytest.approx(reduced * here.gradients)
+    moved = 0 if offload.step else weights + here.states
+    assert sum(each.read for each in found.updates) * link == pytest.approx(moved)
+    assert [each.write for each in found.updates] == [each.read for each in found.updates]
+    if offload.step:  # the class reads the gradient, and reads and writes the rest
+        touched = here.gradients + 2 * (weights + here.states)
+        assert sum(each.update for each in found.updates) * gpu.host_memory == pytest.approx(touched)
+
+
 CALLS = [each.name for each in fields(HostCalls)]
 
 
@@ -206,7 +231,7 @@ def test_with_many_tokens_the_host_vanishes_behind_the_device() -> None:
 
 @given(
     st.sampled_from(ROWS),
-    st.sampled_from(["link", "host_link", "memory_bandwidth", "nic", "ring_step", "base", *CALLS]),
+    st.sampled_from(["link", "host_link", "host_memory", "memory_bandwidth", "nic", "ring_step", "base", *CALLS]),
     st.floats(1, 100),
 )
 def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, factor: float) -> None:
@@ -219,7 +244,8 @@ def test_faster_hardware_is_never_slower(row: dict[str, Any], quicker: str, fact
         time = getattr(before.network, quicker) / factor
         after = replace(before, network=replace(before.network, **{quicker: time}))
     else:
-        after = replace(before, gpu=replace(before.gpu, **{quicker: getattr(before.gpu, quicker) * factor}))
+        speed = getattr(before.gpu, quicker) or before.gpu.host_link  # a CPU has no memory of its host's
+        after = replace(before, gpu=replace(before.gpu, **{quicker: speed * factor}))
     slow, fast = (simulate(program(row, cluster)) for cluster in (before, after))
     assert fast.seconds <= slow.seconds * (1 + 1e-9)
     assert (fast.sent, fast.crossed) == (slow.sent, slow.crossed)

@@ -1,7 +1,8 @@
 """Finds accesses to one storage on two streams that nothing orders: the rule of torch's CUDA sanitizer, on the CPU.
 
     access    every operator reads its inputs and writes its outputs, on the stream that is current in its thread
-    order     `wait_stream`, the wait for a collective, `torch.accelerator.synchronize`, and autograd's own waits
+    order     `wait_stream`, the wait for a collective, `torch.accelerator.synchronize`, and autograd's own waits; work
+              of the host comes behind what it has waited for, and before what it launches later (`on_host`)
     rule      of two accesses to a storage on different streams, one of them a write, one is ordered behind the other
     memory    an allocation is a write, as of the memory's last user on its stream; a freed storage goes back to the
               stream that allocated it, where the next allocation may use it again: the library's accesses to it must be
@@ -144,6 +145,7 @@ class StreamChecker(TorchDispatchMode):
         self.found: list[str] = []
         self._memory: dict[int, Memory] = {}  # by the address of the storage object
         self._freed = defaultdict[Any, list[Access]](list)  # to freed memory, by the stream it belongs to
+        self.host = Stream(self, "host")
         self.default = self.stream("default")
         self._entered: list[tuple[Stream, Any]] = [(self.default, None)]  # with the node that entered it
         self._switches: list[tuple[int, Stream]] = [(0, self.default)]  # the first node of a forward on each stream
@@ -152,9 +154,19 @@ class StreamChecker(TorchDispatchMode):
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def stream(self, name: str) -> Stream:
-        """Return a new stream."""
+        """Return a new stream. It runs behind what the host has done."""
         self.streams.append(Stream(self, name))
+        self.streams[-1].wait_stream(self.host)
         return self.streams[-1]
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Let the host do the work of the block: behind what it has waited for, and before all that it launches later.
+        No node of a backward runs inside."""
+        with self.host:
+            yield
+        for stream in self.streams:
+            stream.wait_stream(self.host)
 
     def current(self) -> Stream:
         """Return the stream on which an operator would run now."""
@@ -189,7 +201,7 @@ class StreamChecker(TorchDispatchMode):
 
     def synchronize(self) -> None:
         """Let the host wait for all streams: all further work is ordered behind theirs."""
-        for stream in self.streams:
+        for stream in (self.host, *self.streams):
             for other in self.streams:
                 stream.wait_stream(other)
 

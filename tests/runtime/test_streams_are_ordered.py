@@ -15,11 +15,17 @@ from collectives.algorithms.aside import AddedAside, Aside
 from collectives.algorithms.base import Launched
 from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
+from zero.core.layout import BucketSpec
+from zero.gradients import reducer
+from zero.gradients.division import Division
 from zero.parameters.gathered.buffers import GatheredBuffer, GatheredUnit
 from zero.parameters.gathered.units import GatheredUnits
 from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.state import device_memory
 from zero.state.device_memory import DeviceMemory
+from zero.step import update
+from zero.step.classes import UserOptimizers
+from zero.step.update import Update
 
 from ..support.carried import CPU, equal_hosts
 from ..support.narrowed import PRECISIONS
@@ -27,7 +33,7 @@ from ..support.programs import Program, Round, Step, compare, run_rank
 from ..support.rows import only, rows
 from .stream_backend import on_streams
 from .stream_checker import Stream, StreamChecker, here
-from .towers import EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
+from .towers import BATCH, EACH, IN_TURN, PATTERNS, TOWERS, Training, check, watch
 
 
 @pytest.fixture(autouse=True)
@@ -168,11 +174,35 @@ def test_copies_of_offloaded_states_are_ordered(
 
 @pytest.fixture
 def parameters_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host divides sums, clips, and, where it is asked to, steps."""
     monkeypatch.setattr(OffloadedStates, "_is_elsewhere", lambda self, flat: True)
     monkeypatch.setattr(setup, "backend_for", lambda offload, device: Apart(device))
+    for module in (reducer, update):
+        monkeypatch.setattr(module, "wait_for_host", waits)
+    for owner, name in ((Division, "divide"), (Update, "norm_sum"), (Update, "clip"), (UserOptimizers, "step")):
+        done_by_the_host(monkeypatch, owner, name)
+
+
+def waits(buckets: Iterable[BucketSpec]) -> None:
+    if any(bucket.offloaded for bucket in buckets):
+        here().synchronize()
+
+
+def done_by_the_host(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    done = getattr(owner, name)
+
+    def on_host(self: Any, *arguments: Any) -> Any:
+        is_step = name == "step"
+        if is_step and not all(update.states.bucket.stepped_on_host for update in arguments[0]):
+            return done(self, *arguments)
+        with here().on_host():
+            return done(self, *arguments)
+
+    monkeypatch.setattr(owner, name, on_host)
 
 
 ON_HOST: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu")}
+STEPPED_THERE: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu", step="cpu")}
 
 
 @pytest.mark.parametrize(
@@ -188,6 +218,26 @@ def test_copies_of_parameters_on_the_host_are_ordered(world_size: int, options: 
         training.steps(EACH)
 
     check(world_size, 3, program, **ON_HOST, **options)
+
+
+@pytest.mark.parametrize(("world_size", "options"), rows([(1, {}), (2, BF16)], [(1, BF16), (2, {})]))
+@pytest.mark.usefixtures("parameters_on_the_host")
+def test_a_step_on_the_host_comes_behind_every_copy_and_before_the_next(
+    world_size: int, options: dict[str, Any]
+) -> None:
+    """Behind those of gradients, and those of weights for an evaluation that is under way."""
+
+    def program(training: Training) -> None:
+        training.steps(EACH, IN_TURN)
+        training.backwards(EACH)
+        with training.on("evaluation"), torch.no_grad():
+            training.model(BATCH, training.on("evaluation"), training.on("beside"))
+        training.step(EACH)
+        with training.on("reader"):
+            training.optimizer.consolidate_state_dict(None)
+        training.steps(TOWERS)
+
+    check(world_size, 3, program, **STEPPED_THERE, **options)
 
 
 @pytest.mark.parametrize(("world_size", "depth"), rows([(1, 1)], [(2, 1), (1, 2), (1, 0)]))

@@ -7,6 +7,7 @@ not know: the parser, or what a flag does.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -54,20 +55,21 @@ def _path(text: str) -> Path:
 
 def _offload(text: str) -> Offload:
     """Return the arguments of `Offload` that are written with commas between them. "./cpu" is a folder."""
-    states, given, parameters = text.partition(PARAMETERS)
-    if given and parameters != "cpu":
+    states, *given = re.split(",(?=(?:parameters|step)=)", text)
+    places: dict[str, Any] = dict(each.split("=", 1) for each in given)
+    if len(places) < len(given) or set(places.values()) - {"cpu"}:
         raise ValueError
-    return Offload("cpu" if states == "cpu" else _path(states), "cpu" if given else None)
+    return Offload("cpu" if states == "cpu" else _path(states), **places)
 
 
 def _written_offload(value: Offload | None) -> str | None:
     if value is None:
         return None
-    return str(value.states) + (f"{PARAMETERS}{value.parameters}" if value.parameters else "")
+    places = {"parameters": value.parameters, "step": value.step}
+    return ",".join([str(value.states), *(f"{name}={place}" for name, place in places.items() if place)])
 
 
-PARAMETERS = ",parameters="
-OFFLOAD = f"a path (the current folder is .), cpu, or cpu{PARAMETERS}cpu"
+OFFLOAD = "a path (the current folder is .), cpu, cpu,parameters=cpu or cpu,parameters=cpu,step=cpu"
 PATH = "a path (the current folder is .)", "<path>"
 FORMS: Mapping[Any, TextForm] = {
     Path: TextForm(str, _path, _text, *PATH),

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .cuts import BlockCuts, EvenCuts, OwnerCuts
+from .cuts import BlockCuts, Cuts, EvenCuts, OwnerCuts
 from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
 from .owners import choose_owners, share_blocks, step_work
 
@@ -145,21 +145,20 @@ def _bucket(
     )
     spec = members[0][1]
     numel = _bucket_numel(offsets[-1], spec, world_size)
+    cuts: Cuts
     if spec.blocks:
-        blocks = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, blocks, spec.offloaded)
-    if spec.stack:
+        cuts = BlockCuts(numel, world_size, tuple(offsets[:-1]), tuple(slot.numel for slot in slots))
+    elif spec.stack:
         at = [(offset, each) for (_, each), offset in zip(members, offsets, strict=False)]
-        stacks = _block_cuts(at, numel, world_size, held)
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, stacks, spec.offloaded)
-    if not spec.one_owner:
-        even = EvenCuts(numel, world_size, spec.dtypes.alignment)
-        return BucketSpec(index, spec.dtypes, spec.device, slots, numel, even, spec.offloaded)
-    begins: dict[int, int] = {}  # by owner, ascending
-    for (position, _), offset in zip(members, offsets, strict=False):
-        begins.setdefault(owners[position], offset)
-    cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
-    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded)
+        cuts = _block_cuts(at, numel, world_size, held)
+    elif not spec.one_owner:
+        cuts = EvenCuts(numel, world_size, spec.dtypes.alignment)
+    else:
+        begins: dict[int, int] = {}  # by owner, ascending
+        for (position, _), offset in zip(members, offsets, strict=False):
+            begins.setdefault(owners[position], offset)
+        cuts = OwnerCuts(numel, world_size, tuple(begins), tuple(begins.values()))
+    return BucketSpec(index, spec.dtypes, spec.device, slots, numel, cuts, spec.offloaded, spec.stepped_on_host)
 
 
 def _block_cuts(

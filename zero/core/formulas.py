@@ -15,7 +15,7 @@ from .buckets import loads
 from .cuts import Cuts
 from .layout import BucketSpec, Layout, ParameterSpec
 from .runs import CUT, adjoins, in_blocks, part_begins, runs
-from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone
+from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone, step_device
 from .units import ONE_AHEAD, UnitSchedule
 
 
@@ -113,7 +113,7 @@ def _count_runs(bucket: BucketSpec, specs: Sequence[ParameterSpec], low: int, hi
         [states.stepped[piece.slot] for piece in pieces],
         lambda index: not alone and adjoins(pieces, groups, scalars, index),
     )
-    is_cut = not alone and bucket.device == "cpu"
+    is_cut = not alone and step_device(bucket) == "cpu"
     return sum(
         len(
             part_begins(

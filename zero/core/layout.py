@@ -120,7 +120,7 @@ class ParameterSpec:
         unit: the number of its unit, whose parameters are gathered together; 0 for all if nothing is gathered.
         one_owner: whether one rank owns all of it, since the optimizer's class steps it by its shape.
         optimizer_class: the number of the class that steps it.
-        offloaded: whether ranks keep their shards of it in the host's memory.
+        offloaded, stepped_on_host: whether ranks keep their shards of it in the host's memory, and step them there.
         blocks: whether it is cut between blocks of elements alone, and each rank's piece is stepped by itself.
         stack: the shape of each block that the class steps by itself; such a block has one owner. Empty: it has none.
     """
@@ -139,6 +139,7 @@ class ParameterSpec:
     offloaded: bool = False
     blocks: bool = False
     stack: tuple[tuple[int, ...], ...] = ()
+    stepped_on_host: bool = False
 
     @property
     def divided(self) -> bool:
@@ -234,6 +235,7 @@ class BucketSpec:
     numel: int
     cuts: Cuts
     offloaded: bool = False  # as of its parameters
+    stepped_on_host: bool = False  # likewise
 
     def __post_init__(self) -> None:
         align = self.dtypes.slot_alignment(self.device)

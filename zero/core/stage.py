@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from .layout import BucketSpec, Dtypes
+from .layout import BucketSpec, Dtypes, ParameterSpec
 
 
 class Placement(Enum):
@@ -127,6 +127,11 @@ def keeps_masters_alone(bucket: BucketSpec, *, trainable: bool) -> bool:
     """
     gathered_there = bucket.offloaded or (bucket.world_size > 1 and bucket.on_accelerator)
     return trainable and gathered_there and bucket.dtypes.has_master
+
+
+def step_device(spec: ParameterSpec | BucketSpec) -> str:
+    """Return the device, as text, on which the class steps a parameter, or those of a bucket."""
+    return "cpu" if spec.stepped_on_host else spec.device
 
 
 def buckets_in_flight(stage: Stage, algorithm: str) -> int:

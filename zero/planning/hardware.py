@@ -47,7 +47,7 @@ _GPU = {
     "per_host": "number",
     "domain": "number",
 }
-_GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number"}
+_GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number", "host_memory": "bytes a second"}
 _NETWORK = {
     "link_efficiency": "number",
     "nic_efficiency": "number",
@@ -76,6 +76,8 @@ class Accelerator:
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
         nic: bytes a second that a host sends into the network; None if there is no typical value.
         sustained: share of the peaks that it sustains.
+        host_memory: bytes a second that the host reads and writes in its memory for one of its GPUs; None: as many as
+            ``host_link``.
     """
 
     name: str
@@ -90,6 +92,7 @@ class Accelerator:
     efficiency: Mapping[str, float]
     nic: float | None = None
     sustained: float = 1.0
+    host_memory: float | None = None
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""

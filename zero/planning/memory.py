@@ -79,6 +79,7 @@ class _Key:
     offloaded: bool
     quantized: Quantized | None
     rounds: bool
+    stepped_on_host: bool
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ class MemoryPlan:
                 device=setting.device,
                 whole_matrices=key.whole_matrices,
             )
-            specs = [replace(spec, offloaded=key.offloaded) for spec in specs]
+            specs = [replace(s, offloaded=key.offloaded, stepped_on_host=key.stepped_on_host) for s in specs]
             if key.quantized is not None:
                 cut = [key.quantized.is_cut(spec.numel) for spec in specs]
                 specs = [replace(s, blocks=is_cut, one_owner=not is_cut) for s, is_cut in zip(specs, cut, strict=True)]
@@ -252,14 +253,17 @@ class MemoryPlan:
         offloaded += room if masters_move and bucket.dtypes.has_master else 0
         kept, wide = found.gradients + found.parameters, 0
         staged = offloaded
+        scalars = found.scalars
         if setting.offloads_parameters:
-            staged, wide = (offloaded + room, room) if trainable else (0, 0)
+            staged, wide = (offloaded + room, room) if trainable and not setting.steps_on_host else (0, 0)
             offloaded += kept + found.masters
             kept = 0
-        if isinstance(bucket.dtypes, RoundedDtypes) and any(stepped):  # fp32 copies, and perhaps of the gradient
-            copied = 1 + states.tensors + (bucket.dtypes.accumulate_dtype is not WIDE)
+        if isinstance(bucket.dtypes, RoundedDtypes) and any(stepped) and not setting.steps_on_host:
+            copied = 1 + states.tensors + (bucket.dtypes.accumulate_dtype is not WIDE)  # in fp32, perhaps the gradient
             wide += copied * (high - low) * WIDE.itemsize
-        beside = kept + found.scalars + (0 if setting.offload else found.states + in_blocks)
+        if setting.steps_on_host:
+            offloaded, scalars = offloaded + scalars, 0
+        beside = kept + scalars + (0 if setting.offload else found.states + in_blocks)
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
         return RankBytes(
             found.parameters,
@@ -292,4 +296,5 @@ def _key(setting: PlanSetting) -> _Key:
         setting.offloads_parameters,
         setting.quantized,
         setting.rounding is not None,
+        setting.steps_on_host,
     )

@@ -159,6 +159,11 @@ class PlanSetting(ShardingOptions):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and not is_accelerator(self.device):
             raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
+        if self.steps_on_host and len(self.classes) > 1:
+            raise ValueError(
+                f"Offload(step='cpu') with optimizer={self.optimizer!r}: a plan has no rate for products of matrices "
+                "on the host"
+            )
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
             raise ValueError(
                 f"ranks_per_host must divide the number of ranks, {self.world_size}, not {self.ranks_per_host}"

@@ -46,6 +46,7 @@ from ..core.runs import (
     tensors_in,
     with_tensors,
 )
+from ..core.stage import step_device
 from .flat_buffer import FlatBuffer, Move
 from .master_weights import MasterWeights, WideCopies
 from .offload import OffloadedStates
@@ -99,6 +100,7 @@ class BucketStates:
         self._specs = specs
         self.alone = any(spec.alone for spec in specs)  # all of them
         self.scalars = [spec.shape == () for spec in specs]
+        self._cut = CUT if step_device(bucket) == "cpu" and not self.alone else None
         self.bucket, self.begin, self.end = bucket, parameters.begin, parameters.end
         self._parameters, self._placement, self.master = parameters.data, parameters.placement, master
         stacks = [spec.stack for spec in specs]
@@ -161,9 +163,8 @@ class BucketStates:
 
     def _make_runs(self, first: int, last: int, cut: bool) -> None:
         begin, end = self.pieces[first].begin - self.begin, self.pieces[last - 1].end - self.begin
-        weights = self.weights
-        state = self._states[first]
-        for low, high in parts(begin, end, CUT if cut and not self.alone and self.bucket.device == "cpu" else None):
+        weights, state = self.weights, self._states[first]
+        for low, high in parts(begin, end, self._cut if cut else None):
             parameter = strided(weights.detach(), low, *self._shape(first, high - low)).requires_grad_()
             run = _FlatParam(parameter, low, high, first, last)
             if state is not None:

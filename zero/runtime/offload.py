@@ -126,7 +126,7 @@ class HostOffload(OffloadBackend):
 
 
 def wait_for_host(buckets: Iterable[BucketSpec]) -> None:
-    """Wait until what was copied to the host of offloaded buckets can be read there."""
+    """Wait until offloaded buckets can be used on the host: copies to it are complete, and copies from it."""
     for device in {bucket.device for bucket in buckets if bucket.offloaded and bucket.on_accelerator}:
         torch.accelerator.synchronize(torch.device(device))  # host synchronisation: the host reads next
 
@@ -271,16 +271,19 @@ class OffloadedStates:
         device: torch.device,
         prefetching: ProfilerRange,
         evicting: ProfilerRange,
+        *,
+        stepped_in_place: bool = False,
     ) -> None:
         """Allocate the tensors that are known at construction; `tensor` allocates others later.
 
         ``names``: of these tensors, which have ``numel`` elements of ``dtype`` each. ``device``: which steps them.
-        ``prefetching`` and ``evicting``: the profiler's events of the two calls.
+        ``prefetching`` and ``evicting``: the profiler's events of the two calls. ``stepped_in_place``: the host steps
+        them where they lie, and nothing is copied.
         """
         self._prefetching, self._evicting = prefetching, evicting
         self._offload_backend, self._numel, self._device = offload_backend, numel, device
         self._tensors = {(name, dtype): offload_backend.empty(numel, dtype) for name in sorted(names)}
-        self._staging = Staging(device)
+        self._staging, self._stepped_in_place = Staging(device), stepped_in_place
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors."""
@@ -328,7 +331,8 @@ class OffloadedStates:
             torch.accelerator.synchronize(self._device)  # host synchronisation: the reader is on the host
 
     def _fetch(self, flats: Mapping[str, Tensor]) -> None:
-        self._staging.fetch({name: flat for name, flat in flats.items() if self._is_elsewhere(flat)})
+        if not self._stepped_in_place:
+            self._staging.fetch({name: flat for name, flat in flats.items() if self._is_elsewhere(flat)})
 
     def _is_elsewhere(self, flat: Tensor) -> bool:
         return flat.device != self._device

@@ -122,6 +122,7 @@ def describe(
         master = bucket.states.master if bucket.spec.offloaded else None
         offloaded += [master.master] if master is not None and master.exists else []
         offloaded += bucket.grad.tensors() if bucket.spec.offloaded else []
+        offloaded += bucket.states.tensors() if bucket.spec.stepped_on_host else []  # also step counts
     units_need_gather, means_are_shown = storage.unit_hooks.needs_gather, reducer.means_are_shown  # as they are now
     formula = formula_bytes(
         layout,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..core.layout import ParameterSpec
 from ..core.rounding import STEPS
+from ..core.stage import step_device
 from ..runtime.flat_states import Options
 from ..step.classes import UserOptimizers
 from ..step.user_optimizer import NO_OPTIONS, UserOptimizer
@@ -92,12 +93,14 @@ class _ThrowAway:
         self._given: dict[int, dict[str, Any]] = {}
         for group, specs in groups:
             options = {key: copy.deepcopy(value) for key, value in group.items() if key not in NO_OPTIONS}
-            made = [_zeros(spec.shape, spec.dtypes.master_dtype, spec.device) for spec in specs]
+            made = [_zeros(spec.shape, spec.dtypes.master_dtype, step_device(spec)) for spec in specs]
             self._groups.append({**options, "params": made})
             for index, parameter, spec in zip(group["params"], made, specs, strict=True):
                 self._parameters[index] = (parameter, spec)
                 if states.get(index):
-                    self._given[index] = {name: _copied(value, spec.device) for name, value in states[index].items()}
+                    self._given[index] = {
+                        name: _copied(value, step_device(spec)) for name, value in states[index].items()
+                    }
 
     def complete(self) -> list[Options]:
         """Let the class complete what was added, and return the options of each group."""

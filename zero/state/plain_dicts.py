@@ -22,7 +22,7 @@ from ..core.layout import ParameterSpec
 from ..core.names import MASTERS, known_as, remark_on_prefix
 from ..core.rounding import STEPS
 from ..core.runs import PieceState, Rules, lies_flat, misfit, part_of
-from ..core.stage import Placement, Stage
+from ..core.stage import Placement, Stage, step_device
 from ..core.statetree import rebuilt
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
@@ -315,7 +315,7 @@ def scatter(
         bucket.states.wait_for_copies()
         bucket.states.snapshot()
     for bucket in buckets:
-        states, device, dtype = bucket.states, bucket.spec.device, bucket.spec.dtypes.master_dtype
+        states, device, dtype = bucket.states, step_device(bucket.spec), bucket.spec.dtypes.master_dtype
         states.flat.clear()
         flat_values: dict[tuple[int, str], Tensor] = {}
         for number, piece in enumerate(states.pieces):
@@ -381,7 +381,7 @@ def scatter_masters(masters: Mapping[int, Tensor], mapping: Mapping[int, int], b
             whole = masters.get(mapping[spec.index])
             if whole is not None:
                 values = in_stride_order(
-                    whole.detach().to(bucket.spec.device, bucket.spec.dtypes.master_dtype), spec.stride
+                    whole.detach().to(step_device(bucket.spec), bucket.spec.dtypes.master_dtype), spec.stride
                 )
                 target = states.master.master[piece.begin - states.begin : piece.end - states.begin]
                 target.copy_(values[piece.begin - slot.offset : piece.end - slot.offset])

@@ -23,6 +23,7 @@ from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, is_elementwise, joined, merged, part_of
+from ..core.stage import step_device
 from ..runtime.flat_states import Options
 from .equality import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, large_shapes, shortened
@@ -49,7 +50,7 @@ def cut_in_blocks(
 
     def alike(spec: ParameterSpec) -> bool:
         sizes = (spec.numel % CUT_EVERY, min(spec.numel, CHOICES), len(spec.shape))
-        key = (spec.group, spec.dtypes, spec.device, sizes)
+        key = (spec.group, spec.dtypes, step_device(spec), sizes)
         if key not in found:
             found[key] = _chooses_alike(inner, groups, spec)
         return found[key]
@@ -189,7 +190,7 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
     Raises `ValueError` if a state of the blocks of one parameter cannot be one of the parameter.
     """
     found: dict[str, None] = {}
-    for spec in {(spec.group, spec.dtypes, spec.device, spec.stack): spec for spec in stacks}.values():
+    for spec in {(spec.group, spec.dtypes, step_device(spec), spec.stack): spec for spec in stacks}.values():
         sizes = iter(shortened(sum(spec.stack, ())))  # of all blocks together, so that other sizes stay other ones
         shapes = dict.fromkeys(tuple(next(sizes) for _ in shape) for shape in spec.stack)
         large = dict.fromkeys(shape for block in dict.fromkeys(spec.stack) for shape in large_shapes([block]))

@@ -19,6 +19,7 @@ import torch
 
 from ..core.layout import ParameterSpec
 from ..core.runs import Stack
+from ..core.stage import step_device
 from ..runtime.flat_states import Options
 from .block_trial import blocks_of, cut_in_blocks, own_states
 from .classes import UserOptimizers
@@ -202,7 +203,7 @@ def _explaining_loops(
     except ValueError as error:
         for number in sorted({spec.group for spec in parameters}):
             options = {**inner.defaults, **groups[number]}
-            devices = sorted({spec.device for spec in parameters if spec.group == number})
+            devices = sorted({step_device(spec) for spec in parameters if spec.group == number})
             by_default = options.get("foreach", False) is None and options.get("fused") is None
             if by_default and devices[0] == "cpu" and len(devices) > 1:
                 more = ", or fused=True" if "fused" in options else ""

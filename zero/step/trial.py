@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..core.layout import Dtypes, ParameterSpec
 from ..core.runs import is_elementwise
+from ..core.stage import step_device
 from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
 from ..runtime.flat_states import Options
 from .equality import equal_values, same
@@ -340,7 +341,7 @@ def distinct(
             options.append(given)
     shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}
     for spec in parameters:
-        shapes.setdefault((number_of[spec.group], spec.dtypes, spec.device), set()).add(spec.shape)
+        shapes.setdefault((number_of[spec.group], spec.dtypes, step_device(spec)), set()).add(spec.shape)
     settings = [
         Setting(number, dtypes, torch.device(device), tuple(sorted(found)))
         for (number, dtypes, device), found in shapes.items()

@@ -204,11 +204,13 @@ class Update:
                 bucket.specs[0].optimizer_class,
             )
 
+        specs = [bucket.spec for bucket, *_ in work]
+        wait_for_host(spec for spec in specs if spec.stepped_on_host)  # copies for gathers may still read weights
         with behind_a_meeting(self._transport):
             options = self._user_optimizers.step([update(*each) for each in work], groups, call)
             queue.finish()
         self._pool.drop_cheap()
-        wait_for_host(bucket.spec for bucket, *_ in work)
+        wait_for_host(spec for spec in specs if not spec.stepped_on_host)
         self._storage.stepped()
         return options
 

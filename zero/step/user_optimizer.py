@@ -22,7 +22,7 @@ from collectives.torch_internals import foreach_copy_
 from ..core.layout import ParameterSpec
 from ..core.rounding import steps_of
 from ..core.runs import BlockRule, Rules, StackRule, merged
-from ..core.stage import STATES_AHEAD, STATES_BEHIND
+from ..core.stage import STATES_AHEAD, STATES_BEHIND, step_device
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
@@ -304,7 +304,7 @@ def _prepare(update: BucketUpdate, cut: frozenset[int]) -> None:
     if gradient is None:
         return
     # in the host's memory the gradient stays as it is until the step is over
-    wide = gradient.data.to(states.bucket.device, states.bucket.dtypes.step_dtype, non_blocking=True)
+    wide = gradient.data.to(step_device(states.bucket), states.bucket.dtypes.step_dtype, non_blocking=True)
     for run in states.runs:
         run.parameter.grad = run.of(wide)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -39,7 +40,7 @@ class Rank(OnRank, Player):
     """Plays one rank, over a transport or a process group.
 
     ``algorithms``: names for a setting's ``collective`` beside those of `collectives`. ``offload_at_stage_3``: instead
-    of what a setting says.
+    of a place on disk; the class steps on the host if a setting offloads.
     """
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
@@ -82,7 +83,7 @@ class Rank(OnRank, Player):
 
     def _offload(self, setting: Setting) -> Offload | None:
         if setting.stage == 3 and self.offload_at_stage_3:
-            return self.offload_at_stage_3
+            return replace(self.offload_at_stage_3, step="cpu" if setting.offload else None)
         return Offload(tempfile.gettempdir()) if setting.offload else None
 
     @staticmethod

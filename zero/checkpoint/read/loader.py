@@ -30,7 +30,7 @@ from ...core.bits import as_bytes, in_stride_order, laid_out, memory_of
 from ...core.layout import Piece
 from ...core.rounding import STEPS
 from ...core.runs import PieceState, part_of
-from ...core.stage import Placement
+from ...core.stage import Placement, step_device
 from ...core.statetree import DTYPES, N_AVERAGED, decode_states
 from ...runtime.bucket import Bucket
 from ...runtime.flat_buffer import FlatBuffer, redistribute
@@ -315,7 +315,7 @@ class Loader:
         slot, spec = bucket.spec.slots[piece.slot], bucket.specs[piece.slot]
         place = piece.begin - slot.offset, piece.end - slot.offset
         part = part_of(whole.scalars, *place, spec.numel, self._contents.parts.classes.rules_of(spec))
-        scalars = {name: scalar_state("", value, False, bucket.spec.device) for name, value in part.items()}
+        scalars = {name: scalar_state("", value, False, step_device(bucket.spec)) for name, value in part.items()}
         return PieceState(whole.elementwise, scalars)
 
     def _state(
@@ -330,7 +330,7 @@ class Loader:
             return None
         options = self._contents.groups[group] | self.fit.groups[group]
         on_device = bool(options.get("fused") or options.get("capturable"))
-        device = bucket.spec.device
+        device = step_device(bucket.spec)
         tensors: dict[str, Tensor] = {}
         for name, (entry, data) in scalars.items():
             tensors[name] = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])

@@ -161,12 +161,13 @@ class Workload:
         left = Ignored(self.ignored(), self.model)
         every = [parameter for parameter in self.model.parameters() if parameter not in left]
         groups = [{"params": every}] if groups is self.model else groups
-        rounding = spec.stochastic_rounding
-        if spec.precision is None:
+        rounding, on_host = spec.stochastic_rounding, spec.offload is not None and spec.offload["step"] is not None
+        if spec.precision is None and not on_host:
             loop = ReferenceLoop(groups, optimizer_class, spec.defaults, rounding)
         else:
             precisions = Precisions(spec.precision, self.model, left, rounds=rounding is not None)
-            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions, rounding)
+            place = "cpu" if on_host else None
+            loop = MixedReferenceLoop(every, groups, optimizer_class, spec.defaults, precisions, rounding, place)
         yield 0, _compared_parameters(self.model)
         for step in range(1, self.steps + 1):
             for number in range(spec.micro_batches):

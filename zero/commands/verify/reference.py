@@ -80,7 +80,7 @@ class ReferenceLoop:
 
 class MixedReferenceLoop(ReferenceLoop):
     """The plain loop in mixed precision: a 16-bit model, master weights in fp32, gradients summed in a dtype of their
-    own. The optimizer's parameters are the master weights."""
+    own. The optimizer's parameters are the master weights. They may be on another device, also in a single dtype."""
 
     def __init__(
         self,
@@ -90,9 +90,11 @@ class MixedReferenceLoop(ReferenceLoop):
         defaults: dict[str, Any],
         precisions: Precisions,
         rounding: StochasticRounding | None = None,
+        device: str | None = None,
     ) -> None:
-        """``parameters``: those of the model to which ``precisions`` apply."""
-        self._model = list(parameters)
+        """``parameters``: those of the model to which ``precisions`` apply. ``device``: of the master weights; None:
+        that of the parameters."""
+        self._model, self._device = list(parameters), device
         self._dtypes = [precisions.of(parameter) for parameter in self._model]
         self._masters = [self._master(*known) for known in zip(self._model, self._dtypes, strict=True)]
         self._sums = dict[int, nn.Parameter]()  # by number of a parameter; each is the ``grad`` of an empty tensor
@@ -114,7 +116,7 @@ class MixedReferenceLoop(ReferenceLoop):
         wide = parameter.detach().clone()
         cast(parameter, dtypes.param_dtype)
         known = wide if parameter.requires_grad else parameter.detach()  # a frozen parameter has no wide copy
-        return known.to(dtypes.master_dtype).requires_grad_()
+        return known.to(self._device, dtypes.master_dtype).requires_grad_()
 
     def end_micro_batch(self) -> None:
         for number, parameter in enumerate(self._model):
@@ -131,7 +133,7 @@ class MixedReferenceLoop(ReferenceLoop):
         means: dict[Tensor, Tensor | None] = {self._masters[number]: total.grad for number, total in self._sums.items()}
         for master, mean in means.items() if self._rounding is None else ():
             assert mean is not None
-            master.grad = mean.to(master.dtype)
+            master.grad = mean.to(master)
         self._step(means)
         for number in self._sums:
             self._model[number].copy_(self._masters[number])

@@ -2,7 +2,8 @@
 
     forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)
     backward    2 x products, 2.5 x attention, 2 x moved bytes; and what is recomputed of the forward
-    update      bytes of gradient, weights and states/bandwidth, as a fused kernel moves them
+    update      bytes of gradient, weights and states/bandwidth, as a fused kernel moves them; of the device's memory,
+                or of the host's
 
 The host issues kernels meanwhile (`HostCalls.launch`). Its seconds are returned apart, since a schedule knows which of
 the two waits. `CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are
@@ -106,6 +107,7 @@ class Compute:
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
         self._memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
+        self._host_memory = gpu.host_link if gpu.host_memory is None else gpu.host_memory
         self._elementwise = gpu.memory_bandwidth * gpu.efficiency.get("memory", self.constants["elementwise"])
 
     def _share(self, gpu: Accelerator, which: str) -> float:
@@ -141,6 +143,12 @@ class Compute:
     def update(self, elements: float, dtypes: Dtypes, state_tensors: float) -> float:
         """Return the seconds in which an owner updates ``elements``."""
         return elements * update_bytes(dtypes, state_tensors) / self._memory
+
+    def update_on_host(self, elements: float, dtypes: Dtypes, state_tensors: float) -> float:
+        """Return the seconds in which an owner's host updates ``elements`` in its memory. The parameter is not written
+        there: it is rounded where it is gathered."""
+        nbytes = update_bytes(dtypes, state_tensors) - dtypes.has_master * dtypes.itemsize("param_dtype")
+        return elements * nbytes / self._host_memory
 
     def orthogonalization(self, multiplications: float) -> float:
         """Return the seconds of Muon's Newton-Schulz iterations, at the rate of the products of the training.

@@ -94,6 +94,7 @@ class StepProgram:
         control: seconds of the messages on which ranks agree, which the host waits for.
         synchronises: the host waits for the device before the update, as for the norm of a clip.
         host_reads: the host waits for the device after each backward that reduces, since it has the sums.
+        host_updates: the host updates the buckets itself, one after the other.
         host: seconds of the host for a clip and a step, without what each bucket adds.
         fixed: seconds that no unit explains.
         overlap: see the module.
@@ -114,6 +115,7 @@ class StepProgram:
     control: float = 0.0
     synchronises: bool = False
     host_reads: bool = False
+    host_updates: bool = False
     host: float = 0.0
     fixed: float = 0.0
     overlap: float = 0.0

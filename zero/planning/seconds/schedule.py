@@ -151,6 +151,7 @@ def program_of(
         streams=wires.on_gpu,
         control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
         host_reads=setting.offloads_parameters,
+        host_updates=setting.steps_on_host,
         host=wires.cluster.calls.step,
         fixed=compute.constants["fixed"] if wires.on_gpu else 0.0,
         overlap=compute.constants["overlap"] if wires.on_gpu else 0.0,
@@ -249,15 +250,17 @@ class _Costs:
             owned, work, state_tensors = owned * share, whole.multiplications * share, whole.state_tensors
         elif not setting.row.grads_replicated:
             owned = self._shard(bucket)
-        gather, moved = NOTHING, 0.0
+        gather, moved, host = NOTHING, 0.0, self.wires.cluster.calls.update
         if setting.row.parameters_are_gathered:
             gather = self._in_all_groups(bucket, dtypes.itemsize("param_dtype"), self.group)
+        if setting.steps_on_host:
+            return UpdateStep(self.compute.update_on_host(owned, dtypes, state_tensors), gather, host=host)
         if setting.offload:
             kept = state_tensors + (dtypes.has_master and not self.wires.on_gpu) + setting.offloads_parameters
             moved = owned * kept * dtypes.itemsize("master_dtype") / self.wires.cluster.gpu.host_link
         seconds = self.compute.update(owned, dtypes, state_tensors) + self.compute.orthogonalization(work)
         seconds += self._on_host_link(owned, bucket, "master_dtype")  # the gradient
-        return UpdateStep(seconds, gather, moved, moved, self.wires.cluster.calls.update)
+        return UpdateStep(seconds, gather, moved, moved, host)
 
     def _in_all_groups(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
         return in_groups(self._gather(bucket, width, group), self.wires.cluster.ranks // group.ranks)

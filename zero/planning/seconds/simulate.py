@@ -315,6 +315,8 @@ class _Rank:
             self._launching(bucket.host)
             self.wait(self._now(), "host")
             self._work(bucket.update, "update", f"update {number}")
+            if program.host_updates:
+                state.host = max(state.host, state.compute)
             disk.write_states(number)
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
