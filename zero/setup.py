@@ -256,14 +256,15 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     parts.precisions.resolve_again()
     dtypes, meta = parts.precisions.of, storage.meta_device
     listed, of_listed = specs(groups, parts.module, known, first, storage.units(), dtypes, meta)
-    on_host = {"offloaded": parts.offloads_parameters, "stepped_on_host": parts.steps_on_host}
+    on_host, stepped = parts.offloads_parameters, parts.steps_on_host
     found: list[Tensor] = []
     described: list[ParameterSpec] = []
     replicated: dict[Tensor, ParameterSpec] = {}
     for parameter, spec in zip(listed, of_listed, strict=True):
         if is_laid_out(parameter):
             found.append(parameter)
-            described.append(replace(spec, **on_host, stack=stack_of(spec, blocks[spec.group])))
+            stack = stack_of(spec, blocks[spec.group])
+            described.append(replace(spec, offloaded=on_host, stepped_on_host=stepped, stack=stack))
         else:
             replicated[parameter] = spec
     if not found and not storage.buckets:

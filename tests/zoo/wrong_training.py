@@ -369,9 +369,3 @@ def weights_and_states_share_their_random_bits(
     of = Stream.of
     with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
         real(self, piece, names, kept, step)
-
-
-def parameters_share_their_random_bits(real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int) -> None:
-    of = Stream.of
-    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, _, name, k: of(s, 0, name, k))):
-        real(self, piece, names, kept, step)
