@@ -105,15 +105,14 @@ class Fit:
                 taken.add(first)
         for alias, saved in ties.items():
             new = self._allowed.further_name(alias, self._known)
-            name = None if new is None else first_names.get(new, new)
-            if name is None or name not in self._known or name in taken:
+            if new is None or (first := first_names.get(new, new)) not in self._known or first in taken:
                 continue
-            taken.add(name)
+            taken.add(first)
             other = self._names.get(saved)
-            if other in self._known and other is not None:
-                self._tied[name] = other
+            if other is not None and other in self._known:
+                self._tied[first] = other
             else:
-                self._names[saved] = name
+                self._names[saved] = first
 
     def _renamed(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
         found = {self._names[name]: value for name, value in values.items() if name in self._names}
