@@ -105,14 +105,14 @@ class Fit:
                 taken.add(first)
         for alias, saved in ties.items():
             new = self._allowed.further_name(alias, self._known)
-            if new is None or (first := first_names.get(new, new)) not in self._known or first in taken:
+            if new is None or (plain := first_names.get(new, new)) not in self._known or plain in taken:
                 continue
-            taken.add(first)
+            taken.add(plain)
             other = self._names.get(saved)
             if other is not None and other in self._known:
-                self._tied[first] = other
+                self._tied[plain] = other
             else:
-                self._names[saved] = first
+                self._names[saved] = plain
 
     def _renamed(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
         found = {self._names[name]: value for name, value in values.items() if name in self._names}
