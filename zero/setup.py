@@ -337,9 +337,8 @@ class _NewStates:
         store, group = self._stores.get(spec.index), self._step_groups[spec.index]
         if group not in self._instances:
             self._instances[group] = user_optimizers[number].instance(next(alike, None))
-        instance = self._instances[group]
         copies = WideCopies.of(self._parts.rounding, spec, bucket.specs, weights.begin)
-        states = BucketStates(instance, spec, weights, bucket.specs, master, store, copies)
+        states = BucketStates(self._instances[group], spec, weights, bucket.specs, master, store, copies)
         user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
         states.evict()
         return states

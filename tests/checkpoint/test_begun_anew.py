@@ -291,6 +291,24 @@ def test_a_tied_tensor_is_found_by_any_of_its_names(tmp_path: Path) -> None:
     on_threads(2, program)
 
 
+def test_what_has_no_states_may_be_tied_no_more_in_a_strict_restore(tmp_path: Path) -> None:
+    def of(transport: Transport, seed: int, *, tied: bool) -> ZeroOptimizer:
+        model = seeded(seed, lambda: Net(tied=tied))
+        return ZeroOptimizer(model.inner.parameters(), torch.optim.AdamW, module=model, process_group=transport)
+
+    def program(transport: Transport) -> None:
+        before = of(transport, 0, tied=True)
+        save(tmp_path / "saved", before)
+        after = of(transport, 1, tied=False)
+        assert not load(tmp_path / "saved", after).not_restored
+        one, other = before.full_state_dict(None), after.full_state_dict(None)
+        assert one is not None
+        assert other is not None
+        assert_same_value(other, one, "weights")
+
+    on_threads(2, program)
+
+
 def test_a_buffer_of_another_kind_of_numbers_is_refused_with_the_remedy(tmp_path: Path) -> None:
     def of(transport: Transport, dtype: torch.dtype) -> ZeroOptimizer:
         model = nn.Linear(2, 2)

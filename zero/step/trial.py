@@ -147,7 +147,7 @@ class Trial:
                 if (step + 1) % self.every == 0 or step + 1 == steps:
                     self._compare_values(whole, rank, f"within {step + 1} of {steps} steps")
         if inner.has_modes:
-            self._compare_modes(whole, ranks)
+            names |= self._compare_modes(whole, ranks)
         kinds = self.check_states(whole)
         self.compare_states(whole, ranks, names)
         for rank in ranks:
@@ -157,14 +157,19 @@ class Trial:
                     rank.step_nothing()
         return names, kinds
 
-    def _compare_modes(self, whole: FullParameters, ranks: Sequence[OnRank]) -> None:
-        """Let the class exchange the weights for those of an evaluation, and these for those of training. Compare."""
+    def _compare_modes(self, whole: FullParameters, ranks: Sequence[OnRank]) -> frozenset[str]:
+        """Let the class exchange the weights for those of an evaluation, and these for those of training. Compare.
+
+        Returns the names of the states that are as large as the parameter in an evaluation."""
+        names: frozenset[str] = frozenset()
         for mode in ("eval", "train"):
             whole.call(methodcaller(mode))
             for rank in ranks:
                 with self._refusing(f"{mode}() over {self.parts} failed"):
                     rank.call(methodcaller(mode))
                 self._compare_values(whole, rank, f"after {mode}()")
+            names |= whole.names(of_every_shape=self.whole)
+        return names
 
     def _compare_values(self, whole: FullParameters, rank: OnRank, when: str) -> None:
         """Raise `ValueError` if the parameters differ between those that were stepped whole and those on a rank."""

@@ -106,15 +106,14 @@ class Fit:
                 taken.add(first)
         for alias, saved in ties.items():
             new = self._allowed.further_name(alias, self._known)
-            first = None if new is None else first_names.get(new, new)
-            if first is None or first not in self._known or first in taken:
+            if new is None or (plain := first_names.get(new, new)) not in self._known or plain in taken:
                 continue
-            taken.add(first)
+            taken.add(plain)
             other = self._names.get(saved)
-            if other in self._known and other is not None:
-                self._tied[first] = other
+            if other is not None and other in self._known:
+                self._tied[plain] = other
             else:
-                self._names[saved] = first
+                self._names[saved] = plain
 
     def _renamed(self, values: Mapping[str, _Value]) -> dict[str, _Value]:
         found = {self._names[name]: value for name, value in values.items() if name in self._names}
@@ -241,8 +240,10 @@ class Fit:
             for group in checkpoint.param_groups
         ]
         classes = [user_optimizers.of(number).qualified_name for number in range(len(contents.groups))]
+        listed = {name for names in contents.names for name in names}
+        tied = {name: other for name, other in self._tied.items() if name in self.model and name in listed}
         if self._allowed.strict:
-            for name, other in self._tied.items():
+            for name, other in tied.items():
                 raise ValueError(
                     f"{name!r} was tied to {other!r} when it was saved, so it has no states of its own: pass "
                     "strict=False, and they begin anew"
@@ -258,12 +259,12 @@ class Fit:
             for name in names:
                 if name in self.model and by_class.get(name) not in (mine, None):
                     self.anew[name] = f"its states are those of {by_class[name]}"
-        self.anew |= {name: f"it was tied to {other!r} when it was saved" for name, other in self._tied.items()}
+        self.anew |= {name: f"it was tied to {other!r} when it was saved" for name, other in tied.items()}
         for stored in (stored for stored in contents.model if stored.place is not None):
             why = self._why_not_by_rows(stored) if stored.name in self.resized else self._other_blocks(stored)
             if why is not None:
                 self.anew[stored.name] = why
-        kept = {name for names in contents.names for name in names if name in self.model and name not in self.anew}
+        kept = {name for name in listed if name in self.model and name not in self.anew}
         self.states = {name: found for name, found in self.states.items() if name in kept}
         self.values = {name: found for name, found in self.values.items() if name in kept}
         if self._allowed.strict:
