@@ -27,7 +27,10 @@ def agree_on_construction(transport: Transport, lines: Sequence[str], problem: E
     Raises `ValueError` on every rank with the first line that differs, or with the ``problem`` that a rank found.
     """
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    mine = json.dumps({"problem": None if problem is None else str(problem), "digest": digest})
+    text = None if problem is None else str(problem)
+    if problem is not None and not isinstance(problem, ValueError | TypeError | RuntimeError):  # of a user's function
+        text = f"{type(problem).__name__}: {problem}"  # a KeyError alone says no more than a key
+    mine = json.dumps({"problem": text, "digest": digest})
     replies = [json.loads(d) for d in transport.exchange(mine.encode(), Tag(Kind.EXCHANGE, "construction"))]
     if problem is not None:
         raise problem

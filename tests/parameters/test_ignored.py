@@ -279,6 +279,10 @@ def new(params: Any, **arguments: Any) -> Callable[[], object]:
 
 WRONG: list[tuple[Callable[[], object], str]] = [
     (new(MODEL, ignored=[MODEL[0], 3]), "TypeError: ignored[1] is a int, neither a parameter nor a module"),
+    (
+        new(MODEL, ignored=len),
+        "TypeError: ignored[0] is a builtin_function_or_method, neither a parameter nor a module",
+    ),
     (new(MODEL, ignored=nn.Linear(2, 2)), "ValueError: ignored[0] is no part of the optimizer's module"),
     (new(MODEL, ignored=[nn.Parameter(torch.ones(2))]), "ValueError: ignored[0] is no part of the optimizer's module"),
     (

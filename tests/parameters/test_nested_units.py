@@ -28,6 +28,7 @@ from ..support.cases import (
     one_backward,
     sharded,
 )
+from ..support.errors import error_of
 from ..support.narrowed import PRECISIONS
 from ..support.plain import share
 from ..support.programs import Program, check
@@ -229,6 +230,15 @@ def test_experts_that_ranks_choose_apart_are_an_error_by_name_unless_the_ranks_s
     assert on("common", program) == ["", ""]
     for said in on("travel", program):
         assert re.search(r"is in gather of unit 'blocks\.\d\.experts\.\d'", said)
+
+
+def test_a_function_of_the_user_that_fails_on_one_rank_is_an_error_of_its_kind_on_every_rank() -> None:
+    def program(transport: Transport) -> str:
+        answers = {True: {True: True, False: False}, False: {}}[transport.rank == 0]
+        case = Case(units=lambda module: answers[isinstance(module, Block)])
+        return error_of(sharded, case, transport)
+
+    assert on("travel", program) == ["ValueError: rank 1: KeyError: False", "KeyError: False"]
 
 
 def test_a_predicate_of_everything_makes_each_module_a_unit() -> None:

@@ -45,7 +45,9 @@ class Ignored:
         """
         self._tensors: dict[int, Tensor] = {}  # the tensors themselves, so that no other one gets the id
         self._modules: dict[int, nn.Module] = {}
-        entries: Sequence[Any] = [given] if isinstance(given, (nn.Module, Tensor)) else list(given or ())
+        if isinstance(given, nn.Module | Tensor) or not isinstance(given, Iterable | None):
+            given = [given]
+        entries: list[Any] = list(given or ())
         if entries and module is None:
             raise ValueError("ignored= has parts of the module: pass the module itself, or parameters and module=model")
         known = set() if module is None else {id(each) for each in (*module.parameters(), *module.buffers())}
