@@ -1,4 +1,4 @@
-"""The optimizer classes of five libraries, and the arguments and parameters that each is documented to take.
+"""The optimizer classes of six libraries, and the arguments and parameters that each is documented to take.
 
 Knows: which names of a library are optimizers. Does not know: what is tried with them.
 """
@@ -23,6 +23,7 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes.optim",
     "pytorch_optimizer": "pytorch_optimizer",
 }
+PACKAGES = {"muon": "muon-optimizer"}  # where a package's name is another one than its module's
 RATE = {"lr": 1e-2}
 IMAGES = torch.Size((4, 1, 6, 6))
 
@@ -79,10 +80,45 @@ USES = {
     **{f"pytorch_optimizer.{name}": MUON for name in ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "NorMuon")},
     "pytorch_optimizer.MuonClip": MUON,
     **{f"pytorch_optimizer.{name}": BASE for name in ("SAM", "LookSAM", "FriendlySAM")},
+    "pytorch_optimizer.ScalableShampoo": Use(steps=30),  # it preconditions from its 25th step on
     **{f"pytorch_optimizer.{name}": SLOW for name in ("Kron", "Shampoo", "SpectralSphere")},
     "pytorch_optimizer.BSAM": Use({**RATE, "num_data": 24}),
     "pytorch_optimizer.Ranger21": Use({**RATE, "num_iterations": 100}),
 }
+
+
+REFUSED = {  # words of each error, and the classes that are refused with them
+    "alone gave different bits than stepping it with others (within": (
+        *("ASGD", "AdaGC", "Adai", "AdamS", "AvaGrad", "DAdaptAdam", "DAdaptSGD", "Prodigy", "Ranger21"),
+    ),
+    "differently for one parameter than for several": ("DAdaptAdaGrad", "DAdaptAdan", "DAdaptLion"),
+    "it draws random numbers": ("Alice", "DASH", "Gravity", "Kron"),
+    "a step over several parameters failed": ("LoRARite",),  # it steps pairs of matrices
+    "'total_step', which is no parameter": ("SPAM",),
+    "closure": (
+        *("torch.LBFGS", "AliG", "BSAM", "FriendlySAM", "LookSAM", "SAM"),
+        *(f"schedulefree.{name}ScheduleFreeClosure" for name in ("AdamW", "RAdam", "SGD")),
+    ),
+    "does not require grad": ("AdaHessian", "SophiaH"),  # they differentiate gradients
+    "does not support dense gradients": ("torch.SparseAdam",),
+    "takes a model, so ranks cannot": ("AdaLOMO", "AdamMini", "GSAM", "LOMO", "WSAM"),
+    "another optimizer": (
+        *("Lookahead", "Magma", "OrthoGrad", "PCGrad", "SafeFP16Optimizer", "ScheduleFreeWrapper", "TRAC"),
+        "torchao.CPUOffloadOptimizer",
+    ),
+    "not derived from torch.optim.Optimizer": (
+        *("CPUOffloadOptimizer", "schedulefree.ScheduleFreeWrapper", "schedulefree.ScheduleFreeWrapperReference"),
+    ),
+    "of torch.distributed": ("DistributedMuon", "muon.Muon", "muon.MuonWithAuxAdam"),
+    "`einops`": ("DeMo",),
+    "0-dim tensor": ("bitsandbytes.AdEMAMix32bit", "bitsandbytes.PagedAdEMAMix32bit"),  # their step fails on the CPU
+}
+
+
+def reason_of(name: str) -> str | None:
+    """Return words of the error with which a class is refused; None: it is not."""
+    own = name.removeprefix("pytorch_optimizer.")
+    return next((words for words, names in REFUSED.items() if own in names), None)
 
 
 def use_of(name: str) -> Use:

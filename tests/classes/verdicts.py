@@ -29,7 +29,7 @@ from ..support.trials import remember
 from .uses import IMAGES, MODELS, class_of, use_of
 
 TOGETHER = 6  # micro-batches of a step
-RUNS = ((2, 3, None), (3, 2, 0.5))  # ranks, stage, and the norm to which gradients are clipped
+RUNS = ((3, 2, 0.5), (2, 3, None))  # ranks, stage, and the norm to which gradients are clipped
 LIMIT = 200.0  # seconds of a run on all ranks
 REMEMBERED: list[str] = []  # in a process of the pool: that it remembers trials
 

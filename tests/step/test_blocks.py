@@ -169,10 +169,23 @@ class Neighbours(Blockwise):
         self.state[p]["most"] = p.grad.abs().max()
 
 
+class Kept:
+    pass
+
+
+class KeepsAnObject(Neighbours):
+    """Has an object of its own in its state, which may begin to act after the trial."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        self.state[p]["most"] = Kept()
+
+
 def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
     for cls, reason in (
         (Across, "stepping pieces of a parameter of shape .* gave different bits"),
         (Neighbours, "its state 'most' got another value for pieces than for the whole"),
+        (KeepsAnObject, "its state 'most' is a Kept, which cannot be compared"),
     ):
         with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be cut between blocks: {reason}"):
             cut(cls, [(4 * PIECE,)])

@@ -126,11 +126,11 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         assert group.keys() == {*stepped.state_dict()["param_groups"][0], "optimizer_class", "param_names", "layer"}
 
 
-# -- options without which a class takes no parameters ------------------------------------------------------------------
+# -- options without which a class takes no parameters -----------------------------------------------------------------
 
 
 class Flagged(torch.optim.Optimizer):
-    """Wants a flag in each group, as classes of Muon's kind do: for matrices, which it steps by a length, or the rest."""
+    """Wants a flag in each group, as classes of Muon's kind do: for matrices, which it normalizes, or the rest."""
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         for group in params:
@@ -279,7 +279,7 @@ ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # grou
     ([{"params": REST, "matrices": False}, {"params": MATRICES}], Flagged, ValueError, "'matrices' must be set"),
     ([{"params": REST}], Wraps, TypeError, "Wraps takes another optimizer in the place of parameters: name the class"),
     ([of(Shares)], None, TypeError, "0: optimizer_class is Shares, whose param groups are those of another optimizer"),
-    ([{"params": REST}], TakesModel, TypeError, "TakesModel takes a model in the place of parameters, so ranks cannot"),
+    ([{"params": REST}], TakesModel, TypeError, "TakesModel takes a model, so ranks cannot step shards"),
     (
         [of(Gathers)],
         None,

@@ -64,17 +64,17 @@ def check_class(named: Any, place: str = "") -> None:
 
 
 def check_takes_parameters(named: OptimizerClass, error: Exception) -> None:
-    """Raise `TypeError` if the first argument of a class's constructor is a model or another optimizer.
+    """Raise `TypeError` if a class's constructor takes a model, or another optimizer in the place of parameters.
 
     ``error``: of the constructor, which was given parameters.
     """
-    first = next(iter(inspect.signature(named).parameters), "")
-    if first in ("model", "module"):
+    required = [name for name, each in inspect.signature(named).parameters.items() if each.default is each.empty]
+    if "model" in required:
         raise TypeError(
-            f"{named.__name__} takes a model in the place of parameters, so ranks cannot step shards of parameters "
-            "with it: name a class that takes parameters"
+            f"{named.__name__} takes a model, so ranks cannot step shards of parameters with it: name a class that "
+            "takes parameters alone"
         ) from error
-    if first in ("optimizer", "base_optimizer", "base"):
+    if required and required[0] in ("optimizer", "base_optimizer", "base"):
         raise TypeError(f"{named.__name__} takes another optimizer in the place of parameters{WRAPS}") from error
 
 
