@@ -153,8 +153,9 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             rounding=rounding,
             ignored=Ignored(ignored, self._module),
         )
-        self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, merged(defaults, optimizer_kwargs))
         groups = as_groups(params, config.ignored)
+        arguments = merged(defaults, optimizer_kwargs)
+        self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, arguments, groups)
         device = device_of(groups)
         device = config.default_device() if device.type == "meta" else device
         listed = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
@@ -207,8 +208,9 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
     def _append(self, group: dict[str, Any]) -> None:
         """Append a param group, with the defaults of the class that it names, if it names one."""
         completed = self._user_optimizers.complete(group)
+        own = {**completed, **group}
         super().add_param_group(completed)
-        self._user_optimizers.drop_foreign(completed, group)
+        self._user_optimizers.drop_foreign(completed, own)
 
     # -- facts --------------------------------------------------------------------------------------------------------
 

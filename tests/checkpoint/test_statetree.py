@@ -118,6 +118,7 @@ FORMS: list[tuple[Any, Any]] = [
     ([None, True, 1, 0.5, -0.0, "a"], [None, True, 1, 0.5, -0.0, "a"]),
     ([1, 0.5, math.nan, None, False], [1, 0.5, {"$float": "nan"}, None, False]),
     (-math.inf, {"$float": "-inf"}),
+    ({0.5: 1, 0: 2}, {"$dict": [[0.5, 1], [0, 2]]}),
     (b"\0\1", {"$bytes": "AAE="}),
     ((0.9, 0.999), {"$tuple": [0.9, 0.999]}),
     ({1: "a", None: "b"}, {"$dict": [[1, "a"], [None, "b"]]}),
@@ -205,7 +206,7 @@ REFUSED: list[tuple[Any, str]] = [
     (np.ma.array([1, 2], mask=[False, True]), "is a MaskedArray"),
     ("\ud800", "is text that is no Unicode"),
     (10**5000, "is a number of 16,610 bits"),
-    ({0.5: 1}, r"has the key 0\.5 \(float\)"),
+    ({math.inf: 1}, r"has the key inf \(float\): only text and finite numbers"),
     ({(1, 2): 1}, r"has the key \(1, 2\) \(tuple\)"),
     ({np.int64(1): 1}, r"has the key .*1.* \(int64\)"),
 ]

@@ -86,7 +86,7 @@ CLASSES: list[tuple[Any, str]] = [
     (partial(torch.optim.AdamW, lr=0.1), f"not a partial of AdamW: {ADAMW}"),
     (Shampoo([WEIGHT]), f"not an instance of Shampoo: give the class {SHAMPOO}, and its arguments here"),
     ("adan", "not 'adan': give a class, such as torch.optim.AdamW, and its arguments here"),
-    (nn.Linear, "not <class 'torch"),
+    (nn.Linear, "not torch.nn.modules.linear.Linear, which is not derived from torch.optim.Optimizer: give a class, "),
 ]
 
 

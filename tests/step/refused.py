@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..support.loops import seeded
@@ -126,6 +127,54 @@ class EstimatesTogether(Coupled):
         for group in self.param_groups:
             seen = sum(float(p.grad.abs().sum()) for p in group["params"] if p.grad is not None)
             group["seen"] = group.get("seen", 0.0) + seen
+        super().step()
+
+
+class Wraps(torch.optim.SGD):
+    """Takes another optimizer, and steps it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, k: int = 5) -> None:
+        super().__init__(optimizer.param_groups)
+
+
+class Shares(torch.optim.SGD):
+    """Has the param groups of another optimizer, which it makes itself."""
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.other.param_groups
+
+
+class TakesModel(torch.optim.SGD):
+    def __init__(self, model: nn.Module, lr: float = 0.1) -> None:
+        super().__init__(model.parameters(), lr)
+
+
+class Gathers(torch.optim.SGD):
+    """Steps a share of the parameters, and gathers the others, as classes of Muon's kind do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        dist.all_gather([], self.param_groups[0]["params"][0])
+
+
+class Draws(Coupled):
+    """Adds noise to gradients."""
+
+    def couple(self, p: Tensor, group: dict[str, Any]) -> None:
+        p.sub_(torch.randn_like(p) * group["lr"])
+
+
+class OwnCounter(Coupled):
+    """Counts its steps in `state`, where parameters are."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.state["steps"] = 0  # type: ignore[index]
+
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] += 1  # type: ignore[index]
         super().step()
 
 

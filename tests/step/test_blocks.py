@@ -208,12 +208,25 @@ class Flat(Blockwise):
         self.state[p]["last"] = p.grad.reshape(-1).clone()
 
 
+class Kept:
+    pass
+
+
+class KeepsAnObject(Neighbours):
+    """Has an object of its own in its state, which may begin to act after the trial."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        super().update(p, group)
+        self.state[p]["most"] = Kept()
+
+
 def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="its state 'last' is as large as the parameter, and has another"):
         cut(Flat, [(64, 4 * 64)])
     for cls, reason in (
         (Across, "stepping pieces of a parameter of shape .* gave different bits"),
         (Neighbours, "its state 'most' got another value for pieces than for the whole"),
+        (KeepsAnObject, "its state 'most' is a Kept, which cannot be compared"),
     ):
         with pytest.raises(ValueError, match=rf"{cls.__name__} cannot be cut between blocks: {reason}"):
             cut(cls, [(4 * PIECE,)])

@@ -17,6 +17,7 @@ from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states
 from ..support.rows import rows
 from ..support.shampoo import Shampoo
+from .refused import Gathers, Shares, TakesModel, Wraps
 from .whole import Mixed, Named, batches, groups_of, made, on_ranks, shared, train, train_plainly
 
 pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Muon is not element-wise")]
@@ -125,6 +126,59 @@ def test_what_a_group_gives_its_class_reaches_the_constructor(stage: int, cls: A
         assert group.keys() == {*stepped.state_dict()["param_groups"][0], "optimizer_class", "param_names", "layer"}
 
 
+# -- options without which a class takes no parameters -----------------------------------------------------------------
+
+
+class Flagged(torch.optim.Optimizer):
+    """Wants a flag in each group, as classes of Muon's kind do: for matrices, which it normalizes, or the rest."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        for group in params:
+            if "matrices" not in group:
+                raise ValueError("'matrices' must be set")
+            group["lr"] = group.get("lr", lr if group["matrices"] else lr / 2)
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    if group["matrices"]:
+                        rows, columns = p.shape
+                        p.grad.div_(p.grad.norm() * columns / rows + 1e-6)
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    p.sub_(momentum.mul_(0.9).add_(p.grad) * group["lr"])
+
+
+@pytest.mark.filterwarnings("ignore:Flagged is not element-wise")
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 4), (2, 3), (3, 3)])
+def test_a_class_that_wants_an_option_in_each_group_is_sharded(stage: int, ranks: int) -> None:
+    """As the class of all groups, and as that of one."""
+
+    def given(model: nn.Module, named: dict[str, Any]) -> list[dict[str, Any]]:
+        matrices, rest = shared(model)
+        rest_of = {"params": rest} if named else {"params": rest, "matrices": False, "lr": 0.01}
+        return [{"params": matrices, "matrices": True, **named}, rest_of]
+
+    for named, main in (({}, Flagged), ({"optimizer_class": Flagged}, torch.optim.Adagrad)):
+        plain = made(Mixed)
+        first, last = ([p for _, p in params] for params in shared(plain))
+        both = [{"params": first, "matrices": True}, {"params": last, "matrices": False, "lr": 0.01}]
+        stepped: Any = Several(Flagged(both[:1]), torch.optim.Adagrad(last, lr=0.03)) if named else Flagged(both, 0.03)
+        train_plainly(plain, stepped, range(3))
+
+        def run(model: nn.Module, transport: Transport, named: Any = named, main: Any = main) -> nn.Module:
+            arguments: dict[str, Any] = {"module": model, "stage": stage, "process_group": transport, "lr": 0.03}
+            optimizer = ZeroOptimizer(given(model, named), main, **arguments)
+            train(model, optimizer)
+            optimizer.close()
+            return model
+
+        for model in on_ranks(ranks, run):
+            assert_same_model(model, plain)
+
+
 # -- arguments with the names of ours ----------------------------------------------------------------------------------
 
 
@@ -221,6 +275,17 @@ ERRORS: list[tuple[list[dict[str, Any]], Any, type[Exception], str]] = [  # grou
     ([{"params": REST + MATRICES[:1]}, of(OPT.Muon)], None, ValueError, r"'blocks.0.0.weight' is listed twice"),
     ([of(OPT.Muon, MATRICES + REST[1:2])], None, ValueError, r"Muon refuses 'first.bias', of shape"),
     ([{"params": REST}, of(another_sgd(1.0))], another_sgd(2.0), ValueError, r"two classes have .*Opt.*rename one"),
+    ([of(Flagged)], None, ValueError, "param group 0: Flagged cannot be built with its options"),
+    ([{"params": REST, "matrices": False}, {"params": MATRICES}], Flagged, ValueError, "'matrices' must be set"),
+    ([{"params": REST}], Wraps, TypeError, "Wraps takes another optimizer in the place of parameters: name the class"),
+    ([of(Shares)], None, TypeError, "0: optimizer_class is Shares, whose param groups are those of another optimizer"),
+    ([{"params": REST}], TakesModel, TypeError, "TakesModel takes a model, so ranks cannot step shards"),
+    (
+        [of(Gathers)],
+        None,
+        TypeError,
+        r"0: optimizer_class is Gathers, whose step\(\) calls all_gather of torch.distrib",
+    ),
     ([of(Popping)], None, ValueError, "param group 0: Popping cannot be built with its options .*'lr'"),
     *[
         (

@@ -19,7 +19,7 @@ from zero.step.partition import check_classes, choose_partitions
 from zero.step.trial import Trial
 
 from ..support.shampoo import Shampoo
-from .refused import OPTIONS, TOGETHER, net
+from .refused import OPTIONS, TOGETHER, Draws, OwnCounter, net
 
 pytestmark = pytest.mark.usefixtures("every_trial_runs")
 
@@ -62,6 +62,8 @@ REFUSED: list[tuple[Any, Callable[[], nn.Module], dict[str, Any], str]] = [
         {},
         "LooksAtItsFirst cannot be sharded: a step over no parameter failed",
     ),
+    (Draws, net, {}, r"Draws cannot be sharded: .*; it draws random numbers\).*: name another class"),
+    (OwnCounter, net, {}, "OwnCounter cannot be sharded: .* owns none, and its state has the key 'steps', which is no"),
 ]
 
 

@@ -262,9 +262,9 @@ def _text(at: _Path) -> str:
 
 def _encode_dict(value: dict[Any, Any], at: _Path, inside: Callable[[Any, Any], Any]) -> Any:
     for key in value:
-        if type(key) not in _KEYS:
+        if type(key) not in _KEYS and not (type(key) is float and math.isfinite(key)):
             raise TypeError(
-                f"{_text(at)} has the key {key!r} ({type(key).__name__}): only text and whole numbers are saved"
+                f"{_text(at)} has the key {key!r} ({type(key).__name__}): only text and finite numbers are saved"
             )
         _checked(key, at, "a key of ")
     if type(value) is dict and all(type(key) is str and not key.startswith("$") for key in value):

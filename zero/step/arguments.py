@@ -9,6 +9,7 @@ import functools
 import inspect
 import reprlib
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from .equality import same
 
 KEY = "optimizer_class"  # of a param group: a class when it is given, and its qualified name from then on
 OptimizerClass = type[torch.optim.Optimizer]
+COLLECTIVES = frozenset(
+    {"all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "broadcast", "reduce"}
+    | {"reduce_scatter", "reduce_scatter_tensor", "gather", "scatter", "isend", "irecv", "send", "recv"}
+)
+WRAPS = ": name the class of that one, which ranks then step by itself"
 
 
 def merged(arguments: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -39,12 +45,47 @@ def check_class(named: Any, place: str = "") -> None:
     """
     if not (isinstance(named, type) and issubclass(named, torch.optim.Optimizer)):
         meant, what = _meant(named), reprlib.repr(named)
-        if meant is not None and not isinstance(named, str):
+        if isinstance(named, type):
+            what = f"{_public_name(named)}, which is not derived from torch.optim.Optimizer"
+        elif meant is not None and not isinstance(named, str):
             what = f"{'an instance' if meant is type(named) else 'a partial'} of {meant.__name__}"
         remedy = "a class, such as torch.optim.AdamW," if meant is None else f"the class {_public_name(meant)},"
         raise TypeError(f"{place}{KEY} must be a class of optimizers, not {what}: give {remedy} and its arguments here")
     if named is torch.optim.Optimizer or inspect.isabstract(named):
         raise TypeError(f"{place}{KEY} is {named.__name__}, which is abstract: name one that steps")
+    groups = inspect.getattr_static(named, "param_groups", None)
+    if isinstance(groups, property) and groups.fset is None:
+        raise TypeError(f"{place}{KEY} is {named.__name__}, whose param groups are those of another optimizer{WRAPS}")
+    if called := _collectives_in(named.step):
+        raise TypeError(
+            f"{place}{KEY} is {named.__name__}, whose step() calls {' and '.join(called)} of torch.distributed, as if "
+            "each rank had all parameters: name the class for one process, which ranks step over what they own"
+        )
+
+
+def check_takes_parameters(named: OptimizerClass, error: Exception) -> None:
+    """Raise `TypeError` if a class's constructor takes a model, or another optimizer in the place of parameters.
+
+    ``error``: of the constructor, which was given parameters.
+    """
+    required = [name for name, each in inspect.signature(named).parameters.items() if each.default is each.empty]
+    if "model" in required:
+        raise TypeError(
+            f"{named.__name__} takes a model, so ranks cannot step shards of parameters with it: name a class that "
+            "takes parameters alone"
+        ) from error
+    if required and required[0] in ("optimizer", "base_optimizer", "base"):
+        raise TypeError(f"{named.__name__} takes another optimizer in the place of parameters{WRAPS}") from error
+
+
+def _collectives_in(step: Any) -> list[str]:
+    """Return the names of the collectives of torch.distributed that a function calls itself, sorted."""
+    step = inspect.unwrap(step)
+    names = getattr(getattr(step, "__code__", None), "co_names", ())
+    known = [getattr(step, "__globals__", {}).get(name) for name in names]
+    homes = {getattr(each, "__name__" if isinstance(each, ModuleType) else "__module__", None) for each in known}
+    communicates = any(str(home).startswith("torch.distributed") for home in homes)
+    return sorted(COLLECTIVES.intersection(names)) if communicates else []
 
 
 def _meant(named: Any) -> type | None:

@@ -24,6 +24,7 @@ from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, is_elementwise, joined, merged, part_of
 from ..core.stage import step_device
+from ..core.statetree import encode
 from ..runtime.flat_states import Options
 from .equality import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, large_shapes, shortened
@@ -94,6 +95,15 @@ def _kinds(value: Any) -> Any:
     return type(value), value.dtype, {name: _kinds(getattr(value, name)) for name in inner}
 
 
+def _is_known(value: Any) -> bool:
+    """Return whether pieces of a state can be compared with the whole: it is not an object of the class's own."""
+    try:
+        encode(value, "", wrappers=True)
+    except TypeError:
+        return False
+    return True
+
+
 def _throw_away(shape: Sequence[int], size: int | None = None) -> tuple[int, ...]:
     """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged."""
     size = 2 * CUT_EVERY + math.prod(shape) % CUT_EVERY if size is None else size
@@ -146,6 +156,8 @@ class ByBlocks(ByParameter):
             if any(_kinds(dict(piece)) != _kinds(dict(state)) for _, piece in found):
                 raise self.refusal("it keeps states of other kinds for pieces than for the whole")
             for name, value in state.items():
+                if not _is_known(value):
+                    raise self.refusal(f"its state {name!r} is a {type(value).__name__}, which cannot be compared")
                 rules = self._rules_of(name, value, [piece[name] for _, piece in found], shape)
                 if not _form(name, value, found, shape, rules):
                     raise self.refusal(f"its state {name!r} got another value for pieces than for the whole")

@@ -31,9 +31,13 @@ _SWITCHES = ("foreach", "fused", "capturable", "differentiable", "maximize")
 class UserOptimizers:
     """The classes, in the order in which they were named. Number 0 is that of the groups that name none."""
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], defaults: Options, groups: Sequence[Options] = ()
+    ) -> None:
+        """``groups``: as the user gave them; a class may want an option in each."""
         check_class(optimizer_class)
-        self._all = [UserOptimizer(optimizer_class, defaults)]
+        example = next((given for given in groups if KEY not in given), {})
+        self._all = [UserOptimizer(optimizer_class, defaults, _options_in(example))]
         _check_options(self.main)
         self._of_groups: list[int] = []  # the class of each param group
         self._requested: list[Options] = []  # of each param group: its partition and its blocks, if it asked for them
@@ -142,7 +146,7 @@ class UserOptimizers:
         """
         named, asked = group.get(KEY), {key: value for key, value in group.items() if key in (PARTITION, BLOCKS)}
         group = {key: value for key, value in group.items() if key not in asked}
-        given = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+        given = _options_in(group)
         if named is None:
             self._of_groups.append(0)
             self._requested.append(asked)
@@ -153,7 +157,10 @@ class UserOptimizers:
         try:
             inner = UserOptimizer(named, arguments)
         except Exception as error:
-            raise ValueError(f"{place}{named.__name__} cannot be built with its options ({error})") from error
+            try:
+                inner, arguments = UserOptimizer(named, {}, given), {}
+            except Exception:
+                raise ValueError(f"{place}{named.__name__} cannot be built with its options ({error})") from error
         for option in _SWITCHES:
             if given.get(option) and option not in inner.defaults:
                 raise ValueError(f"{place}{inner.name} has no option {option!r}: leave it out")
@@ -202,6 +209,11 @@ class UserOptimizers:
             if mine:
                 changed |= inner.step(mine, self.groups_of(number, groups), call)
         return changed
+
+
+def _options_in(group: Options) -> Options:
+    """Return the options in a param group as a user gave it."""
+    return {key: value for key, value in group.items() if key not in (*NO_OPTIONS, PARTITION, BLOCKS)}
 
 
 def _check_options(inner: UserOptimizer, place: str = "") -> None:

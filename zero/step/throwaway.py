@@ -67,6 +67,7 @@ class FullParameters:
 
     def __init__(self, inner: UserOptimizer, options: Sequence[Options], shapes: Sequence[Placed]) -> None:
         self._generator = torch.Generator().manual_seed(0)
+        self.draws = False  # whether a step has drawn random numbers
         self._shapes = list(dict.fromkeys(shape for _, shape in shapes))
         self._sizes = [self._noise(shape) for shape in self._shapes]  # magnitudes of the elements' gradients
         values = {shape: self._noise(shape) ** 5 for shape in self._shapes}  # of many magnitudes
@@ -113,7 +114,9 @@ class FullParameters:
         """Step all parameters once. Raises `ClassFailedError` if the class raises."""
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
+        before = torch.get_rng_state()
         self.call(unhooked_step)
+        self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
 
     def call(self, call: Call) -> None:
         """Call a method of the class. Raises `ClassFailedError` if it raises."""
@@ -126,6 +129,11 @@ class FullParameters:
         """Return the class's state of a parameter."""
         state: dict[str, Any] = self._optimizer.state[self.parameters[parameter]]
         return state
+
+    def odd_key(self) -> str:
+        """Return words about a key of the class's states that is no parameter; empty if there is none."""
+        odd = next((key for key in self._optimizer.state if not isinstance(key, Tensor)), None)
+        return "" if odd is None else f", and its state has the key {odd!r}, which is no parameter"
 
     def names(self, *, of_every_shape: bool) -> frozenset[str]:
         """Return the names of the states that are as large as the parameter.

@@ -103,25 +103,24 @@ class Trial:
 
     def _leave_out_refused(self) -> None:
         """Raise `ValueError` if the class refuses all throw-away parameters, or those like one of the user's."""
-        refused: dict[tuple[int, ...], Exception] = {}
-        shapes = dict.fromkeys(shape for _, shape in self._placed)
-        for shape in shapes:
+        refused: dict[Placed, Exception] = {}
+        for each in dict.fromkeys(self._placed):
             try:
-                whole = FullParameters(self.inner, self.options, [each for each in self._placed if each[1] == shape])
+                whole = FullParameters(self.inner, self.options, [each])
                 for step in range(STEPS):
                     whole.step(whole.gradients(step))
             except ClassFailedError as error:
-                refused[shape] = error
-        for shape, problem in refused.items():
-            if len(refused) == len(shapes):
+                refused[each] = error
+        for (setting, shape), problem in refused.items():
+            if len(refused) == len(set(self._placed)):
                 raise self.refusal(f"a step over a throw-away parameter failed ({problem})") from problem
             for spec in self._parameters:
-                if self.stands_for(shape, spec):
+                if spec.shape in setting.shapes and self.stands_for(shape, spec):
                     raise ValueError(
                         f"{self.inner.name} refuses {spec.name!r}, of shape {spec.shape}: {problem}. Pass this class "
                         "only parameters that it accepts"
                     ) from problem
-        self._placed = [each for each in self._placed if each[1] not in refused]
+        self._placed = [each for each in self._placed if each not in refused]
 
     def compare(
         self, inner: UserOptimizer, options: Sequence[Options], steps: int
@@ -153,7 +152,9 @@ class Trial:
         for rank in ranks:
             self._compare_options(whole, rank)
             if self.whole or self.blocks:
-                with self._refusing("a step over no parameter failed, as a rank takes that owns none"):
+                with self._refusing(
+                    f"a step over no parameter failed, as a rank takes that owns none{whole.odd_key()}"
+                ):
                     rank.step_nothing()
         return names, kinds
 
@@ -176,7 +177,8 @@ class Trial:
         for piece in rank.pieces:
             parameter = whole.parameters[piece.parameter]
             if not equal_values(piece.of(parameter), piece.values):
-                raise self.refusal(f"{self.other_bits.format(tuple(parameter.shape))} ({when})")
+                random = "; it draws random numbers" if whole.draws else ""
+                raise self.refusal(f"{self.other_bits.format(tuple(parameter.shape))} ({when}{random})")
 
     def _compare_options(self, whole: FullParameters, rank: OnRank) -> None:
         """Raise `ValueError` if options differ between whole parameters and those on a rank."""
@@ -287,9 +289,9 @@ class ByParameter(Trial):
 
     def refusal(self, why: str) -> ValueError:
         return ValueError(
-            f"{self.inner.name} cannot be sharded: {why}. A rank steps the parameters that it owns, each by itself, so "
-            "only classes whose step of a parameter depends on nothing but that parameter, its gradient and its state "
-            "can be sharded"
+            f"{self.inner.name} cannot be sharded: {why}. A rank steps the parameters that it owns, each by itself and "
+            "without a closure, so only classes whose step of a parameter depends on nothing but that parameter, its "
+            "gradient and its state can be sharded: name another class"
         )
 
     def choose(self, parameters: Sequence[ParameterSpec]) -> list[Placed]:

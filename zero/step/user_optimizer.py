@@ -27,6 +27,7 @@ from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
 from ..runtime.flat_states import BucketStates, Options
 from ..runtime.master_weights import sync_from_params
+from .arguments import check_takes_parameters
 
 Mode = Literal["train", "eval"]
 Call = Callable[[torch.optim.Optimizer], object]  # with an instance of the class, over the runs of its buckets
@@ -78,10 +79,23 @@ class UserOptimizer:
     parameters are not. ``arguments`` are those of the class's constructor.
     """
 
-    def __init__(self, optimizer_class: type[torch.optim.Optimizer], defaults: Options) -> None:
-        plain = optimizer_class([torch.zeros(1, 1)], **defaults)  # torch's own errors about the arguments
+    def __init__(
+        self, optimizer_class: type[torch.optim.Optimizer], defaults: Options, example: Options | None = None
+    ) -> None:
+        """``example``: options of a param group, for a class that takes no parameters without options (Muon's flags).
+
+        Raises the class's own errors about the arguments, and `TypeError` if it takes no parameters.
+        """
+        self.optimizer_class, self.arguments, self._example = optimizer_class, defaults, dict[str, Any]()
+        try:
+            plain = self._over_one()
+        except Exception as error:
+            check_takes_parameters(optimizer_class, error)
+            if not example:
+                raise
+            self._example = example
+            plain = self._over_one()
         self.defaults: Options = dict(plain.defaults)
-        self.optimizer_class, self.arguments = optimizer_class, defaults
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
@@ -139,17 +153,22 @@ class UserOptimizer:
         (group,) = self.optimizer_class([{**given, "params": [torch.zeros(1, 1)]}], **self.arguments).param_groups
         return {key: value for key, value in group.items() if key != "params"}
 
+    def _over_one(self) -> torch.optim.Optimizer:
+        """Return an instance over a throw-away parameter."""
+        given = [torch.zeros(1, 1)]
+        return self.optimizer_class([{**self._example, "params": given}] if self._example else given, **self.arguments)
+
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
         """Return an instance of the class over param groups, as in a plain loop."""
         return self.optimizer_class(groups, **copy.deepcopy(self.arguments))
 
     def another(self, **changed: Any) -> UserOptimizer:
         """Return an empty `UserOptimizer` of the same class, with the arguments in ``changed`` replaced."""
-        return UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed})
+        return UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed}, self._example)
 
     def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
-        made = self.optimizer_class([torch.zeros(1, 1)], **self.arguments)
+        made = self._over_one()
         made.param_groups.clear()
         made.state.clear()
         if other is not None:
