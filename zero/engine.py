@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from collectives import CollectiveError, Kind, Tag, as_a_whole
 
-from .core.rounding import count_step
 from .gradients.join import Call, adopt_options, digests_of
 from .joint_clip import clip_together
 from .parts import Parts
@@ -187,8 +186,7 @@ class Engine(WholeTensorCalls):
         for number, options in changed.items():
             groups[number].update(options)
             self._counted.update(options)
-        if self.parts.rounding is not None:
-            count_step(groups)
+        self.parts.count_step(groups)
         self._reducer.schedule.stepped()
         self.dicts.forget()
 

@@ -86,7 +86,10 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": 3}, "build_model must be a function or a class, not 3"),
     ({"build_model": nn.Linear(1, 1)}, "build_model is Linear("),
     ({"optimizer_class": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
-    ({"optimizer_class": nn.Linear}, "optimizer_class must be a class of optimizers, not <class"),
+    (
+        {"optimizer_class": nn.Linear},
+        "optimizer_class must be a class of optimizers, not torch.nn.modules.linear.Linear, which is not",
+    ),
     ({"optimizer_class": SGD([torch.zeros(1)])}, "not an instance of SGD: give the class torch.optim.SGD, and its"),
     (
         {"learning_rate": 1.0, "stage": 1},

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -64,7 +65,8 @@ def test_trained_parameters_or_a_group_on_two_devices_are_refused_before_anythin
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = zero(list(model[0].parameters()), solo(), module=model)
     added = list(model[1].parameters())[:1]
-    with mock.patch("zero.setup.specs", return_value=[added, [spec("1.weight", "cuda:1")]]):
+    other = replace(spec("1.weight", "cuda:1"), group=1)
+    with mock.patch("zero.setup.specs", return_value=[added, [other]]):
         messages.append(error_of(optimizer.add_param_group, {"params": added}))
     assert len(optimizer.param_groups) == 1
     for message in messages:
