@@ -87,7 +87,7 @@ def test_every_entry_has_a_bug_or_a_reason_and_every_bug_a_change() -> None:
     assert covered == {entry for entry, row in known.items() if not row["no bug here, because"]}
     modules = (wrong_training, wrong_devices, wrong_checkpoints)
     functions = {name.replace("_", "-") for module in modules for name in (*vars(module), *module.WRONG)}
-    assert len(bugs()) <= 230
+    assert len(bugs()) <= 260
     for each in bugs().values():
         assert bool(each.change) != (each.name in functions), each.name
         assert each.published == " ".join(known[entry]["published"] for entry in each.entry.split()).strip()
