@@ -197,7 +197,8 @@ def blocks_of(spec: ParameterSpec) -> list[ParameterSpec]:
 
 
 def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec]) -> frozenset[str]:
-    """Return the names of the states that differ between blocks with other gradients. Others are equal in all blocks.
+    """Return the names of the states that differ between blocks: with other gradients, or of other shapes. Others are
+    equal in all blocks.
 
     Raises `ValueError` if a state of the blocks of one parameter cannot be one of the parameter.
     """
@@ -215,7 +216,8 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
         for number in range(0, len(made.parameters), 2):
             state, other = made.state(number), made.state(number + 1)
             for name, value in state.items():
-                if same(value, other.get(name)):
+                first = value if number >= 2 * len(shapes) else made.state(0).get(name)
+                if same(value, other.get(name)) and same(value, first):
                     continue
                 found[name], why = None, ""
                 if type(value) is not Tensor or not value.is_contiguous():
