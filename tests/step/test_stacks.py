@@ -272,6 +272,13 @@ class SizedByNumber(Sized):
         return float(len(p))
 
 
+class Columns(Sized):
+    """Keeps the sums of columns."""
+
+    def rows(self, p: Tensor) -> Any:
+        return p.grad.sum(0)
+
+
 def test_a_state_that_depends_on_the_size_of_a_block_is_that_of_each_block_after_a_load() -> None:
     model, optimizer = fused(QKV, Sized)
     optimizer.consolidate_state_dict()
@@ -299,7 +306,12 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "by block": (MATRIX, {"blocks": [2, 2], "partition": "block"}, "and partition='block', which cuts them"),
     "vectors": (MATRIX, {"blocks": 0, "optimizer_class": torch.optim.Muon}, r"Muon .*2D"),
     "8 bits": ((128, 64), {"blocks": [64, 64], "optimizer_class": Blockwise}, "own 'momentum', a Blocks that"),
-    "a number": ((4, 6), {"blocks": [3, 1], "optimizer_class": SizedByNumber}, "has its own 'rows', a float that is"),
+    "a number": (MATRIX, {"blocks": [3, 1], "optimizer_class": SizedByNumber}, "has its own 'rows', a float that is"),
+    "rows": (
+        (4, 6),
+        {"blocks": [1] * 4, "optimizer_class": Columns},
+        "own 'rows', which together have the",
+    ),
     "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list that"),
 }
 

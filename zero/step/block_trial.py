@@ -224,6 +224,9 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
                     why = f"a {type(value).__name__} that is no plain, row-major tensor"
                 elif not is_elementwise(value, made.parameters[number]) and number < 2 * len(shapes):
                     why = "of another shape each" if stacked.setdefault(name, value.shape) != value.shape else ""
+                    rows = len(spec.stack) == spec.shape[0] and spec.stack[0] == (1, *spec.shape[1:])
+                    if rows and value.shape == made.parameters[number].shape[1:]:  # as those as large as a block have
+                        why = "which together have the parameter's shape"
                 if why:
                     raise ValueError(
                         f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, {why}, and "
