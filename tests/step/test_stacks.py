@@ -337,7 +337,8 @@ def test_a_group_of_blocks_can_be_added_and_states_kept_in_a_folder(tmp_path: Pa
 
     def run(model: nn.Module, transport: Transport) -> nn.Module:
         *stacks, rest = groups_of(model)
-        settings = {"stage": 2, "process_group": transport, "bucket_cap_mb": 0.01, "offload": zero.Offload(tmp_path)}
+        settings: dict[str, Any] = {"stage": 2, "process_group": transport, "bucket_cap_mb": 0.01}
+        settings["offload"] = zero.Offload(tmp_path)
         optimizer = ZeroOptimizer([rest], torch.optim.AdamW, module=model, **settings)
         for group in stacks:
             optimizer.add_param_group(group)
