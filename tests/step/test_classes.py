@@ -136,6 +136,8 @@ class Flagged(torch.optim.Optimizer):
         for group in params:
             if "matrices" not in group:
                 raise ValueError("'matrices' must be set")
+            if unknown := group.keys() - {"params", "matrices", "lr"}:
+                raise ValueError(f"{unknown} are no options")
             group["lr"] = group.get("lr", lr if group["matrices"] else lr / 2)
         super().__init__(params, {})
 
@@ -177,6 +179,34 @@ def test_a_class_that_wants_an_option_in_each_group_is_sharded(stage: int, ranks
 
         for model in on_ranks(ranks, run):
             assert_same_model(model, plain)
+
+
+@pytest.mark.filterwarnings("ignore:Flagged is not element-wise")
+def test_options_that_a_scheduler_adds_are_no_arguments_of_a_class_that_knows_its_options(tmp_path: Path) -> None:
+    """A checkpoint and a dict of a training with a scheduler are loaded without one."""
+
+    def begun() -> tuple[nn.Module, ZeroOptimizer]:
+        model = made(Mixed)
+        groups = [{"params": params, "matrices": not n} for n, params in enumerate(shared(model))]
+        return model, ZeroOptimizer(groups, Flagged, module=model, stage=2, process_group=solo())
+
+    model, optimizer = begun()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    train(model, optimizer, range(1))
+    scheduler.step()
+    zero.save(tmp_path / "saved", optimizer)
+    state_dict, weights = optimizer.state_dict(), {name: p.clone() for name, p in model.state_dict().items()}
+    train(model, optimizer, range(1, 2))
+    for from_dict in (False, True):
+        other, again = begun()
+        if from_dict:
+            other.load_state_dict(weights)
+            again.load_state_dict(state_dict)
+        else:
+            zero.load(tmp_path / "saved", again, rng=False)
+        assert [group["lr"] for group in again.param_groups] == [0.025, 0.0125]
+        train(other, again, range(1, 2))
+        assert_same_model(other, model)
 
 
 # -- arguments with the names of ours ----------------------------------------------------------------------------------

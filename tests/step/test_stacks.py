@@ -247,6 +247,51 @@ class Lists(Products):
                 self.state[p]["norms"] = [p.detach().norm().item()]
 
 
+class Sized(torch.optim.Optimizer):
+    """Keeps a state that depends on a block's shape alone."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    rows = self.state[p].setdefault("rows", self.rows(p))
+                    p.sub_(p.grad / rows, alpha=group["lr"])
+
+    def rows(self, p: Tensor) -> Any:
+        return torch.tensor(float(len(p)))
+
+
+class SizedByNumber(Sized):
+    """Keeps it as a number."""
+
+    def rows(self, p: Tensor) -> Any:
+        return float(len(p))
+
+
+class Columns(Sized):
+    """Keeps the sums of columns."""
+
+    def rows(self, p: Tensor) -> Any:
+        return p.grad.sum(0)
+
+
+def test_a_state_that_depends_on_the_size_of_a_block_is_that_of_each_block_after_a_load() -> None:
+    model, optimizer = fused(QKV, Sized)
+    optimizer.consolidate_state_dict()
+    state_dict, weights = optimizer.state_dict(), {name: p.clone() for name, p in model.state_dict().items()}
+    assert state_dict["state"][0]["rows"].tolist() == [float(size) for size in QKV]
+    step(model, optimizer, 1)
+    other, again = fused(QKV, Sized)
+    other.load_state_dict(weights)
+    again.load_state_dict(state_dict)
+    step(other, again, 1)
+    assert_same_model(other, model)
+
+
 MATRIX = (4, 6)
 REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "sizes": ((5, 6), {"blocks": [2, 2]}, r"'0' of param group 0, .* has 5 rows, and the sizes .* add up to 4"),
@@ -261,6 +306,12 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "by block": (MATRIX, {"blocks": [2, 2], "partition": "block"}, "and partition='block', which cuts them"),
     "vectors": (MATRIX, {"blocks": 0, "optimizer_class": torch.optim.Muon}, r"Muon .*2D"),
     "8 bits": ((128, 64), {"blocks": [64, 64], "optimizer_class": Blockwise}, "own 'momentum', a Blocks that"),
+    "a number": (MATRIX, {"blocks": [3, 1], "optimizer_class": SizedByNumber}, "has its own 'rows', a float that is"),
+    "rows": (
+        (4, 6),
+        {"blocks": [1] * 4, "optimizer_class": Columns},
+        "own 'rows', which together have the",
+    ),
     "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list that"),
 }
 
@@ -286,7 +337,8 @@ def test_a_group_of_blocks_can_be_added_and_states_kept_in_a_folder(tmp_path: Pa
 
     def run(model: nn.Module, transport: Transport) -> nn.Module:
         *stacks, rest = groups_of(model)
-        settings = {"stage": 2, "process_group": transport, "bucket_cap_mb": 0.01, "offload": zero.Offload(tmp_path)}
+        settings: dict[str, Any] = {"stage": 2, "process_group": transport, "bucket_cap_mb": 0.01}
+        settings["offload"] = zero.Offload(tmp_path)
         optimizer = ZeroOptimizer([rest], torch.optim.AdamW, module=model, **settings)
         for group in stacks:
             optimizer.add_param_group(group)

@@ -197,7 +197,8 @@ def blocks_of(spec: ParameterSpec) -> list[ParameterSpec]:
 
 
 def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence[ParameterSpec]) -> frozenset[str]:
-    """Return the names of the states that differ between blocks with other gradients. Others are equal in all blocks.
+    """Return the names of the states that differ between blocks: with other gradients, or of other shapes. Others are
+    equal in all blocks.
 
     Raises `ValueError` if a state of the blocks of one parameter cannot be one of the parameter.
     """
@@ -215,13 +216,17 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
         for number in range(0, len(made.parameters), 2):
             state, other = made.state(number), made.state(number + 1)
             for name, value in state.items():
-                if same(value, other.get(name)):
+                first = value if number >= 2 * len(shapes) else made.state(0).get(name)
+                if same(value, other.get(name)) and same(value, first):
                     continue
                 found[name], why = None, ""
                 if type(value) is not Tensor or not value.is_contiguous():
                     why = f"a {type(value).__name__} that is no plain, row-major tensor"
                 elif not is_elementwise(value, made.parameters[number]) and number < 2 * len(shapes):
                     why = "of another shape each" if stacked.setdefault(name, value.shape) != value.shape else ""
+                    rows = len(spec.stack) == spec.shape[0] and spec.stack[0] == (1, *spec.shape[1:])
+                    if rows and value.shape == made.parameters[number].shape[1:]:  # as those as large as a block have
+                        why = "which together have the parameter's shape"
                 if why:
                     raise ValueError(
                         f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, {why}, and "

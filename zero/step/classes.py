@@ -178,6 +178,7 @@ class UserOptimizers:
             if known.optimizer_class is inner.optimizer_class:
                 different = different_argument(inner.optimizer_class, known.arguments, inner.arguments)
                 if different is None:
+                    known.note_options(inner)
                     return number
                 raise ValueError(
                     f"{place}{different} of {inner.name} is another one than for the other parameters of that class. "

@@ -96,6 +96,8 @@ class UserOptimizer:
             self._example = example
             plain = self._over_one()
         self.defaults: Options = dict(plain.defaults)
+        # the names of the options that were given for param groups, or that the class has made of them
+        self._own_options: set[str] = {*plain.param_groups[0]}
         self._begins_with_state = bool(plain.state)
         self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
@@ -113,6 +115,10 @@ class UserOptimizer:
     def qualified_name(self) -> str:
         """The name of the class, with its module."""
         return f"{self.optimizer_class.__module__}.{self.optimizer_class.__qualname__}"
+
+    def note_options(self, other: UserOptimizer) -> None:
+        """Note that the options of param groups of an ``other`` one, of the same class, may be given to this one."""
+        self._own_options |= other._own_options
 
     def note_elementwise(self, names: frozenset[str]) -> None:
         """Note the names of further states that are as large as their parameter."""
@@ -151,6 +157,7 @@ class UserOptimizer:
         A class may keep a learning rate as a tensor, whatever it is given.
         """
         (group,) = self.optimizer_class([{**given, "params": [torch.zeros(1, 1)]}], **self.arguments).param_groups
+        self._own_options |= {*given, *group}
         return {key: value for key, value in group.items() if key != "params"}
 
     def _over_one(self) -> torch.optim.Optimizer:
@@ -159,12 +166,21 @@ class UserOptimizer:
         return self.optimizer_class([{**self._example, "params": given}] if self._example else given, **self.arguments)
 
     def plain(self, groups: Sequence[Options]) -> torch.optim.Optimizer:
-        """Return an instance of the class over param groups, as in a plain loop."""
-        return self.optimizer_class(groups, **copy.deepcopy(self.arguments))
+        """Return an instance of the class over param groups, as in a plain loop.
+
+        What was written into a live group later, as by a learning rate scheduler, is no argument of the constructor.
+        """
+        own = [{key: value for key, value in group.items() if key in self._own_options} for group in groups]
+        made = self.optimizer_class(own, **copy.deepcopy(self.arguments))
+        for group, given in zip(made.param_groups, groups, strict=True):
+            group.update({key: value for key, value in given.items() if key not in self._own_options})
+        return made
 
     def another(self, **changed: Any) -> UserOptimizer:
         """Return an empty `UserOptimizer` of the same class, with the arguments in ``changed`` replaced."""
-        return UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed}, self._example)
+        made = UserOptimizer(self.optimizer_class, {**copy.deepcopy(self.arguments), **changed}, self._example)
+        made.note_options(self)
+        return made
 
     def instance(self, other: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
         """Return an instance of the class without parameters, whose own counters equal those of an ``other``."""
@@ -186,7 +202,7 @@ class UserOptimizer:
         late = states.master is not None and not states.master.exists
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
         if states.runs:
-            built = self.optimizer_class(_param_groups([states], groups), **self.arguments)
+            built = self.plain(_param_groups([states], groups))
             states.instance.state.update(built.state)
         states.adopt_states(self.elementwise)
         if late and states.master is not None:
