@@ -368,3 +368,74 @@ def test_an_average_of_rounded_weights_is_that_of_the_plain_loop() -> None:
         assert found is not None
         for name, value in found.items():
             assert_same_bits(value, expected[name])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Gradient descent with a momentum that ``kept`` makes anew in each step, of the one before and the gradient."""
+
+    def __init__(self, params: Any, kept: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self._kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._kept(self.state[p], p)
+                    p.sub_(self.state[p].get("momentum", p.grad), alpha=group["lr"])
+
+
+def narrow(state: Any, p: Tensor) -> None:
+    state["momentum"] = (state.get("momentum", torch.zeros_like(p)) * 0.9 + p.grad).to(BF16)
+
+
+def every_second(state: Any, p: Tensor) -> None:
+    if "momentum" in state:
+        del state["momentum"]
+    else:
+        state["momentum"] = p.grad * 0.5
+
+
+def row_major(state: Any, p: Tensor) -> None:
+    state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
+
+
+@pytest.mark.parametrize("kept", [narrow, every_second])
+def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: Any) -> None:
+    plain = net()
+    optimizer = Momentum(plain.parameters(), kept)
+    for step in range(2):
+        net_loss(plain, step).backward()
+        before = {p: dict(optimizer.state[p]) for p in plain.parameters()}
+        expected = {p: {name: value.to(torch.float32) for name, value in before[p].items()} for p in before}
+        for p, state in expected.items():
+            wide = p.detach().to(torch.float32)
+            assert p.grad is not None
+            wide.grad = p.grad.to(torch.float32)
+            kept(state, wide)
+        ROUNDING.step(optimizer)
+        for p, state in expected.items():
+            assert optimizer.state[p].keys() == state.keys()
+            if kept is narrow:
+                assert_same_bits(optimizer.state[p]["momentum"], state["momentum"])
+        optimizer.zero_grad()
+    model = net()
+    ours = ZeroOptimizer(model, Momentum, stage=1, process_group=solo(), rounding=ROUNDING, kept=kept)
+    for step in range(2):
+        net_loss(model, step).backward()
+        ours.step()
+        ours.zero_grad()
+    assert_same_states(ours.state_dict(), {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}})
+    assert_same_model(model, plain)
+
+
+def test_a_state_in_another_memory_order_is_refused() -> None:
+    """The plain loop would round it."""
+    model = nn.Linear(5, 3, bias=False, dtype=BF16)
+    model.weight = nn.Parameter(torch.ones(5, 3, dtype=BF16).t())
+    given = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": row_major}
+    optimizer = ZeroOptimizer(model, Momentum, **given)
+    model(torch.ones(2, 5, dtype=BF16)).sum().backward()
+    with pytest.raises(Exception, match="the state 'momentum' of 'weight' has another memory order"):
+        optimizer.step()

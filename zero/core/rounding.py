@@ -18,7 +18,7 @@ Generators", OOPSLA 2014, figures 16 and 17.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +179,14 @@ class _Copies:
         self._put(self._kept)
         self._parameter.grad = self._shown
 
-    def narrow(self, names: Container[str], rounding: StochasticRounding) -> None:
+    def narrow(self, names: set[str], rounding: StochasticRounding) -> None:
         """Round the copies, and put the rounded tensors in their places. ``names``: of the states that are rounded."""
         if self._kept:
-            large = _states_like(self._parameter, self._states.get(self._parameter, {}), WIDE)
+            states = self._states.get(self._parameter, {})
+            large = _states_like(self._parameter, states, WIDE)
+            stays = {WEIGHTS, *(large.keys() & names)}
+            self._kept = {name: kept for name, kept in self._kept.items() if name in stays}
+            self._kept |= _states_like(self._parameter, states, NARROW)  # which the class has made anew
             wide = {name: values for name, values in large.items() if name in names}
             for name, values in {WEIGHTS: self._parameter.data, **wide}.items():
                 state = None if name == WEIGHTS else name
