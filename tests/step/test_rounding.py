@@ -291,6 +291,16 @@ def test_what_cannot_be_rounded_is_refused_by_name(row: str) -> None:
         ZeroOptimizer(build(0, dtype), process_group=solo(), **{"rounding": ROUNDING, **arguments})
 
 
+def test_a_frozen_parameter_in_fp16_is_refused_as_in_the_plain_loop() -> None:
+    """It may be trained later."""
+    model = net()
+    model.get_submodule("0").requires_grad_(False).half()
+    with pytest.raises(ValueError, match=r"'0\.weight' is in fp16"):
+        ZeroOptimizer(model, process_group=solo(), rounding=ROUNDING)
+    with pytest.raises(TypeError, match="parameter 0 is in fp16"):
+        ROUNDING.step(torch.optim.AdamW(model.parameters()))
+
+
 def test_a_parameter_that_is_stepped_block_by_block_is_not_rounded() -> None:
     stack = torch.nn.Parameter(torch.ones(3, 8, 8, dtype=BF16))
     with pytest.raises(ValueError, match=r"'experts' is stepped block by block.*leave out rounding= or blocks="):

@@ -241,13 +241,13 @@ def check_rounded(
         with_modes: names of the classes that have `train` and `eval`.
         first: whether these are all param groups, of which one must have a parameter in bf16.
     """
-    dtypes = {spec.dtypes.param_dtype: spec.name for spec in reversed(specs) if spec.trainable}
-    if torch.float16 in dtypes:
+    in_fp16 = [spec.name for spec in specs if spec.dtypes.param_dtype is torch.float16]  # a frozen one may be trained
+    if in_fp16:
         raise ValueError(
-            f"rounding: {dtypes[torch.float16]!r} is in fp16, and rounding is to bf16 alone: make the model in bf16, "
+            f"rounding: {in_fp16[0]!r} is in fp16, and rounding is to bf16 alone: make the model in bf16, "
             "or leave out rounding= and take mixed_precision=, which keeps fp32 masters"
         )
-    if first and NARROW not in dtypes:
+    if first and not any(spec.trainable and spec.dtypes.param_dtype is NARROW for spec in specs):
         raise ValueError(
             "rounding: no parameter is in bf16, so there is nothing to round: call model.bfloat16() first, or pass "
             "mixed_precision=zero.MixedPrecision(torch.bfloat16)"
