@@ -55,8 +55,8 @@ def test_states_on_disk_are_rounded_to_the_same_bits(tmp_path: Path) -> None:
     check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=Offload(tmp_path), steps=CLIPPED))
 
 
-def test_parameters_on_the_host_are_rounded_to_the_same_bits() -> None:
-    offload = Offload("cpu", parameters="cpu")
+@pytest.mark.parametrize("offload", [Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")])
+def test_parameters_on_the_host_are_rounded_to_the_same_bits(offload: Offload) -> None:
     with copied_from_the_host():
         check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=offload, steps=CLIPPED))
 
