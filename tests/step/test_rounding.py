@@ -444,7 +444,7 @@ def test_a_state_in_another_memory_order_is_refused() -> None:
     """The plain loop would round it."""
     model = nn.Linear(5, 3, bias=False, dtype=BF16)
     model.weight = nn.Parameter(torch.ones(5, 3, dtype=BF16).t())
-    given = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": row_major}
+    given: dict[str, Any] = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": row_major}
     optimizer = ZeroOptimizer(model, Momentum, **given)
     model(torch.ones(2, 5, dtype=BF16)).sum().backward()
     with pytest.raises(Exception, match="the state 'momentum' of 'weight' has another memory order"):
