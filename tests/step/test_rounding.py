@@ -396,18 +396,18 @@ class Momentum(torch.optim.Optimizer):
                     p.sub_(self.state[p].get("momentum", p.grad), alpha=group["lr"])
 
 
-def narrow(state: Any, p: Tensor) -> None:
+def narrow(state: Any, p: Any) -> None:
     state["momentum"] = (state.get("momentum", torch.zeros_like(p)) * 0.9 + p.grad).to(BF16)
 
 
-def every_second(state: Any, p: Tensor) -> None:
+def every_second(state: Any, p: Any) -> None:
     if "momentum" in state:
         del state["momentum"]
     else:
         state["momentum"] = p.grad * 0.5
 
 
-def row_major(state: Any, p: Tensor) -> None:
+def row_major(state: Any, p: Any) -> None:
     state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
 
 
