@@ -55,8 +55,8 @@ def test_states_on_disk_are_rounded_to_the_same_bits(tmp_path: Path) -> None:
     check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=Offload(tmp_path), steps=CLIPPED))
 
 
-def test_parameters_on_the_host_are_rounded_to_the_same_bits() -> None:
-    offload = Offload("cpu", parameters="cpu")
+@pytest.mark.parametrize("offload", [Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")])
+def test_parameters_on_the_host_are_rounded_to_the_same_bits(offload: Offload) -> None:
     with copied_from_the_host():
         check(Program(2, 3, "adamw", dtype=BF16, rounding=ROUNDING, offload=offload, steps=CLIPPED))
 
@@ -291,6 +291,16 @@ def test_what_cannot_be_rounded_is_refused_by_name(row: str) -> None:
         ZeroOptimizer(build(0, dtype), process_group=solo(), **{"rounding": ROUNDING, **arguments})
 
 
+def test_a_frozen_parameter_in_fp16_is_refused_as_in_the_plain_loop() -> None:
+    """It may be trained later."""
+    model = net()
+    model.get_submodule("0").requires_grad_(False).half()
+    with pytest.raises(ValueError, match=r"'0\.weight' is in fp16"):
+        ZeroOptimizer(model, process_group=solo(), rounding=ROUNDING)
+    with pytest.raises(TypeError, match="parameter 0 is in fp16"):
+        ROUNDING.step(torch.optim.AdamW(model.parameters()))
+
+
 def test_a_parameter_that_is_stepped_block_by_block_is_not_rounded() -> None:
     stack = torch.nn.Parameter(torch.ones(3, 8, 8, dtype=BF16))
     with pytest.raises(ValueError, match=r"'experts' is stepped block by block.*leave out rounding= or blocks="):
@@ -368,3 +378,74 @@ def test_an_average_of_rounded_weights_is_that_of_the_plain_loop() -> None:
         assert found is not None
         for name, value in found.items():
             assert_same_bits(value, expected[name])
+
+
+class Momentum(torch.optim.Optimizer):
+    """Gradient descent with a momentum that ``kept`` makes anew in each step, of the one before and the gradient."""
+
+    def __init__(self, params: Any, kept: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self._kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._kept(self.state[p], p)
+                    p.sub_(self.state[p].get("momentum", p.grad), alpha=group["lr"])
+
+
+def narrow(state: Any, p: Any) -> None:
+    state["momentum"] = (state.get("momentum", torch.zeros_like(p)) * 0.9 + p.grad).to(BF16)
+
+
+def every_second(state: Any, p: Any) -> None:
+    if "momentum" in state:
+        del state["momentum"]
+    else:
+        state["momentum"] = p.grad * 0.5
+
+
+def row_major(state: Any, p: Any) -> None:
+    state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
+
+
+@pytest.mark.parametrize("kept", [narrow, every_second])
+def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: Any) -> None:
+    plain = net()
+    optimizer = Momentum(plain.parameters(), kept)
+    for step in range(2):
+        net_loss(plain, step).backward()
+        before = {p: dict(optimizer.state[p]) for p in plain.parameters()}
+        expected = {p: {name: value.to(torch.float32) for name, value in before[p].items()} for p in before}
+        for p, state in expected.items():
+            wide = p.detach().to(torch.float32)
+            assert p.grad is not None
+            wide.grad = p.grad.to(torch.float32)
+            kept(state, wide)
+        ROUNDING.step(optimizer)
+        for p, state in expected.items():
+            assert optimizer.state[p].keys() == state.keys()
+            if kept is narrow:
+                assert_same_bits(optimizer.state[p]["momentum"], state["momentum"])
+        optimizer.zero_grad()
+    model = net()
+    ours = ZeroOptimizer(model, Momentum, stage=1, process_group=solo(), rounding=ROUNDING, kept=kept)
+    for step in range(2):
+        net_loss(model, step).backward()
+        ours.step()
+        ours.zero_grad()
+    assert_same_states(ours.state_dict(), {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}})
+    assert_same_model(model, plain)
+
+
+def test_a_state_in_another_memory_order_is_refused() -> None:
+    """The plain loop would round it."""
+    model = nn.Linear(5, 3, bias=False, dtype=BF16)
+    model.weight = nn.Parameter(torch.ones(5, 3, dtype=BF16).t())
+    given: dict[str, Any] = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": row_major}
+    optimizer = ZeroOptimizer(model, Momentum, **given)
+    model(torch.ones(2, 5, dtype=BF16)).sum().backward()
+    with pytest.raises(Exception, match="the state 'momentum' of 'weight' has another memory order"):
+        optimizer.step()

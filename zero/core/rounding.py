@@ -18,7 +18,7 @@ Generators", OOPSLA 2014, figures 16 and 17.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -179,10 +179,14 @@ class _Copies:
         self._put(self._kept)
         self._parameter.grad = self._shown
 
-    def narrow(self, names: Container[str], rounding: StochasticRounding) -> None:
+    def narrow(self, names: set[str], rounding: StochasticRounding) -> None:
         """Round the copies, and put the rounded tensors in their places. ``names``: of the states that are rounded."""
         if self._kept:
-            large = _states_like(self._parameter, self._states.get(self._parameter, {}), WIDE)
+            states = self._states.get(self._parameter, {})
+            large = _states_like(self._parameter, states, WIDE)
+            stays = {WEIGHTS, *(large.keys() & names)}
+            self._kept = {name: kept for name, kept in self._kept.items() if name in stays}
+            self._kept |= _states_like(self._parameter, states, NARROW)  # which the class has made anew
             wide = {name: values for name, values in large.items() if name in names}
             for name, values in {WEIGHTS: self._parameter.data, **wide}.items():
                 state = None if name == WEIGHTS else name
@@ -237,13 +241,13 @@ def check_rounded(
         with_modes: names of the classes that have `train` and `eval`.
         first: whether these are all param groups, of which one must have a parameter in bf16.
     """
-    dtypes = {spec.dtypes.param_dtype: spec.name for spec in reversed(specs) if spec.trainable}
-    if torch.float16 in dtypes:
+    in_fp16 = [spec.name for spec in specs if spec.dtypes.param_dtype is torch.float16]  # a frozen one may be trained
+    if in_fp16:
         raise ValueError(
-            f"rounding: {dtypes[torch.float16]!r} is in fp16, and rounding is to bf16 alone: make the model in bf16, "
+            f"rounding: {in_fp16[0]!r} is in fp16, and rounding is to bf16 alone: make the model in bf16, "
             "or leave out rounding= and take mixed_precision=, which keeps fp32 masters"
         )
-    if first and NARROW not in dtypes:
+    if first and not any(spec.trainable and spec.dtypes.param_dtype is NARROW for spec in specs):
         raise ValueError(
             "rounding: no parameter is in bf16, so there is nothing to round: call model.bfloat16() first, or pass "
             "mixed_precision=zero.MixedPrecision(torch.bfloat16)"

@@ -188,11 +188,10 @@ class BucketStates:
                     continue
                 if (self.alone or run.parameter.dim() == 0) and name not in names:
                     continue  # it only happens to have this shape
-                if self.alone and not (
-                    may_lie_flat(value)
-                    and value.dtype == run.parameter.dtype
-                    and value.stride() == run.parameter.stride()
-                ):
+                alike = (value.dtype, value.stride()) == (run.parameter.dtype, run.parameter.stride())
+                if self.alone and not (may_lie_flat(value) and alike):
+                    if self._wide is not None and may_lie_flat(value):
+                        self._wide.check_apart(name, value, self.pieces[run.first])
                     run.views.pop(name, None)
                     continue
                 view = run.of(self._target(name, value.dtype))
@@ -283,7 +282,7 @@ class BucketStates:
 
     def _target(self, name: str, dtype: torch.dtype) -> Tensor:
         """Return the flat tensor for a state that the class has made, or its copy if the class steps copies now."""
-        wide = self._wide if self._wide is not None and self._wide.tensors and dtype is WIDE else None
+        wide = self._wide if self._wide is not None and self._wide.tensors and dtype in (NARROW, WIDE) else None
         if name not in self.flat:
             self.flat[name] = self._room(name, dtype if wide is None else NARROW)
         if wide is not None and self.flat[name].data.dtype is NARROW:

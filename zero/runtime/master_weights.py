@@ -215,6 +215,14 @@ class WideCopies:
             self.tensors[name] = torch.zeros_like(self.tensors[WEIGHTS])
         return self.tensors[name]
 
+    def check_apart(self, name: str, value: Tensor, piece: Piece) -> None:
+        """Raise `ValueError` if a state that does not lie as its whole parameter does would have to be rounded."""
+        if value.dtype in (NARROW, WIDE):
+            raise ValueError(
+                f"rounding: the state {name!r} of {self._specs[piece.slot].name!r} has another memory order or dtype "
+                "than the parameter when it is stepped: make the parameter contiguous, or leave out rounding="
+            )
+
     def round(self, piece: Piece, names: Iterable[str], kept: Mapping[str, Tensor], step: int) -> None:
         """Round the copies of ``names`` into what is ``kept``, in the elements of a piece. ``step``: its number."""
         slot, spec = self._bucket.slots[piece.slot], self._specs[piece.slot]
