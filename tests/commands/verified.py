@@ -169,11 +169,11 @@ def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
     """Muon for the stack and for a fused matrix, block by block."""
     named = dict(model.named_parameters())
     muon = {"optimizer_class": torch.optim.Muon, "lr": 0.02}
-    stack, fused = [named.pop("experts")], [("layers.0.weight", named.pop("layers.0.weight"))]
+    stack, fused = (("experts", named.pop("experts")), ("layers.0.weight", named.pop("layers.0.weight")))
     return [
-        {"params": stack, "blocks": -3, **muon},
-        {"params": fused, "blocks": [2, 3], **muon},
-        {"params": list(named.values())},
+        {"params": [stack], "blocks": -3, **muon},
+        {"params": [fused], "blocks": [2, 3], **muon},
+        {"params": list(named.items())},
     ]
 
 
