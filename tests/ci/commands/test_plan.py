@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,13 +134,17 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer() -> None:
 
     names = {"torch": torch, "Offload": zero.Offload, "MixedPrecision": zero.MixedPrecision, "model": None}
     names |= {"ZeroOptimizer": optimizer_of, "matrices": [1], "rest": [2]}
-    for optimizer, precision in zip(OPTIMIZERS, (*PRECISIONS, *PRECISIONS), strict=True):
-        offload = zero.Offload("cpu", parameters="cpu" if optimizer == "adamw" else None)
-        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": offload}
+    names["torchao"] = SimpleNamespace(optim=SimpleNamespace(AdamW8bit=8, AdamW4bit=4, AdamWFp8=8))
+    for optimizer, precision in zip(OPTIMIZERS, itertools.cycle(PRECISIONS), strict=False):
+        in_blocks = OPTIMIZERS[optimizer][0].quantized is not None
+        offload = None if in_blocks else zero.Offload("cpu", parameters="cpu" if optimizer == "adamw" else None)
+        partition = "block" if in_blocks else None
+        given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": offload, "partition": partition}
         found = eval(start("h100:8", precision, **given, optimizer=optimizer), dict(names))
-        assert (found["stage"], found["bucket_cap_mb"], found["offload"]) == (3, 3, offload)
+        assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
+        assert (found.get("offload"), found.get("partition")) == (offload, partition)
         assert ("mixed_precision" in found) is (precision != "fp32")
-        assert found.get("defaults", {}).get("fused", False) is (optimizer not in ("adagrad", "muon"))
+        assert found.get("defaults", {}).get("fused", False) is not (in_blocks or optimizer in ("adagrad", "muon"))
     found = eval(start("cpu:2", "bf16", "*norm*,embedding,head"), dict(names))
     kept = zero.MixedPrecision(torch.float32, output_dtype=torch.bfloat16)
     by_name = {"*": zero.MixedPrecision(torch.bfloat16), "*norm*": kept, "embedding": kept, "head": kept}
