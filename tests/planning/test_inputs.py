@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from collectives import solo
-from zero import MixedPrecision, Offload, ZeroOptimizer
+from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model
@@ -50,6 +50,10 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     (
         {"optimizer": "adamw4bit", "partition": "block", "offload": Offload("elsewhere")},
         "offload: states for blocks of elements stay beside the parameters",
+    ),
+    (
+        {"optimizer": "adamw8bit", "partition": "block", "rounding": StochasticRounding()},
+        "rounding: a class with states for blocks of elements rounds them itself",
     ),
     (
         {"stage": 3, "device": "cuda", "optimizer": "muon", "offload": Offload("cpu", parameters="cpu", step="cpu")},

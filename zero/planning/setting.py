@@ -155,6 +155,8 @@ class PlanSetting(ShardingOptions):
             )
         if self.quantized and self.offload:
             raise ValueError("offload: states for blocks of elements stay beside the parameters, so leave it out")
+        if self.quantized and self.rounding:
+            raise ValueError("rounding: a class with states for blocks of elements rounds them itself, so leave it out")
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
         if self.states_on == "host" and not is_accelerator(self.device):
