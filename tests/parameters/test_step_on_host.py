@@ -34,7 +34,9 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_model
 from ..support.programs import Program, check, locked_build
 from ..support.rows import without
+from . import test_offloaded_parameters as on_host
 from .nested_units import ODD
+from .test_offloaded_parameters import train
 
 ON_HOST = Offload("cpu", parameters="cpu")
 STEPPED_THERE = replace(ON_HOST, step="cpu")
@@ -71,18 +73,7 @@ def test_a_step_on_the_host_has_the_bits_of_the_plain_loop(row: str) -> None:
 
 
 def build(transport: Transport, **options: Any) -> tuple[Any, ZeroOptimizer]:
-    model = locked_build(0)
-    options = {"stage": 3, "offload": STEPPED_THERE, "bucket_cap_mb": 0.0005, "lr": 1e-2, **options}
-    if transport.world_size > 1:
-        options["collective"] = "pairwise"
-    return model, ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, **options)
-
-
-def train(model: Any, optimizer: ZeroOptimizer, steps: range = range(1)) -> None:
-    for step in steps:
-        odd_loss(model, odd_batches(1, step)[0]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    return on_host.build(transport, **{"offload": STEPPED_THERE, **options})
 
 
 def sample(seed: int) -> tuple[Tensor, Tensor]:
