@@ -74,6 +74,17 @@ def one_thread() -> None:
             cls([parameter], **arguments).step()
 
 
+@pytest.fixture(autouse=True)
+def each_test_leaves_one_thread(one_thread: None) -> Iterator[None]:
+    """Fail the test that leaves another number of threads, not a later one, whose bits it would change."""
+    import torch
+
+    yield
+    left = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert left == 1, f"this test leaves {left} intra-op threads to those that run after it"
+
+
 @pytest.fixture(autouse=True, scope="session")
 def one_call_of_the_generator_at_a_time() -> Iterator[None]:
     """Prevent a deadlock in torch's generator between ranks that are threads."""
