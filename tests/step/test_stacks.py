@@ -292,6 +292,27 @@ def test_a_state_that_depends_on_the_size_of_a_block_is_that_of_each_block_after
     assert_same_model(other, model)
 
 
+def test_a_checkpoint_has_the_blocks_and_their_states_are_not_those_of_others(tmp_path: Path) -> None:
+    """Also of as many blocks of other sizes, whose states have the same shapes."""
+    model, optimizer = fused([24, 8], Sized)
+    zero.save(tmp_path / "saved", optimizer)
+    step(model, optimizer, 1)
+    other, again = fused((24, 8), Sized)
+    zero.load(tmp_path / "saved", again, rng=False)
+    assert "optimizer_blocks" not in again.param_groups[0]
+    step(other, again, 1)
+    assert_same_model(other, model)
+    for blocks in ([16, 16], None):
+        other, again = fused(blocks, Sized)
+        with pytest.raises(
+            ValueError, match=r"'0' has states .*'rows' .* other blocks in the checkpoint, blocks=\[24, 8\]"
+        ):
+            zero.load(tmp_path / "saved", again, rng=False)
+        with pytest.warns(RuntimeWarning, match=r"'0' .*blocks=\[24, 8\]: they begin anew"):
+            zero.load(tmp_path / "saved", again, rng=False, strict=False)
+        assert not again.state[other[0]]
+
+
 MATRIX = (4, 6)
 REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
     "sizes": ((5, 6), {"blocks": [2, 2]}, r"'0' of param group 0, .* has 5 rows, and the sizes .* add up to 4"),

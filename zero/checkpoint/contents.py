@@ -21,7 +21,7 @@ from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
 from ..core.names import child_name, named_parts
 from ..core.parameter_specs import as_plain, flattened
 from ..core.runs import PieceState, Rules, whole_like
-from ..core.statetree import NAMES, encode_options, encode_states
+from ..core.statetree import BLOCKS, NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import FlatBuffer
 from ..step.user_optimizer import NO_OPTIONS
@@ -190,7 +190,7 @@ class Contents:
         return [self._names.get(number, []) for number in range(len(self.groups))]
 
     def param_groups(self) -> list[Any]:
-        """Return the param groups as JSON: the options, the class, and under "params" the names of the parameters.
+        """Return the param groups as JSON: options, class, blocks if any, and under "params" the parameters' names.
 
         Raises `TypeError` naming an option that cannot be saved.
         """
@@ -201,6 +201,9 @@ class Contents:
             encoded = encode_options(options, f"optimizer.param_groups[{number}]")
             encoded["optimizer_class"] = inner.qualified_name
             encoded["optimizer_module"] = inner.optimizer_class.__module__
+            blocks = self.parts.classes.requested_blocks(number)
+            if blocks is not None:
+                encoded[BLOCKS] = blocks if isinstance(blocks, int) else [*blocks]
             found.append({**encoded, "params": names})
         return found
 

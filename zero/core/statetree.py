@@ -64,7 +64,8 @@ _NUMPY = {
     "$array": lambda tensor: tensor.numpy(),
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
-NO_OPTIONS = ("params", "optimizer_class", "optimizer_module")  # keys of a saved param group beside its options
+BLOCKS = "optimizer_blocks"  # of a saved param group: the blocks that it asked for
+NO_OPTIONS = ("params", "optimizer_class", "optimizer_module", BLOCKS)  # keys of a saved param group beside its options
 N_AVERAGED = "n_averaged"  # the name of a count beside averages
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself
 _SIMPLE = frozenset({int, float, bool, type(None)})

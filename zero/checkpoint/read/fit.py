@@ -9,18 +9,20 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...core.bits import row_major_stride
 from ...core.layout import ParameterSpec
 from ...core.names import remark_on_prefix
 from ...core.runs import lies_flat
-from ...core.statetree import DTYPES, N_AVERAGED, NO_OPTIONS, encode_inline, tensor_names
+from ...core.statetree import BLOCKS, DTYPES, N_AVERAGED, NO_OPTIONS, encode_inline, tensor_names
 from ...state.plain_dicts import fitted
 from ...step.classes import TRAIN_MODE
-from ...step.partition import begin_at_zero
+from ...step.partition import begin_at_zero, stack_of
 from ..contents import Contents, StoredTensor
 from ..format.extents import is_row_major
 from ..format.names import MASTERS, MODEL, OPTIMIZER, averages_folder
@@ -254,14 +256,18 @@ class Fit:
                         f"param group {number} of the checkpoint was trained by {group.get('optimizer_class')}, but "
                         f"this optimizer is {mine}"
                     )
-        by_class = {name: group.get("optimizer_class") for group in saved for name in group["params"]}
+        group_of = {name: group for group in saved for name in group["params"]}
+        by_class = {name: group.get("optimizer_class") for name, group in group_of.items()}
         for mine, names in zip(classes, contents.names, strict=True):
             for name in names:
                 if name in self.model and by_class.get(name) not in (mine, None):
                     self.anew[name] = f"its states are those of {by_class[name]}"
         self.anew |= {name: f"it was tied to {other!r} when it was saved" for name, other in tied.items()}
         for stored in (stored for stored in contents.model if stored.place is not None):
-            why = self._why_not_by_rows(stored) if stored.name in self.resized else self._other_blocks(stored)
+            if stored.name in self.resized:
+                why = self._why_not_by_rows(stored)
+            else:
+                why = self._other_blocks(stored, group_of.get(stored.name, {}).get(BLOCKS))
             if why is not None:
                 self.anew[stored.name] = why
         kept = {name for name in listed if name in self.model and name not in self.anew}
@@ -310,16 +316,23 @@ class Fit:
                 return f"its state {name!r} does not begin at 0, which new rows would have"
         return None
 
-    def _other_blocks(self, stored: StoredTensor) -> str | None:
+    def _other_blocks(self, stored: StoredTensor, blocks: Any) -> str | None:
         """Return why states with values for blocks are not read: these blocks have other sizes. None if they are read.
 
-        Raises `ValueError` instead if the caller is strict.
+        ``blocks``: that the saved param group asked for. Raises `ValueError` instead if the caller is strict.
         """
         spec = self._spec(stored)
         rules = self._contents.parts.classes.rules_of(spec)
+        saved = (
+            stack_of(replace(spec, stride=row_major_stride(spec.shape)), blocks) if stored.name in self.model else ()
+        )
         for name, (_, entry) in self.states.get(stored.name, {}).items():
+            why = None
             if name in rules and not rules[name].fits(torch.empty(entry.shape, device="meta"), spec.numel):
                 why = f"its state {name!r} has {entry.numel} values in the checkpoint, and another number here"
+            elif saved not in ((), spec.stack) and entry.shape != spec.shape and entry.shape[:1] == (len(saved),):
+                why = f"its state {name!r} has a value for each of other blocks in the checkpoint, blocks={blocks!r}"
+            if why is not None:
                 if self._allowed.strict:
                     raise ValueError(
                         f"{stored.name!r} has states for blocks of another size: {why}. Build the optimizer with the "
