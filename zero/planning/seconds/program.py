@@ -52,15 +52,19 @@ class Reduction:
         unit: the unit whose backward makes its last gradient, or `AFTER_THE_LAST`.
         ready: the share of that unit's backward after which it is ready.
         cost: of its reduce-scatter or all-reduce.
+        again: of a later one of the step, which goes on from the sum so far; None: the same.
         means: of the all-gather of its means (stage 0).
-        keep: seconds of compute in which this rank's sum is copied to the host, and the sum so far from there.
+        keep: seconds of compute in which this rank's sum is copied to the host.
+        fetch: seconds of compute in which the sum so far is copied from there, in a later one of the step.
     """
 
     unit: int
     ready: float
     cost: WireCost
+    again: WireCost | None = None
     means: WireCost = NOTHING
     keep: float = 0.0
+    fetch: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -133,17 +133,15 @@ def program_of(
     """
     if setting.rounding is not None:
         raise ValueError("rounding: a plan has bytes for it, and no time yet: leave it out")
-    costs = _Costs(wires, setting, compute, micro_batches)
+    costs = _Costs(wires, setting, compute)
     found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
     gathers = setting.gathers_units
     return StepProgram(
         units=costs.of_units(units, buckets if gathers else ()),
-        reductions=tuple(
-            Reduction(bucket.unit, bucket.ready, cost, means, costs.kept(bucket)) for bucket, (cost, means, _) in found
-        ),
-        updates=tuple(update for _, (_, _, update) in found),
+        reductions=tuple(replace(reduction, unit=bucket.unit, ready=bucket.ready) for bucket, (reduction, _) in found),
+        updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,
-        reduced=costs.reduced,
+        reduced=setting.row.reduced_backwards(micro_batches),
         in_flight=buckets_in_flight(setting.row, wires.algorithm(costs.group)) + sums_under_way(setting.replicas),
         means_each_time=setting.shows_means,
         kept=setting.keeps_units,
@@ -167,21 +165,17 @@ def jitter(wires: Wires, compute: Compute) -> float:
 class _Costs:
     """What units and buckets cost in a setting. What equal ones cost is computed once."""
 
-    def __init__(self, wires: Wires, setting: PlanSetting, compute: Compute, micro_batches: int) -> None:
+    def __init__(self, wires: Wires, setting: PlanSetting, compute: Compute) -> None:
         self.wires, self.setting, self.compute = wires, setting, compute
         self.group = RankGroup.neighbours(wires.cluster, setting.factor)
-        self.reduced = setting.row.reduced_backwards(micro_batches)
-        self._buckets: dict[object, tuple[WireCost, WireCost, UpdateStep]] = {}
+        self._buckets: dict[object, tuple[Reduction, UpdateStep]] = {}
         self._gathers: dict[object, WireCost] = {}
 
-    def of_bucket(self, bucket: BucketLoad) -> tuple[WireCost, WireCost, UpdateStep]:
-        """Return the cost of a bucket's reduction, of the all-gather of its means, and its update."""
+    def of_bucket(self, bucket: BucketLoad) -> tuple[Reduction, UpdateStep]:
+        """Return the reduction and the update of a bucket, or of one that costs the same."""
         key = (bucket.elements, bucket.dtypes, bucket.whole)
         if key not in self._buckets:
-            means = NOTHING
-            if self.setting.row.grads_replicated:
-                means = self._gather(bucket, bucket.dtypes.itemsize("accumulate_dtype"), self.group)
-            self._buckets[key] = self._reduction(bucket), means, self._update(bucket)
+            self._buckets[key] = self._reduction(bucket), self._update(bucket)
         return self._buckets[key]
 
     def of_units(self, units: Sequence[UnitLoad], gathered: Sequence[BucketLoad]) -> tuple[UnitStep, ...]:
@@ -211,10 +205,6 @@ class _Costs:
         alone = bucket.trainable and bucket.dtypes.has_master
         return self._on_host_link(self._shard(bucket), bucket, "master_dtype" if alone else "param_dtype")
 
-    def kept(self, bucket: BucketLoad) -> float:
-        """Return the seconds in which the sum of a bucket goes to the host, and comes from there to go on."""
-        return self._on_host_link((2 if self.reduced > 1 else 1) * self._shard(bucket), bucket, "accumulate_dtype")
-
     def _on_host_link(self, elements: float, bucket: BucketLoad, dtype: str) -> float:
         """Return the seconds of a copy; 0 unless parameters are in the host's memory."""
         nbytes = elements * bucket.dtypes.itemsize(dtype) if self.setting.offloads_parameters else 0.0
@@ -227,10 +217,19 @@ class _Costs:
         low, high = EvenCuts(bucket.elements, self.group.ranks, bucket.dtypes.alignment).owned(self.group.ranks - 1)
         return high - low
 
-    def _reduction(self, bucket: BucketLoad) -> WireCost:
+    def _reduction(self, bucket: BucketLoad) -> Reduction:
+        kept = self._on_host_link(self._shard(bucket), bucket, "accumulate_dtype")
+        means = NOTHING
+        if self.setting.row.grads_replicated:
+            means = self._gather(bucket, bucket.dtypes.itemsize("accumulate_dtype"), self.group)
+        first, again = (self._sums(bucket, started=started) for started in (False, True))
+        return Reduction(bucket.unit, bucket.ready, first, again, means, kept, kept)
+
+    def _sums(self, bucket: BucketLoad, *, started: bool) -> WireCost:
+        """Return the cost of a bucket's sums. ``started``: they are added to those of earlier backwards."""
         dtypes, elements, wires, factor = bucket.dtypes, bucket.elements, self.wires, self.group.ranks
         travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
-        algorithm, started = wires.algorithm(self.group), self.reduced > 1
+        algorithm = wires.algorithm(self.group)
         cost, longer = (
             wires.reduce_scatter(algorithm, count, travel, accumulate, self.group, started=started)
             for count in (elements, _even(bucket, factor))

@@ -74,6 +74,7 @@ class _Rank:
         self._arriving: dict[int, tuple[float, float]] = {}  # unit -> end of its gather under way, seconds of a copy
         self._flying: deque[tuple[float, float, float]] = deque()  # reductions: end, seconds of the fold and of copies
         self._next = 0  # of the program's reductions
+        self._started = False  # an earlier backward of the step has reduced
         self._ready: set[int] = set()
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
         for number, reduction in enumerate(program.reductions):
@@ -235,6 +236,7 @@ class _Rank:
             self._differentiate(unit, reduces)
         if reduces:
             self._finish()
+            self._started = True
 
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
@@ -261,8 +263,11 @@ class _Rank:
         while limit and len(self._flying) >= limit:
             self._land()
         reduction = self._program.reductions[self._next]
-        end = self._send(reduction.cost, self.state.compute, f"reduce bucket {self._next}")
-        self._flying.append((end, reduction.cost.fold, reduction.keep))
+        cost, kept = reduction.cost, reduction.keep
+        if self._started:
+            cost, kept = reduction.again or cost, kept + reduction.fetch
+        end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
+        self._flying.append((end, cost.fold, kept))
         self._next += 1
 
     def _land(self) -> None:
