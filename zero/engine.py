@@ -176,7 +176,7 @@ class Engine(WholeTensorCalls):
         free = self._storage.unit_hooks.end_iteration()
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
-        problem = problem or self._user_optimizers.why_no_step(groups)
+        problem = problem or self._user_optimizers.why_no_step(groups) or self.parts.why_not_rounded(groups)
         digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
         self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:

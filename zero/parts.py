@@ -18,13 +18,14 @@ from .config import Offload
 from .core.buckets import MIB, BucketSizes
 from .core.layout import ParameterSpec
 from .core.parameter_specs import changed
-from .core.rounding import Options, StochasticRounding, check_rounded, count_step
+from .core.rounding import StochasticRounding, check_rounded, count_step
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
 from .gradients.whole_gradients import WholeGradients
 from .parameters.casting import put_casts, remove_casts
 from .parameters.storage import ParameterStorage
 from .precision import Precisions
+from .runtime.flat_states import Options
 from .runtime.joining import Joining
 from .runtime.offload import OffloadBackend
 from .runtime.profiler_ranges import LOG
@@ -32,6 +33,7 @@ from .runtime.streams import Streams
 from .state.average import Averages
 from .state.full_state import FullState
 from .step.classes import UserOptimizers
+from .step.partition import check_classes
 from .step.update import Update
 
 if TYPE_CHECKING:
@@ -136,6 +138,22 @@ class Parts:
         if self.rounding is not None:
             names = [inner.name for inner in self.user_optimizers.with_modes()]
             check_rounded(new, partitions, names, first=not first)
+
+    def why_not_rounded(self, groups: Sequence[Options]) -> str | None:
+        """Return an error text if steps are rounded and a class fails a trial with options that were changed. Local.
+
+        A class may keep other states then, and the shape of a parameter without dimensions, or of one with an owner,
+        does not tell which states are as large as it.
+        """
+        specs = self.storage.layout.parameters
+        ambiguous = self.rounding is not None and any(spec.alone or not spec.shape for spec in specs)
+        if not ambiguous or self.user_optimizers.were_tried(groups):
+            return None
+        try:
+            self.user_optimizers.note_trial(groups, 0, check_classes(self.user_optimizers, groups, specs))
+        except ValueError as error:
+            return str(error)
+        return None
 
     def count_step(self, groups: Sequence[Options]) -> None:
         """Count a step of these param groups, if steps are rounded."""

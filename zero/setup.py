@@ -180,8 +180,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
         new = _agree(parts, all_groups, first, problem)
         for line in new.warnings if parts.transport.rank == 0 else ():
             warnings.warn(line, stacklevel=3)
-        for number, names in new.elementwise.items():
-            parts.user_optimizers[number].note_elementwise(names)
+        parts.user_optimizers.note_trial(all_groups, first, new.elementwise)
         storage.check_replicas(new.replicated)
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.materialize()

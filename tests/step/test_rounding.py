@@ -15,6 +15,9 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, ShardedAverage, StochasticRounding, ZeroOptimizer
 
 from ..support.by_module import BY_MODULE
+from ..support.machine import program as machine
+from ..support.machine.run import run
+from ..support.machine.trees import Part
 from ..support.models import build, odd_batches, odd_loss, seeded
 from ..support.narrowed import BF16, PRECISIONS
 from ..support.offloaded import copied_from_the_host
@@ -49,6 +52,16 @@ ROWS: dict[str, Program] = {
 @pytest.mark.parametrize("row", without(ROWS, "1-W2", "2-W6", "3-W1", "lent", "made in the constructor"))
 def test_training_is_that_of_the_plain_loop(row: str) -> None:
     check(ROWS[row])
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_state_that_an_option_adds_later_is_rounded_wherever_it_lies(whole: bool) -> None:
+    """The shapes of a number and of a parameter with one owner do not tell which states are as large as they."""
+    setting = machine.Setting(stage=2, world_size=2, bucket_cap_mb=1e-6)  # a bucket for each parameter
+    parts = (Part("sequence", of=(Part("scalar"),)),)
+    config = machine.Config(setting, parts, optimizer="sgd", precision="bf16", wholes=(whole,), rounded=True)
+    steps = [each for n in (1, 2) for each in (machine.Backward(n), machine.Step(), machine.ZeroGrad())]
+    run(config, *steps, machine.Change(0, "momentum", 0.5), *steps)
 
 
 def test_states_on_disk_are_rounded_to_the_same_bits(tmp_path: Path) -> None:

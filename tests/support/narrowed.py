@@ -187,7 +187,10 @@ class Narrowed:
 
         def step() -> None:
             optimizer.step = own_step
-            self.rounding.step(optimizer, gradients)
+            if hasattr(optimizer, "round"):  # which has several classes
+                optimizer.round(self.rounding, gradients)
+            else:
+                self.rounding.step(optimizer, gradients)
 
         if scaler is None:
             step()

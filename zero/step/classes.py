@@ -7,7 +7,7 @@ and classes were laid out for them. Does not know: how a class is stepped, ranks
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ class UserOptimizers:
         _check_options(self.main)
         self._of_groups: list[int] = []  # the class of each param group
         self._requested: list[Options] = []  # of each param group: its partition and its blocks, if it asked for them
+        self._tried: set[tuple[Any, ...]] = set()  # options of a group, on or off, with which its class was tried
         self.lists = ParamLists()
 
     @property
@@ -129,6 +130,25 @@ class UserOptimizers:
                     "evaluated. Call optimizer.train() on all ranks before training, and after each evaluation"
                 )
         return None
+
+    def were_tried(self, groups: Sequence[Options]) -> bool:
+        """Return whether the classes were tried with the options of live groups that are on. One that was off may let
+        a class keep further states."""
+        return all(self._switches(number, group) in self._tried for number, group in enumerate(groups))
+
+    def note_trial(self, groups: Sequence[Options], first: int, names: Mapping[int, frozenset[str]]) -> None:
+        """Note that the classes were tried with the options of the groups from ``first`` on.
+
+        ``names``: of the states that are as large as their parameters, by the number of the class.
+        """
+        self._tried |= {self._switches(number, groups[number]) for number in range(first, len(groups))}
+        for number, found in names.items():
+            self._all[number].note_elementwise(found)
+
+    def _switches(self, number: int, group: Options) -> tuple[Any, ...]:
+        """Return a group's class, and which options that the class has are on."""
+        known = ((key, group.get(key)) for key in sorted(self.of(number).defaults))
+        return self.number(number), *(key for key, value in known if isinstance(value, Tensor) or value)
 
     def names(self) -> str:
         """Return the names of the classes that groups have, as text."""

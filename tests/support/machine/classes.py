@@ -39,6 +39,12 @@ class PlainClasses(torch.optim.Optimizer):
         for optimizer in self.all.values():
             optimizer.step()
 
+    def round(self, rounding: Any, gradients: Mapping[Tensor, Tensor | None]) -> None:
+        """Step, and round what is in bf16. ``rounding``: a `zero.StochasticRounding`."""
+        every = [parameter for group in self.param_groups for parameter in group["params"]]
+        for optimizer in self.all.values():
+            rounding.step(optimizer, gradients, every)
+
     def of(self, name: str) -> list[Tensor]:
         """Return the parameters of a class, by the index in its state dict."""
         return [parameter for group in self.all[name].param_groups for parameter in group["params"]]

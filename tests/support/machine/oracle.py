@@ -25,7 +25,8 @@ class Oracle(AsPlain, Player):
 
     def __init__(self, config: Config) -> None:
         self.config, self.setting = config, config.setting
-        super().__init__(config.model(config.seed), self._optimizer_of, config.setting.world_size, config.mixed)
+        model, ranks = config.model(config.seed), config.setting.world_size
+        super().__init__(model, self._optimizer_of, ranks, config.mixed, rounding=config.rounding)
         self.scheduler = p.scheduler_of(self.optimizer)
         self.kept = []
 

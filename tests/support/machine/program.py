@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
+import zero
+
 from ..narrowed import PRECISIONS
 from ..plain import Clear
 from ..programs import BY_PARAMETER, CLASSES, MATRICES
@@ -56,6 +58,11 @@ class Config(Source):
     classes: tuple[str, ...] = ("",)
     wholes: tuple[bool, ...] = (False,)
     stacks: tuple[bool, ...] = (False,)
+    rounded: bool = False  # what is in bf16 is rounded at random, by ``seed``
+
+    @property
+    def rounding(self) -> Any:
+        return zero.StochasticRounding(self.seed) if self.rounded else None
 
     @property
     def mixed(self) -> Any:

@@ -103,6 +103,7 @@ OPTIONS = st.fixed_dictionaries(
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 STAGES = (0, 1, 2, 3)
 UNITS = ("", "", *UNIT_ARGUMENTS)
+ROUNDED = ("bf16", "bf16, sent in fp32", "bf16, added up in bf16", "by kind", "policy")
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,8 @@ def configs(
     draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives, precisions: Sequence[str]
 ) -> Config:
     precision = draw(st.sampled_from(precisions))
+    rounded = precision in ROUNDED and draw(st.booleans())
+    stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
     integer = not precision and draw(st.sampled_from([False, False, True]))
     return Config(
         draw(settings(stages, most_ranks, collectives, integer=integer)),
@@ -170,7 +173,8 @@ def configs(
         precision,
         tuple(draw(st.lists(st.sampled_from(SECOND), min_size=1, max_size=3))),
         tuple(draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=3))),
-        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))) if collectives.stacks else (False,),
+        tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))) if stacked else (False,),
+        rounded,
     )
 
 

@@ -67,6 +67,7 @@ class Rank(OnRank, Player):
             **self._units(config, setting),
             offload=self._offload(setting),
             mixed_precision=config.mixed,
+            **({"rounding": config.rounding} if config.rounded else {}),  # `tests.net` also runs on commits without it
             **arguments,
         )
         super().__init__(model, optimizer)
