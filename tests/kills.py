@@ -206,7 +206,7 @@ class Group:
     def __init__(self, case: Case) -> None:
         self.about, world_size = str(case), case.world_size
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "zero"])
+        context.set_forkserver_preload([__name__, "torch.distributed"])
         self._store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
         self.pipes: list[Any] = []
         self.processes: list[Any] = []
