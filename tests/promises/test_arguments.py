@@ -111,8 +111,12 @@ def divisor_is(value: Any) -> Callable[[], object]:
     return lambda: setattr(zero(build(), solo()), "divisor", value)
 
 
-def clip(*arguments: Any) -> Callable[[], object]:
-    return lambda: zero(build(), solo()).clip_grad_norm_(*arguments)
+def clip(*arguments: Any, **named: Any) -> Callable[[], object]:
+    return lambda: zero(build(), solo()).clip_grad_norm_(*arguments, **named)
+
+
+def whole(to: Any) -> Callable[[], object]:
+    return lambda: zero(build(), solo()).full_state_dict(to)
 
 
 GROUPS = [{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}]
@@ -155,7 +159,10 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),
+    *((whole(v), TypeError, "full_state_dict: to must be the number of a rank, or None") for v in ("0", 0.0, True)),
     (clip(math.nan), ValueError, "max_norm"),
+    (clip(1.0, replicated=[WEIGHT]), ValueError, r"\(replicated=...\) .* has: pass over=, too"),
+    (clip(1.0, also=zero(build(), solo())), TypeError, "also must be a list of .*, not a ZeroOptimizer"),
 ]
 
 
