@@ -151,6 +151,13 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (new(MODEL, module=linear()), ValueError, "two different modules"),
     (new([]), ValueError, "empty"),
     (new(build(), stage=3, units="blocks"), TypeError, UNITS),
+    (
+        new(build(), stage=3, units=nn.Linear),
+        TypeError,
+        "not <class .*Linear'>: for a class, lambda module: isinstance",
+    ),
+    (new(MODEL, ignored=MODEL), ValueError, "ignored= has all parameters of the module, so none is left to train"),
+    *((new(MODEL, ignored=v), TypeError, r"ignored\[0\] is a str, neither") for v in ("", "weight")),
     *((new(MODEL, sharding_factor=v), ValueError, FACTOR) for v in (0, 3, -1, 1.0, True, "2")),
     *((new(MODEL, stage=3, reshard_after_forward=v), ValueError, KEPT) for v in (0, 3, "2", None)),
     *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
@@ -160,7 +167,9 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),
     *((whole(v), TypeError, "full_state_dict: to must be the number of a rank, or None") for v in ("0", 0.0, True)),
+    (lambda: zero(build(), solo()).full_grad("0.weight"), TypeError, "'0.weight' is no parameter: give the tensor"),
     (clip(math.nan), ValueError, "max_norm"),
+    *((clip(v, 1.0), TypeError, "max_norm must be a number, not ") for v in (None, "", [WEIGHT, BIAS])),
     (clip(1.0, replicated=[WEIGHT]), ValueError, r"\(replicated=...\) .* has: pass over=, too"),
     (clip(1.0, also=zero(build(), solo())), TypeError, "also must be a list of .*, not a ZeroOptimizer"),
 ]
