@@ -246,6 +246,10 @@ class Engine(WholeTensorCalls):
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
         self.check()
+        given: Any = data
+        if not isinstance(given, (bytes, bytearray)):
+            rank = self._transport.rank
+            raise TypeError(f"rank {rank}: exchange() sends bytes, not a {type(given).__name__}: .encode() makes some")
         with self._joining.broadcast("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
 

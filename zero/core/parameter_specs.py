@@ -103,13 +103,12 @@ def as_groups(params: Any, ignored: Container[Tensor] = ()) -> list[dict[str, An
     if isinstance(params, Tensor):
         raise TypeError("params must be a module, an iterable of parameters or of param groups, not one tensor")
     if isinstance(params, nn.Module):
-        own = own_parameters(params)
-        params = [(name, parameter) for name, parameter in own if parameter not in ignored]
-        if own and not params:
-            raise ValueError("ignored= has all parameters of the module, so none is left to train")
+        params = [(name, parameter) for name, parameter in own_parameters(params) if parameter not in ignored]
     given = _in_order(params, "params")
     if not given:
-        raise ValueError("the parameter list is empty: pass the model, parameters or param groups")
+        raise ValueError(
+            "the parameter list is empty, or all is in ignored=: pass the model, parameters or param groups"
+        )
     if not any(isinstance(entry, dict) for entry in given):
         return [{"params": members_of(given, "params")}]
     groups = []
