@@ -228,7 +228,8 @@ class ParameterStorage:
     def index(self, parameter: Any) -> int:
         """The parameter's place in the layout. Raises `ValueError` or `TypeError` if it is none of the optimizer."""
         if not isinstance(parameter, Tensor):
-            raise TypeError(f"{parameter!r:.100} is no parameter: give the tensor itself, as the model has it")
+            what = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            raise TypeError(f"{what} is no parameter: give the tensor itself, as the model has it")
         if len(self._indices) < len(self.parameters):
             self._indices = {known: index for index, known in enumerate(self.parameters)}  # by identity, as torch does
         if parameter in self._indices:
