@@ -351,6 +351,21 @@ def test_ranks_with_different_seeds_learn_of_it() -> None:
         assert "rounding=StochasticRounding(seed=1)" in text
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_that_count_other_steps_learn_of_it_before_anything_is_rounded(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = built(transport, stage, rounding=ROUNDING)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.param_groups[0]["rounding_steps"] = transport.rank
+        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr, no-untyped-call]
+        with pytest.raises(ValueError, match="option 'rounding_steps' of the param groups differs between rank 0 and"):
+            optimizer.step()
+        for p, other in zip(model.parameters(), before, strict=True):
+            assert_same_bits(p, other)
+
+    on_threads(2, program)
+
+
 @pytest.mark.parametrize("masters_first", [True, False])
 def test_a_training_with_masters_goes_on_without_and_the_other_way_round(masters_first: bool, tmp_path: Path) -> None:
     """With the same bits at every topology: what has fp32 numbers is rounded to the nearest once, at the load."""
