@@ -24,7 +24,7 @@ from .names import all_without_wrappers, child_name, named_parameters, named_par
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
     "anew. To train parts of a model differently, give one optimizer param groups, each with its own optimizer_class "
-    "and options, or build one optimizer per submodule"
+    "and options, build one optimizer per submodule, or leave parts out of the first one by ignored="
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
