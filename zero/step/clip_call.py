@@ -65,7 +65,7 @@ class WithClip:
                 With two of these, both groups, such as ``[mesh["tp"], mesh["pp"]]``: each is added up in turn.
             replicated: the parameters that each rank of ``over`` (of its first group) has, under one name and with the
                 same gradient, or a predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose
-                gradients differ.
+                gradients differ. Only with ``over``.
             also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
                 experts of an expert-parallel group, say), in any order; a rank without one gives ``[]``. The norm is
                 that of all their gradients together, on all ranks, and all are scaled. Not inside `join`, nor with
