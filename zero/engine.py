@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 
 from collectives import CollectiveError, Kind, Tag, as_a_whole
 
-from .core.rounding import STEPS
 from .gradients.join import Call, adopt_options, digests_of
 from .joint_clip import clip_together
 from .parts import Parts
@@ -178,8 +177,7 @@ class Engine(WholeTensorCalls):
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
         problem = problem or self._user_optimizers.why_no_step(groups)
-        compared = self._user_optimizers.option_names() - self._counted
-        digests = digests_of(groups, compared if self.parts.rounding is None else {*compared, STEPS})
+        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted | self.parts.counted_steps)
         self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
