@@ -177,7 +177,7 @@ class Engine(WholeTensorCalls):
         problem = self._storage.diagnose() if free else "step() inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose_unfrozen() or self._user_optimizers.changed(groups)
         problem = problem or self._user_optimizers.why_no_step(groups) or self.parts.why_not_rounded(groups)
-        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted)
+        digests = digests_of(groups, self._user_optimizers.option_names() - self._counted | self.parts.counted_steps)
         self._reducer.finalize_grads("step()", problem, options=digests)
         for watcher in self.watchers:
             watcher.before_step(self._reducer.agreement.reports)
@@ -246,6 +246,10 @@ class Engine(WholeTensorCalls):
     def exchange(self, data: bytes) -> list[bytes]:
         """Return every rank's bytes, in rank order."""
         self.check()
+        given: Any = data
+        if not isinstance(given, (bytes, bytearray)):
+            rank = self._transport.rank
+            raise TypeError(f"rank {rank}: exchange() sends bytes, not a {type(given).__name__}: .encode() makes some")
         with self._joining.broadcast("exchange"):
             return self._transport.exchange(data, Tag(Kind.EXCHANGE, "exchange()"))
 

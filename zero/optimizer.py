@@ -29,6 +29,7 @@ from .runtime.compiled_calls import untraced_methods
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
 from .state.device_memory import WithOffload
+from .state.live_states import chosen_by
 from .state.modes import WithModes
 from .state.whole_tensors import WithWholeTensors
 from .step.arguments import merged
@@ -187,6 +188,8 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
             self._append(param_group)
             return
         self._engine.check_may_add()
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group is {param_group!r:.100}, not a param group with 'params'")
         if edited := self._user_optimizers.changed(self.param_groups):
             extend(self._parts, self.param_groups, len(self.param_groups), RuntimeError(edited))
         group = {**param_group, "params": members_of(param_group["params"], "param_group['params']")}
@@ -319,8 +322,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         With ``write=True`` they may be edited; after the block every rank has group rank 0's values. Reading sends
         nothing if every rank holds whole parameters anyway.
         """
-        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        return self._engine.gathered(chosen, write)
+        return self._engine.gathered(chosen_by(params, "gathered()"), write)
 
     def close(self) -> None:
         """Make the model plain again: each parameter gets its own memory, and all hooks are removed. All ranks.
@@ -375,7 +377,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         be loaded before or after), they become those values at the next step.
         """
         self._engine.check()
-        loaded = dict(state_dict)
+        loaded = dict(state_dict or {})
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
         self._engine.before_load()

@@ -18,7 +18,7 @@ from .config import Offload
 from .core.buckets import MIB, BucketSizes
 from .core.layout import ParameterSpec
 from .core.parameter_specs import changed
-from .core.rounding import StochasticRounding, check_rounded, count_step
+from .core.rounding import STEPS, StochasticRounding, check_rounded, count_step
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
 from .gradients.whole_gradients import WholeGradients
@@ -154,6 +154,11 @@ class Parts:
         except ValueError as error:
             return str(error)
         return None
+
+    @property
+    def counted_steps(self) -> set[str]:
+        """The key of param groups that counts their steps, if steps are rounded. Ranks compare it as an option."""
+        return set() if self.rounding is None else {STEPS}
 
     def count_step(self, groups: Sequence[Options]) -> None:
         """Count a step of these param groups, if steps are rounded."""

@@ -70,7 +70,11 @@ class WholeTensorCalls:
             raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
 
     def _check_rank(self, to: int | None, purpose: str) -> None:
-        if to is not None and not 0 <= to < self._transport.world_size:
+        if to is None:
+            return
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise TypeError(f"{purpose}: to must be the number of a rank, or None for all, not {to!r}")
+        if not 0 <= to < self._transport.world_size:
             raise ValueError(f"{purpose}: rank {to} is not one of the {self._transport.world_size} ranks")
 
     def _is_free(self) -> bool:

@@ -107,19 +107,21 @@ def named_metadata(transport: Transport) -> ZeroOptimizer:
     return ZeroOptimizer(model, torch.optim.SGD, process_group=transport)
 
 
-def manager(folder: Path, optimizer: ZeroOptimizer, **arguments: Any) -> None:
-    CheckpointManager(folder / "run", optimizer, **arguments).close()
+def manager(folder: Path, optimizer: ZeroOptimizer, name: str = "run", **arguments: Any) -> None:
+    CheckpointManager(name and folder / name, optimizer, **arguments).close()
 
 
 def one_save(
     folder: Path, optimizer: ZeroOptimizer, name: str = "saved", assets: str | None = None, **arguments: Any
 ) -> None:
-    zero.save(folder / name, optimizer, assets=None if assets is None else folder / assets, **arguments)
+    zero.save(folder / name, optimizer, assets=assets and folder / assets, **arguments)
 
 
 STEP = r"step must be "
 WRONG: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "keeps none": (manager, {"max_to_keep": 0}, "rank 1: max_to_keep is 0: it must be at least 1, or None"),
+    "keeps text": (manager, {"max_to_keep": ""}, "rank 1: max_to_keep is '': it must be at least 1, or None"),
+    "no folder": (manager, {"name": ""}, "rank 1: directory is empty: name a folder"),
     "period of 0": (manager, {"keep_period": 0}, "rank 1: keep_period is 0: it must be at least 1, or None"),
     "size": (manager, {"max_shard_size": "many"}, "rank 1: max_shard_size must be a number of bytes"),
     "size of 0": (manager, {"max_shard_size": 0}, "rank 1: max_shard_size must be a number of bytes"),
@@ -132,7 +134,8 @@ WRONG: dict[str, tuple[Callable[..., None], dict[str, Any], str]] = {
     "folder above": (one_save, {"name": ".."}, "which no checkpoint can have as its name: name a folder"),
     "backslash": (one_save, {"assets": "back"}, "cannot be the name of a file of a checkpoint"),
     "no text": (one_save, {"assets": "bytes"}, "cannot be the name of a file of a checkpoint"),
-    "no assets": (one_save, {"assets": "missing"}, "No such file"),
+    "no assets": (one_save, {"assets": "missing"}, "/missing': name a folder that exists"),
+    "an empty name of assets": (one_save, {"assets": ""}, "assets is '': name a folder that exists"),
     "tensor": (one_save, {"optimizer": named_metadata}, "of the name '__metadata__', which a safetensors file keeps"),
 }
 

@@ -103,19 +103,25 @@ WRONG = {  # words with gaps
     "plan --config=config.json --global-batch=12": "not divisible by 8 ranks with micro-batches of 1: use 8 or 16",
     "plan --config=config.json --micro=0": "--micro 0 and --sequence 2048 must both be at least 1",
     "plan --module=nowhere:model": "--module nowhere:model: ModuleNotFoundError",
+    "plan --module=": "--module '' must be PKG:CALLABLE, as in --module my_model:build",
+    "plan --preset=tiny --fp32-modules=": "--fp32-modules is '', of which a pattern is empty",
+    "plan --preset=tiny --fp32-modules=*norm*,": "--fp32-modules is '*norm*,', of which a pattern is empty",
     "plan --preset=tiny --recompute=full": "leave it out with --preset",
     "plan --checkpoint=full --preset=tiny": "error: No such option: --checkpoint. It is --recompute\n",
     "plan --preset=tiny --cluster=h10:8": "did you mean 'h100'",
     "checkpoint": "Missing command. See `zero checkpoint --help`",
     "checkpoint lost": "No such command 'lost'. … See `zero checkpoint --help`",
     "checkpoint list": "Missing argument 'DIR'. See `zero checkpoint list --help`",
+    "checkpoint list ''": "error: Invalid value for 'DIR': it is empty: it must be a path (the current folder is .)",
     "checkpoint list {}/no": "error: {}/no is not a folder\n",
     "checkpoint verify a b": "Got unexpected extra argument … b … See `zero checkpoint verify --help`",
+    "checkpoint verify ''": "error: Invalid value for 'PATH': it is empty: it must be a path",
     "checkpoint verify {}/no": "error: {}/no is not a checkpoint: it has no checkpoint.json\n",
     "checkpoint verify {}/file": "{}/file",
     "checkpoint export a b": "Missing option '--to'. … torch, hf, dcp. See `zero checkpoint export --help`",
     "checkpoint export a b --to=zip": "Invalid value for '--to': … See `zero checkpoint export --help`",
     "checkpoint export a --to=hf": "Missing argument 'OUT'. See `zero checkpoint export --help`",
+    "checkpoint export {}/runs/step-00000003 --to=hf ''": "error: Invalid value for 'OUT': it is empty: it must be",
     "checkpoint export {}/runs --to=torch {}/out": "and the newest is {}/runs/step-00000003\n",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file/out": "error: ",
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file": "error: {}/file exists: name another path\n",
@@ -125,6 +131,7 @@ AFTER_THE_FIRST_LINE = ("train --optimizer=lbfgs",)
 
 FIRST = (
     "checkpoint export {}/runs/step-00000003 --to=hf {}/file",
+    "checkpoint list ''",
     "checkpoint list {}/no",
     "checkpoint lost",
     "checkpoint verify {}/file",
@@ -133,6 +140,7 @@ FIRST = (
     "plan --config=config.json --global-batch=12",
     "plan --config=config.json --micro=0",
     "plan --module=nowhere:model",
+    "plan --preset=tiny --fp32-modules=",
     "plan --preset=tiny --recompute=full",
     "plan --checkpoint=full --preset=tiny",
     "train --data={}/folder",
@@ -173,7 +181,7 @@ def test_wrong_input_is_one_line_and_exit_code_2(
     if "step-" in line + WRONG[line]:
         (tmp_path / "runs").mkdir()
         save(tmp_path / "runs" / "step-00000003", ZeroOptimizer(nn.Linear(3, 3)), step=3)
-    command, *flags = line.split()
+    command, *flags = shlex.split(line)
     more = {"train": TRAIN, "plan": ("--out={}/out",)}.get(command, ())
     assert cli.main([word.replace("{}", str(tmp_path)) for word in (command, *more, *flags)]) == 2
     shown = capsys.readouterr()

@@ -1,4 +1,7 @@
-"""The example `zero.examples.train` trains the plain loop's bits, and takes GPUs only where each rank has its own."""
+"""The example `zero.examples.train` trains the plain loop's bits, and takes GPUs only where each rank has its own.
+
+Wrong input of an example is one line.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero
 from zero.checkpoint.read.reader import Checkpoint
-from zero.examples import train
+from zero.examples import finetune_lora, train
 
 from ..support.loops import PlainLoop
 from ..support.plain import assert_same_bits
@@ -128,6 +131,23 @@ def test_wrong_input_ends_with_one_line_that_names_the_flag(
         train.main()
     assert str(ended.value).startswith(said.format(*[tmp_path] * 2))
     assert "\n" not in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--epochs=0", "--epochs is 0: it must be at least 1"),
+        ("--adapters=", "--adapters '': name a file in a folder that exists"),
+        ("--adapters={}/no/adapters.pt", "--adapters '{}/no/adapters.pt': name a file in a folder that exists"),
+    ],
+)
+def test_wrong_input_of_the_fine_tuning_is_one_line(
+    flag: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["finetune_lora.py", flag.format(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        finetune_lora.main()
+    assert str(ended.value) == said.format(tmp_path)
 
 
 @pytest.mark.parametrize(

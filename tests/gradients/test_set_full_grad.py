@@ -183,11 +183,15 @@ def test_a_loss_scale_is_taken_out_of_it_and_it_may_overflow() -> None:
             assert third.eq(3.0).all()
 
 
-Given = Callable[[Any, int], tuple[Tensor, Tensor | None]]  # of a model and a rank: a parameter, and its gradient
+Given = Callable[[Any, int], tuple[Tensor, Any]]  # of a model and a rank: a parameter, and its gradient
 WRONG: list[tuple[Given, str]] = [
     (lambda m, _: (m.weight, torch.ones(3, 2)), "of 'weight': the gradient has shape (3, 2), the parameter (2, 3)"),
     (lambda m, _: (m.weight, torch.ones(2, 3).double()), "is torch.float64, and full_grad returns torch.float32"),
     (lambda m, _: (m.weight, torch.ones(2, 3).to_sparse()), "the gradient is torch.sparse_coo: give a dense one"),
+    (
+        lambda m, rank: (m.weight, [1.0] if rank else torch.ones(2, 3)),
+        "rank 1: set_full_grad of 'weight': the gradient i",
+    ),
     (lambda m, rank: (m.weight, torch.ones(2, 3) if rank else None), "rank 0 gives None, and rank 1 a gradient"),
     (lambda m, rank: (m.weight, torch.ones(2, 2 + rank)), "rank 0: set_full_grad of 'weight': the gradient has"),
     (lambda m, _: (m.bias, torch.ones(2)), "of 'bias': the parameter is frozen: unfreeze it, or give None"),

@@ -120,6 +120,10 @@ def foreign(rank: int, **_: Any) -> dict[str, Any]:
     return {"replicated": [torch.ones(2, 3)]} if rank == 3 else {}
 
 
+def a_module(model: Part, **_: Any) -> dict[str, Any]:
+    return {"replicated": model.shared}
+
+
 def one_fewer(rank: int, model: Part, **_: Any) -> dict[str, Any]:
     return {"replicated": [model.shared.weight]} if rank > 1 else {}
 
@@ -155,6 +159,10 @@ DIFFERENT = "the gradient of the replicated parameter 'shared.weight' differs be
         ),
         (own_group, ["ValueError", "rank 0 of the group is rank 0 of 2 in its optimizer, and rank 1 is rank 1 of 2"]),
         (foreign, ["replicated=: ValueError: a tensor of shape (2, 3) is not one of this optimizer's parameters"]),
+        (
+            a_module,
+            ["replicated=: TypeError: a module is neither parameters nor a predicate: give module.parameters()"],
+        ),
         (one_fewer, ["replicated= has ['shared.weight', 'shared.bias'] on rank 0, and ['shared.weight'] on rank 1"]),
         (other_batch, [DIFFERENT, "or leave it out of replicated="]),
         (unused, ["'shared.weight' has a gradient on rank 1 of the group, and none on rank 0"]),

@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "another shape": (linear, {**FILLED, "init_state_dict": {"bias": torch.ones(3)}}, r"has shape \(2,\), but \(3,\)"),
     "nothing in the dict": (silent, {"init_state_dict": SCALE}, "has no '0.weight', which the model has: pass param_i"),
     "a stranger": (silent, {**FILLED, "init_state_dict": {"2.0": torch.ones(3)}}, "'2.0', which the model lacks"),
-    "a module without a way": (silent, {}, r"'1.0' is on .*\(ParameterList\) has no reset_param.*_init_weights"),
+    "a module without a way": (silent, {}, r"'1.0' is on .*\(ParameterList\) has no reset_param.*init_of"),
     "a subclass": (lambda: silent(wrapper), {}, "'1.0' is a TwoTensor on the meta device, which only its own class"),
 }
 

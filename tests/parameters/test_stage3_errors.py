@@ -97,7 +97,7 @@ def test_what_the_first_optimizer_holds_is_taken_by_no_second_one(stage: int, li
             assert message.startswith("ValueError: ")
             assert "belongs to another stage-3 optimizer" in message
             assert "give one optimizer param groups, each with its own optimizer_class" in messages[0]
-            assert "or build one optimizer per submodule" in messages[0]
+            assert "build one optimizer per submodule, or leave parts out of the first one by ignored=" in messages[0]
         assert left
         assert_same_model(model, plain(1))
 

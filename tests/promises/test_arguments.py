@@ -13,7 +13,7 @@ from torch import nn
 
 from collectives import solo
 from collectives.backends.gloo import connect
-from zero import ZeroOptimizer
+from zero import ZeroOptimizer, save
 
 from ..support.errors import error_of
 from ..support.shampoo import Shampoo
@@ -111,8 +111,13 @@ def divisor_is(value: Any) -> Callable[[], object]:
     return lambda: setattr(zero(build(), solo()), "divisor", value)
 
 
-def clip(*arguments: Any) -> Callable[[], object]:
-    return lambda: zero(build(), solo()).clip_grad_norm_(*arguments)
+def clip(*arguments: Any, **named: Any) -> Callable[[], object]:
+    return lambda: zero(build(), solo()).clip_grad_norm_(*arguments, **named)
+
+
+def call(name: str, *arguments: Any) -> Callable[[], object]:
+    """Return a function that makes a call of an optimizer of one rank."""
+    return lambda: getattr(zero(build(), solo()), name)(*arguments)
 
 
 GROUPS = [{"params": [WEIGHT]}, {"params": [BIAS, WEIGHT]}]
@@ -147,6 +152,13 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (new(MODEL, module=linear()), ValueError, "two different modules"),
     (new([]), ValueError, "empty"),
     (new(build(), stage=3, units="blocks"), TypeError, UNITS),
+    (
+        new(build(), stage=3, units=nn.Linear),
+        TypeError,
+        "not <class .*Linear'>: for a class, lambda module: isinstance",
+    ),
+    (new(MODEL, ignored=MODEL), ValueError, "the parameter list is empty, or all is in ignored=: pass"),
+    *((new(MODEL, ignored=v), TypeError, r"ignored\[0\] is a str, neither") for v in ("", "weight")),
     *((new(MODEL, sharding_factor=v), ValueError, FACTOR) for v in (0, 3, -1, 1.0, True, "2")),
     *((new(MODEL, stage=3, reshard_after_forward=v), ValueError, KEPT) for v in (0, 3, "2", None)),
     *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
@@ -155,7 +167,18 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),
+    *((call("full_state_dict", v), TypeError, "full_state_dict: to must be the number of") for v in ("0", 0.0, True)),
+    (call("full_grad", "0.weight"), TypeError, "'0.weight' is no parameter: give the tensor"),
+    (call("gathered", "0.weight"), TypeError, r"gathered\(\) takes parameters, as module.parameters.*, not a str"),
+    (call("reset_states", MODEL), TypeError, r"reset_states\(\) takes parameters, .*, not a Linear"),
+    (call("add_param_group", {}), TypeError, "param_group is {}, not a param group with 'params'"),
+    (call("load_state_dict", None), ValueError, "a torch.optim state dict is needed, with 'state' and"),
+    (call("exchange", "text"), TypeError, r"rank 0: exchange\(\) sends bytes, not a str: .encode\(\) makes some"),
+    (lambda: save("nowhere", MODEL), TypeError, "a ZeroOptimizer is needed, whose states are saved, not a Linear"),
     (clip(math.nan), ValueError, "max_norm"),
+    *((clip(v, 1.0), TypeError, "max_norm must be a number, not ") for v in (None, "", [WEIGHT, BIAS])),
+    (clip(1.0, replicated=[WEIGHT]), ValueError, r"\(replicated=...\) .* has: pass over=, too"),
+    (clip(1.0, also=zero(build(), solo())), TypeError, "also must be a list of .*, not a ZeroOptimizer"),
 ]
 
 

@@ -303,6 +303,13 @@ def test_without_such_a_class_there_is_no_call_and_no_hook() -> None:
     assert not model._forward_pre_hooks
 
 
+def test_the_mode_is_no_argument_as_it_is_of_a_module() -> None:
+    _, optimizer = built(solo(), stage=1)
+    call: Any = optimizer.train
+    with pytest.raises(TypeError, match=r"ZeroOptimizer\.train\(\) takes 0 positional arguments but 1 was given"):
+        call(False)
+
+
 def test_a_forward_in_the_wrong_mode_warns_once() -> None:
     model, optimizer = built(solo())
     tokens = odd_batches(1)[0][0]

@@ -314,6 +314,34 @@ def test_a_frozen_parameter_in_fp16_is_refused_as_in_the_plain_loop() -> None:
         ROUNDING.step(torch.optim.AdamW(model.parameters()))
 
 
+WEIGHT = torch.nn.Parameter(torch.ones(2, 2, dtype=BF16))
+PLAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "a module": ({"optimizer": net()}, TypeError, "is for a plain optimizer, not a"),
+    "names": ({"gradients": {"weight": torch.ones(2, 2)}}, ValueError, "a key that is no parameter: .* not by name"),
+    "a list": ({"gradients": [torch.ones(2, 2)]}, TypeError, "gradients are a mapping by parameter, not a list"),
+    "too few": ({"among": []}, ValueError, "among lacks a parameter of the optimizer"),
+}
+
+
+@pytest.mark.parametrize("row", PLAIN)
+def test_wrong_arguments_of_the_plain_step_are_refused_and_nothing_is_stepped(row: str) -> None:
+    arguments, error, words = PLAIN[row]
+    before = WEIGHT.detach().clone()
+    WEIGHT.grad = torch.ones_like(WEIGHT)
+    with pytest.raises(error, match=words):
+        ROUNDING.step(**{"optimizer": torch.optim.SGD([WEIGHT], lr=1.0), **arguments})
+    assert_same_bits(WEIGHT, before)
+
+
+def test_the_plain_step_and_the_rounding_of_a_tensor_refuse_what_they_are_not_for() -> None:
+    optimizer = ZeroOptimizer(build(0, BF16), process_group=solo(), rounding=ROUNDING)
+    with pytest.raises(TypeError, match=r"not a ZeroOptimizer: .* rounds in its own step\(\)"):
+        ROUNDING.step(optimizer)
+    values: Any = [1.0]
+    with pytest.raises(TypeError, match="rounds fp32 to bf16, not <class 'list'>"):
+        ROUNDING.round(values)
+
+
 def test_a_parameter_that_is_stepped_block_by_block_is_not_rounded() -> None:
     stack = torch.nn.Parameter(torch.ones(3, 8, 8, dtype=BF16))
     with pytest.raises(ValueError, match=r"'experts' is stepped block by block.*leave out rounding= or blocks="):
@@ -334,6 +362,21 @@ def test_ranks_with_different_seeds_learn_of_it() -> None:
 
     for text in on_threads(2, program):
         assert "rounding=StochasticRounding(seed=1)" in text
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_ranks_that_count_other_steps_learn_of_it_before_anything_is_rounded(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model, optimizer = built(transport, stage, rounding=ROUNDING)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.param_groups[0]["rounding_steps"] = transport.rank
+        sum(p.sum() for p in model.parameters()).backward()  # type: ignore[union-attr, no-untyped-call]
+        with pytest.raises(ValueError, match="option 'rounding_steps' of the param groups differs between rank 0 and"):
+            optimizer.step()
+        for p, other in zip(model.parameters(), before, strict=True):
+            assert_same_bits(p, other)
+
+    on_threads(2, program)
 
 
 @pytest.mark.parametrize("masters_first", [True, False])

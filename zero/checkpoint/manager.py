@@ -22,7 +22,7 @@ from .files import weaker
 from .folder.directory import LockedDirectory, complete_steps, step_name
 from .folder.model_parts import ModelParts
 from .folder.visibility import check_visible
-from .options import check_step, parse_size, read_assets, warn_caller
+from .options import check_step, parse_size, read_assets, require, warn_caller
 from .read.differences import Differences, Resize
 from .read.restorer import Reshard, Restored, Restorer
 from .retention import Retention, StepDestination
@@ -83,6 +83,7 @@ class CheckpointManager:
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
         problem: str | None = None
         try:
+            require(bool(os.fspath(directory)), "directory is empty: name a folder (the current one is '.')")
             self._retention = Retention(max_to_keep, keep_period)
             self._max_shard_bytes = parse_size(max_shard_size)
             self._take_lock()

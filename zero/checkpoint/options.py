@@ -27,6 +27,8 @@ def read_assets(folder: str | os.PathLike[str] | None) -> dict[str, bytes]:
     """Return the files of a folder, by name. Those that a checkpoint writes itself, and folders, are left out."""
     if folder is None:
         return {}
+    is_folder = os.fspath(folder) != "" and os.path.isdir(folder)  # an empty text is not this folder
+    require(is_folder, f"assets is {os.fspath(folder)!r}: name a folder that exists")
     found = {entry.name: entry for entry in sorted(Path(folder).iterdir()) if entry.is_file()}
     for name in found:
         is_text = name == name.encode(errors="replace").decode()

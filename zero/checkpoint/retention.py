@@ -30,7 +30,8 @@ class Retention:
         Raises `ValueError` if one of them is not positive.
         """
         for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
-            require(number is None or number >= 1, f"{name} is {number}: it must be at least 1, or None")
+            whole = number is None or isinstance(number, int)
+            require(whole and (number is None or number >= 1), f"{name} is {number!r}: it must be at least 1, or None")
         self._max_to_keep, self._keep_period = max_to_keep, keep_period
         self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
         self._kept: Callable[[int], bool] = lambda step: False  # of steps that must stay for now

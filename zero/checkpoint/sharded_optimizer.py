@@ -30,7 +30,9 @@ class ShardedOptimizer:
     """
 
     def __init__(self, optimizer: ZeroOptimizer) -> None:
-        """Local."""
+        """Local. Raises `TypeError` for what is no `ZeroOptimizer`."""
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise TypeError(f"a ZeroOptimizer is needed, whose states are saved, not a {type(optimizer).__name__}")
         engine = optimizer._engine
         parts = engine.parts
         self.stage, self.module, self.storage = parts.stage, parts.module, parts.storage

@@ -24,7 +24,7 @@ from .names import all_without_wrappers, child_name, named_parameters, named_par
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
     "anew. To train parts of a model differently, give one optimizer param groups, each with its own optimizer_class "
-    "and options, or build one optimizer per submodule"
+    "and options, build one optimizer per submodule, or leave parts out of the first one by ignored="
 )
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
@@ -106,7 +106,9 @@ def as_groups(params: Any, ignored: Container[Tensor] = ()) -> list[dict[str, An
         params = [(name, parameter) for name, parameter in own_parameters(params) if parameter not in ignored]
     given = _in_order(params, "params")
     if not given:
-        raise ValueError("the parameter list is empty: pass the model, parameters or param groups")
+        raise ValueError(
+            "the parameter list is empty, or all is in ignored=: pass the model, parameters or param groups"
+        )
     if not any(isinstance(entry, dict) for entry in given):
         return [{"params": members_of(given, "params")}]
     groups = []

@@ -98,8 +98,8 @@ class StochasticRounding:
             state: the name of the state; None for the weight.
             begin: the number of the first element of ``values`` in the whole parameter.
         """
-        if values.dtype is not WIDE:
-            raise TypeError(f"StochasticRounding rounds fp32 to bf16, not {values.dtype}")
+        if not isinstance(values, Tensor) or values.dtype is not WIDE:
+            raise TypeError(f"StochasticRounding rounds fp32 to bf16, not {getattr(values, 'dtype', type(values))}")
         found = torch.empty(values.shape, dtype=NARROW, device=values.device)
         stream = Stream.of(self.seed, parameter, WEIGHTS if state is None else state, step)
         round_into(found.view(-1), values.detach().contiguous().view(-1), stream, begin)
@@ -124,11 +124,17 @@ class StochasticRounding:
                 for each of several classes. Random bits follow from the number of a parameter there.
 
         Raises:
-            TypeError: a parameter is in fp16.
-            ValueError: no parameter has a dimension, so no shape tells which states are rounded.
+            TypeError: a parameter is in fp16, or an argument is of another kind.
+            ValueError: no parameter has a dimension, so no shape tells which states are rounded; ``gradients`` or
+                ``among`` are those of other parameters.
         """
+        if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "full_grad"):
+            raise TypeError(
+                f"StochasticRounding.step is for a plain optimizer, not a {type(optimizer).__name__}: a ZeroOptimizer "
+                "with rounding= rounds in its own step()"
+            )
         listed = [(p, steps_of(group)) for group in optimizer.param_groups for p in group["params"]]
-        numbers = {p: number for number, p in enumerate([p for p, _ in listed] if among is None else among)}
+        numbers = _numbered([p for p, _ in listed], gradients, among)
         if all(p.dim() == 0 for p, _ in listed):
             raise ValueError("StochasticRounding: no parameter has a dimension; at least one must have")
         copies = [
@@ -147,6 +153,20 @@ class StochasticRounding:
         for each in copies:
             each.narrow(names, self)
         count_step(optimizer.param_groups)
+
+
+def _numbered(listed: Sequence[Tensor], gradients: Any, among: Iterable[Tensor] | None) -> dict[Tensor, int]:
+    """Return the number of each parameter. Raises if the arguments of `StochasticRounding.step` do not fit them."""
+    numbers = {p: number for number, p in enumerate(listed if among is None else among)}
+    if any(p not in numbers for p in listed):
+        raise ValueError("StochasticRounding: among lacks a parameter of the optimizer: give all, in their order")
+    if not isinstance(gradients, Mapping | None):
+        raise TypeError(f"StochasticRounding: gradients are a mapping by parameter, not a {type(gradients).__name__}")
+    if any(p not in numbers for p in gradients or ()):
+        raise ValueError(
+            "StochasticRounding: gradients has a key that is no parameter: they are by parameter, not by name"
+        )
+    return numbers
 
 
 class _Copies:

@@ -45,7 +45,7 @@ class Ignored:
         """
         self._tensors: dict[int, Tensor] = {}  # the tensors themselves, so that no other one gets the id
         self._modules: dict[int, nn.Module] = {}
-        if isinstance(given, nn.Module | Tensor) or not isinstance(given, Iterable | None):
+        if isinstance(given, nn.Module | Tensor | str) or not isinstance(given, Iterable | None):
             given = [given]
         entries: list[Any] = list(given or ())
         if entries and module is None:
@@ -161,8 +161,11 @@ def find_units(root: nn.Module, predicate: Predicate | None = None, ignored: Ign
     Raises `ValueError` if a predicate matches no module, or one without a forward.
     """
     left = Ignored() if ignored is None else ignored
-    if predicate is not None and not callable(predicate):
-        raise TypeError(f"units must be a function of a module that returns a bool, not {predicate!r}")
+    if predicate is not None and (isinstance(predicate, type) or not callable(predicate)):
+        raise TypeError(
+            f"units must be a function of a module that returns a bool, not {predicate!r}: for a class, "
+            "lambda module: isinstance(module, Block)"
+        )
     if predicate is not None:
         found = _matching(root, predicate, left)
     else:

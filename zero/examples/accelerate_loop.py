@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from pathlib import Path
 
 import torch
 from accelerate import DataLoaderConfiguration  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -30,11 +31,17 @@ def synthetic(samples: int, seed: int) -> TensorDataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small classifier with accelerate and ZeroOptimizer.")
-    parser.add_argument("--stage", type=int, default=3, help="0, 1, 2 or 3")
+    parser.add_argument("--stage", type=int, choices=range(4), default=3)
     parser.add_argument("--epochs", type=int, default=3, help="train up to this epoch")
     parser.add_argument("--folder", help="save the state there after the last epoch")
     parser.add_argument("--resume", help="a folder that an earlier run has saved")
     given = parser.parse_args()
+    if given.epochs < 1:
+        raise SystemExit(f"--epochs is {given.epochs}: it must be at least 1")
+    if given.folder == "":  # of a variable that is not set, say: nothing would be saved
+        raise SystemExit("--folder '': name a folder")
+    if given.resume is not None and not (given.resume and Path(given.resume).is_dir()):
+        raise SystemExit(f"--resume {given.resume!r}: name a folder that an earlier run has saved by --folder")
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3))
@@ -47,6 +54,8 @@ def main() -> None:
         # the order of an epoch depends on its number and this seed alone
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=0),
     )
+    if MICRO_BATCHES % accelerator.num_processes:
+        raise SystemExit(f"{MICRO_BATCHES} micro-batches a step need 1, 2 or 4 ranks, not {accelerator.num_processes}")
     accelerator.gradient_accumulation_steps = MICRO_BATCHES // accelerator.num_processes
     model, optimizer, train, test = accelerator.prepare(model, optimizer, train, test)
     # A prepared scheduler would step once for each rank: this one steps once for each optimizer step.

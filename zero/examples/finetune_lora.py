@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import os
 from contextlib import nullcontext
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--adapters", metavar="FILE", help="save the adapters there")
     args = parser.parse_args()
+    if args.epochs < 1:
+        raise SystemExit(f"--epochs is {args.epochs}: it must be at least 1")
+    if args.adapters is not None and not (args.adapters and Path(args.adapters).parent.is_dir()):
+        raise SystemExit(f"--adapters {args.adapters!r}: name a file in a folder that exists")
     device, _ = choose_device(args.device, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count())
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))

@@ -57,7 +57,9 @@ def main() -> None:
         use_cpu=not torch.cuda.is_available(),
     )
     args, more = parser.parse_args_into_dataclasses()
-    args.gradient_accumulation_steps = max(MICRO_BATCHES // args.world_size, 1)
+    if MICRO_BATCHES % args.world_size:
+        raise SystemExit(f"{MICRO_BATCHES} micro-batches a step need 1, 2 or 4 ranks, not {args.world_size}")
+    args.gradient_accumulation_steps = MICRO_BATCHES // args.world_size
 
     torch.set_num_threads(1)  # their number changes bits
     set_seed(0)

@@ -6,6 +6,7 @@ Knows: what ranks agree on for one gradient. Does not know: how sums become mean
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,9 +95,11 @@ class WholeGradients:
             self._reducer.schedule.replaced(bucket, number, purpose)
         self._reducer.publisher.publish()
 
-    def _problem(self, bucket: Bucket, number: int, gradient: Tensor) -> str | None:
-        """Return why a tensor cannot be the gradient of a slot's parameter; None if it can."""
+    def _problem(self, bucket: Bucket, number: int, gradient: Any) -> str | None:
+        """Return why what a user gave cannot be the gradient of a slot's parameter; None if it can."""
         spec, dtype = bucket.specs[number], bucket.spec.dtypes.accumulate_dtype
+        if not isinstance(gradient, Tensor):
+            return f"the gradient is a {type(gradient).__name__}: give a tensor, or None"
         if not bucket.parameters[number].requires_grad:
             return "the parameter is frozen: unfreeze it, or give None"
         if gradient.layout is not torch.strided:

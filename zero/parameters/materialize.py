@@ -112,7 +112,7 @@ class Materializer:
             raise ValueError(
                 f"{missing[0]!r} is on the meta device, and its module {part.name or 'the model'!r} "
                 f"({type(part.module).__name__}) has no reset_parameters(): pass param_init_fn, which for a model of "
-                "transformers is model._init_weights, or a state dict that has it"
+                "transformers is zero.integrations.transformers.init_of(model), or a state dict that has it"
             )
         for own in part.own:
             if id(own.tensor) in part.meta and (

@@ -69,7 +69,7 @@ class TensorFiles(ReadTensors):
                 file: Any = safe_open(os.fspath(path), framework="pt", device="cpu")
             except Exception as error:
                 why = "it is a folder: list its files" if os.path.isdir(path) else error
-                raise ValueError(f"init_state_dict: {os.fspath(path)} cannot be read ({why})") from error
+                raise ValueError(f"init_state_dict: {os.fspath(path)!r} cannot be read ({why})") from error
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 if name in self._files:
                     raise ValueError(f"init_state_dict: {os.fspath(path)} has {name!r}, which another file has, too")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -224,8 +225,11 @@ class ParameterStorage:
         """A parameter's bucket, and the number of its slot there."""
         return self._slots[index]
 
-    def index(self, parameter: Tensor) -> int:
-        """The parameter's place in the layout. Raises `ValueError` if it is not one of the optimizer's."""
+    def index(self, parameter: Any) -> int:
+        """The parameter's place in the layout. Raises `ValueError` or `TypeError` if it is none of the optimizer."""
+        if not isinstance(parameter, Tensor):
+            what = repr(parameter) if isinstance(parameter, str) else f"a {type(parameter).__name__}"
+            raise TypeError(f"{what} is no parameter: give the tensor itself, as the model has it")
         if len(self._indices) < len(self.parameters):
             self._indices = {known: index for index, known in enumerate(self.parameters)}  # by identity, as torch does
         if parameter in self._indices:

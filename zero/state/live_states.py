@@ -162,8 +162,7 @@ class WithLiveStates(torch.optim.Optimizer):
         The next step starts from new states, as after ``del optimizer.state[p]`` in torch. They begin as the class
         begins them, which need not be 0. Master weights, gradients and param groups stay as they are.
         """
-        chosen = [params] if isinstance(params, Tensor) else None if params is None else list(params)
-        self._engine.reset_states(self.param_groups, chosen)
+        self._engine.reset_states(self.param_groups, chosen_by(params, "reset_states()"))
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -173,6 +172,15 @@ class WithLiveStates(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> NoReturn:
         refuse()
+
+
+def chosen_by(params: Any, call: str) -> list[Tensor] | None:
+    """Return the parameters that a user gave to a ``call``, one or several; None: all. Raises `TypeError` otherwise."""
+    if params is None or isinstance(params, Tensor):
+        return None if params is None else [params]
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(f"{call} takes parameters, as module.parameters() returns them, not a {type(params).__name__}")
+    return list(params)
 
 
 def agree_to_forget(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +52,12 @@ class WithModes:
                 f"{self._user_optimizers.names()} has no train() and eval(), and trains and evaluates the same "
                 f"weights: leave out optimizer.{mode}()"
             )
-        return partial(self._engine.set_mode, self.param_groups, mode)
+
+        def call() -> None:
+            self._engine.set_mode(self.param_groups, mode)
+
+        call.__qualname__ = f"ZeroOptimizer.{mode}"  # torch's modules have train(False), which is refused by this name
+        return call
 
 
 class ModeCheck:

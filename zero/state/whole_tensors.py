@@ -101,7 +101,7 @@ class WithWholeTensors(WithLiveStates):
         its values on every rank; what a module's ``get_extra_state`` returned is not loaded. Where a value is wider
         than the parameter, the parameter is rounded, and the master weights become the value itself; else master
         weights follow as after an edit of the model. Optimizer states and gradients stay as they are. Raises
-        `ValueError` on the rank of the dict, and `RuntimeError` on all others, if names or shapes are not those of the
-        module; nothing has changed then.
+        `RuntimeError` on every rank if names or shapes are not those of the module, and `ValueError` if no rank gives a
+        dict; nothing has changed then.
         """
         self._engine.load_full_state_dict(state_dict)

@@ -20,9 +20,17 @@ def check_norm_arguments(max_norm: float, norm_type: float) -> tuple[float, floa
     """Check the arguments of a clip and return both as floats.
 
     Raises:
+        TypeError: `max_norm` is no number.
         ValueError: `norm_type` is not greater than 0 (inf is), or `max_norm` is NaN or negative.
     """
-    max_norm, norm_type = float(max_norm), check_norm_type(norm_type)
+    norm_type = check_norm_type(norm_type)
+    try:
+        max_norm = float(max_norm)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"max_norm must be a number, not {max_norm!r:.100} (a ZeroOptimizer clips all of its parameters, and "
+            "takes none of them)"
+        ) from None
     if not max_norm >= 0.0:
         raise ValueError(f"max_norm must be at least 0 (math.inf to measure without clipping), not {max_norm}")
     return max_norm, norm_type

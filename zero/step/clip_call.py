@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .model_parallel import Group
 
 
+_NONE: Replicated = ()
+
+
 class _Clipping(Protocol):
     model_part: ModelPart
 
@@ -44,7 +47,7 @@ class WithClip:
         error_if_nonfinite: bool = False,
         *,
         over: Group | Sequence[Group] | None = None,
-        replicated: Replicated = (),
+        replicated: Replicated = _NONE,
         also: Iterable[WithClip] | None = None,
     ) -> Tensor:
         """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
@@ -62,7 +65,7 @@ class WithClip:
                 With two of these, both groups, such as ``[mesh["tp"], mesh["pp"]]``: each is added up in turn.
             replicated: the parameters that each rank of ``over`` (of its first group) has, under one name and with the
                 same gradient, or a predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose
-                gradients differ.
+                gradients differ. Only with ``over``.
             also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
                 experts of an expert-parallel group, say), in any order; a rank without one gives ``[]``. The norm is
                 that of all their gradients together, on all ranks, and all are scaled. Not inside `join`, nor with
@@ -71,7 +74,11 @@ class WithClip:
         problem: Exception | None = None
         try:
             max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
-            others = further_engines(self, also or ())
+            others = further_engines(self, () if also is None else also)
+            if over is None and replicated is not _NONE:
+                raise ValueError(
+                    "clip_grad_norm_(replicated=...) is about parameters that each rank of over= has: pass over=, too"
+                )
             if over is not None and also is not None:
                 raise ValueError("clip_grad_norm_() takes over= or also=: a model in parts has one optimizer per rank")
         except Exception as error:
@@ -87,8 +94,11 @@ class WithClip:
         return self._engine.clip_together(others, problem=problem, **clip)
 
 
-def further_engines(first: WithClip, also: Iterable[Any]) -> list[Any]:
-    """Return the engines of further optimizers. Raises `TypeError` if one is none, the first one, or there twice."""
+def further_engines(first: WithClip, also: Any) -> list[Any]:
+    """Return the engines of further optimizers. Raises `TypeError` if ``also`` is no list of these, or if one is the
+    first one, or there twice."""
+    if not isinstance(also, Iterable):
+        raise TypeError(f"also must be a list of further ZeroOptimizers, not a {type(also).__name__}")
     found: list[WithClip] = []
     for number, other in enumerate(also):
         if not isinstance(other, WithClip) or any(other is known for known in (first, *found)):

@@ -24,7 +24,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from collectives import CollectiveError, Kind, Tag, Transport, as_a_whole
 
@@ -166,6 +166,8 @@ class ModelPart:
         if problem is not None:
             return {"replicated": [], "problem": f"{type(problem).__name__}: {problem}"}
         try:
+            if isinstance(replicated, nn.Module):  # which is callable, and not to be called here
+                raise TypeError("a module is neither parameters nor a predicate: give module.parameters()")
             if callable(replicated):
                 named = zip(self._storage.layout.parameters, self._storage.parameters, strict=True)
                 found = [place for place, (spec, tensor) in enumerate(named) if replicated(spec.name, tensor)]

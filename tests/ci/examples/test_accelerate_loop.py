@@ -17,6 +17,26 @@ LIMIT = 240  # seconds of two ranks on a busy machine
 pytestmark = pytest.mark.timeout(3 * LIMIT)
 
 
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--epochs=0", "--epochs is 0: it must be at least 1"),
+        ("--folder=", "--folder '': name a folder"),
+        ("--resume=", "--resume '': name a folder that an earlier run has saved by --folder"),
+        ("--resume={}/no", "--resume '{}/no': name a folder that an earlier run has saved by --folder"),
+        ("--stage=9", "2"),  # after a line of argparse
+    ],
+)
+def test_wrong_input_is_one_line(flag: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("accelerate")
+    from zero.examples import accelerate_loop
+
+    monkeypatch.setattr(sys, "argv", ["accelerate_loop.py", flag.format(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        accelerate_loop.main()
+    assert str(ended.value) == said.format(tmp_path)
+
+
 def test_the_hash_is_the_same_at_any_stage_and_number_of_ranks_and_resumed(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     hashes = []

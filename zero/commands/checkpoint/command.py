@@ -16,14 +16,24 @@ from ...checkpoint.folder.directory import steps_in
 from ...checkpoint.format.manifest import NAME
 from ...checkpoint.read.reader import Checkpoint
 from ..console import Console
+from ..flags import PATH
 from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
 
 SHOWN = 12  # characters of a hash
 
 
+def _path(text: str) -> Path:
+    """Return the path. `Path` would take an empty text, often of a variable that is not set, for this folder."""
+    if not text:
+        raise typer.BadParameter(f"it is empty: it must be {PATH[0]}")
+    return Path(text)
+
+
 @reports_errors
-def list_(directory: Annotated[Path, typer.Argument(metavar="DIR", help="a folder of checkpoints, or one")]) -> int:
+def list_(
+    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="a folder of checkpoints, or one")],
+) -> int:
     """List the checkpoints in a folder: step, bytes, writer, content hash, and whether the files are complete."""
     if not directory.is_dir():
         raise WrongInputError(f"{directory} is not a folder")
@@ -56,7 +66,9 @@ def _row(step: int, folder: Path) -> list[str]:
 
 
 @reports_errors
-def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint, or a folder of them")]) -> int:
+def verify(
+    path: Annotated[Path, typer.Argument(parser=_path, metavar="PATH", help="a checkpoint, or a folder of them")],
+) -> int:
     """Read every byte of a checkpoint, or of each one in a folder. If one is damaged, print the file and the tensor,
     and exit with 1."""
     console, code = Console(), 0
@@ -74,9 +86,9 @@ def verify(path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoi
 
 @reports_errors
 def export(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="a checkpoint")],
+    path: Annotated[Path, typer.Argument(parser=_path, metavar="PATH", help="a checkpoint")],
     to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="a path that does not exist yet")],
+    out: Annotated[Path, typer.Argument(parser=_path, metavar="OUT", help="a path that does not exist yet")],
 ) -> int:
     """Convert a checkpoint to another format: torch (one file with model, optimizer and state, for torch.load with
     weights_only=True), hf (a transformers folder, with the model only), or dcp (torch.distributed.checkpoint, with the

@@ -97,7 +97,10 @@ def _fp32_modules(config: PlanConfig) -> tuple[str, ...]:
         return ()
     if config.precision == "fp32":
         raise ValueError("--fp32-modules: with --precision fp32 every module computes in fp32, so leave it out")
-    return tuple(config.fp32_modules.split(","))
+    patterns = tuple(config.fp32_modules.split(","))
+    if "" in patterns:  # which would match the outermost module, and so all of them
+        raise ValueError(f"--fp32-modules is {config.fp32_modules!r}, of which a pattern is empty")
+    return patterns
 
 
 def _narrowed(config: PlanConfig, module: nn.Module) -> nn.Module:
@@ -148,6 +151,8 @@ def _preset(config: PlanConfig) -> tuple[Model, Sequence[UnitWork]]:
 def _made(text: str) -> tuple[nn.Module, Callable[[nn.Module], Tensor] | None]:
     """Return what ``PKG:CALLABLE`` makes."""
     name, _, attribute = text.partition(":")
+    if not (name and attribute):
+        raise ValueError(f"--module {text!r} must be PKG:CALLABLE, as in --module my_model:build")
     sys.path.insert(0, str(Path.cwd()))
     try:
         with torch.device("meta"):
