@@ -262,6 +262,8 @@ def test_with_several_classes_parameters_are_numbered_over_all_groups() -> None:
 
     for model in on_threads(2, program):
         assert_same_model(model, plain)
+    with pytest.raises(ValueError, match="among= lacks parameters of this optimizer"):
+        ROUNDING.step(both[0], among=matrices)
 
 
 def test_a_dict_without_a_number_of_steps_begins_at_the_first() -> None:
@@ -411,6 +413,10 @@ def row_major(state: Any, p: Any) -> None:
     state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
 
 
+def gram(state: Any, p: Any) -> None:
+    state["momentum"] = state["gram"] = state.get("gram", torch.zeros(len(p), len(p))) + p.grad @ p.grad.T
+
+
 @pytest.mark.parametrize("kept", [narrow, every_second])
 def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: Any) -> None:
     plain = net()
@@ -437,6 +443,20 @@ def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: An
         ours.step()
         ours.zero_grad()
     assert_same_states(ours.state_dict(), {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}})
+    assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("side", [8, 128])
+def test_a_state_that_is_as_large_because_all_parameters_are_square_is_rounded(side: int) -> None:
+    plain, model = (seeded(0, lambda: nn.Linear(side, side, bias=False).bfloat16()) for _ in range(2))
+    optimizer = Momentum(plain.parameters(), gram)
+    given: dict[str, Any] = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": gram}
+    ours = ZeroOptimizer(model, Momentum, **given)
+    for step, each in [(0, plain), (0, model), (1, plain), (1, model)]:
+        each(torch.full((3, side), step + 0.1, dtype=BF16)).square().sum().backward()
+        ROUNDING.step(optimizer) if each is plain else ours.step()
+        each.zero_grad()
+    assert_same_states(ours.state_dict(), optimizer.state_dict())
     assert_same_model(model, plain)
 
 

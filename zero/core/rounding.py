@@ -131,9 +131,7 @@ class StochasticRounding:
         listed = [(p, steps_of(group)) for group in optimizer.param_groups for p in group["params"]]
         numbers = {p: number for number, p in enumerate([p for p, _ in listed] if among is None else among)}
         if any(p not in numbers for p, _ in listed):
-            raise ValueError(
-                "StochasticRounding: among= has not all parameters of the optimizer: give all of the model"
-            )
+            raise ValueError("StochasticRounding: among= lacks parameters of this optimizer: give those of all classes")
         if all(p.dim() == 0 for p, _ in listed):
             raise ValueError("StochasticRounding: no parameter has a dimension; at least one must have")
         copies = [
