@@ -266,6 +266,21 @@ def test_with_several_classes_parameters_are_numbered_over_all_groups() -> None:
         ROUNDING.step(both[0], among=matrices)
 
 
+def test_the_plain_step_needs_a_used_parameter_with_a_dimension() -> None:
+    """Of a single number, a step count has its parameter's shape, too."""
+    scale, matrix = nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(2, 2, dtype=BF16))
+    optimizer = torch.optim.AdamW([scale, matrix])
+    scale.square().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="no parameter that was used has a dimension"):
+        ROUNDING.step(optimizer)
+    assert not optimizer.state
+    (matrix * scale).sum().backward()
+    for _ in range(2):
+        ROUNDING.step(optimizer)
+        matrix.grad = None
+    assert optimizer.state[scale]["exp_avg"].dtype is BF16
+
+
 def test_a_dict_without_a_number_of_steps_begins_at_the_first() -> None:
     model, optimizer = built(solo(), 2)
     train(model, optimizer, range(2))

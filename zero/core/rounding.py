@@ -125,19 +125,27 @@ class StochasticRounding:
 
         Raises:
             TypeError: a parameter is in fp16.
-            ValueError: no parameter has a dimension, so no shape tells which states are rounded; or one is missing
-                among ``among``.
+            ValueError: no parameter that was used has a dimension, so no shape tells which states are rounded; or
+                ``among`` lacks one.
         """
         listed = [(p, steps_of(group)) for group in optimizer.param_groups for p in group["params"]]
         numbers = {p: number for number, p in enumerate([p for p, _ in listed] if among is None else among)}
         if any(p not in numbers for p, _ in listed):
             raise ValueError("StochasticRounding: among= lacks parameters of this optimizer: give those of all classes")
-        if all(p.dim() == 0 for p, _ in listed):
-            raise ValueError("StochasticRounding: no parameter has a dimension; at least one must have")
         copies = [
             _Copies(p, optimizer.state, p.grad if gradients is None else gradients.get(p), numbers[p], count)
             for p, count in listed
         ]
+        used = [
+            p
+            for (p, _), each in zip(listed, copies, strict=True)
+            if each.gradient is not None or optimizer.state.get(p)
+        ]
+        if any(p.dtype is NARROW for p in used) and not any(p.dim() for p in used):
+            raise ValueError(
+                "StochasticRounding: no parameter that was used has a dimension, so no shape tells which states are "
+                "rounded: step them together with others, in one optimizer"
+            )
         try:
             for each in copies:
                 each.widen()
@@ -159,7 +167,7 @@ class _Copies:
         """``states``: of all parameters; ``number``, ``step``: as in `StochasticRounding.round`."""
         if parameter.dtype is torch.float16:
             raise TypeError(f"StochasticRounding rounds to bf16, and parameter {number} is in fp16")
-        self._parameter, self._states, self._gradient = parameter, states, gradient
+        self._parameter, self._states, self.gradient = parameter, states, gradient
         self._number, self._step = number, step
         self._shown = parameter.grad
         self._kept: dict[str, Tensor] = {}  # what is in bf16, by name
@@ -168,13 +176,13 @@ class _Copies:
         """Put fp32 copies in the places of what is in bf16. A parameter without a gradient stays as it is."""
         parameter = self._parameter
         parameter.grad = None
-        if self._gradient is None:
+        if self.gradient is None:
             return
         if parameter.dtype is NARROW:
             large = _states_like(parameter, self._states.get(parameter, {}), NARROW)
             self._kept = {WEIGHTS: parameter.data, **large}
             self._put({name: tensor.to(WIDE) for name, tensor in self._kept.items()})
-        parameter.grad = self._gradient.to(parameter.dtype)
+        parameter.grad = self.gradient.to(parameter.dtype)
 
     def put_back(self) -> None:
         """Put the tensors in bf16 back."""
