@@ -106,10 +106,15 @@ def _is_known(value: Any) -> bool:
 
 
 def _throw_away(shape: Sequence[int], size: int | None = None) -> tuple[int, ...]:
-    """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged."""
+    """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged.
+
+    Its rows are short, and ``shape`` has whole multiples of them in a row: a class may begin a block with each row.
+    """
     size = 2 * CUT_EVERY + math.prod(shape) % CUT_EVERY if size is None else size
-    columns = math.gcd(size, 64)
-    return (size,) if len(shape) < 2 else (size // columns, columns, *[1] * (len(shape) - 2))
+    if len(shape) < 2:
+        return (size,)
+    columns = math.gcd(size, shape[-1], 64)
+    return (*[1] * (len(shape) - 2), size // columns, columns)
 
 
 def _form(
