@@ -208,6 +208,16 @@ class Flat(Blockwise):
         self.state[p]["last"] = p.grad.reshape(-1).clone()
 
 
+class Rows(Blockwise):
+    """Divides blocks of 64 elements of each row by their maximum; a vector is one row."""
+
+    def update(self, p: Tensor, group: dict[str, Any]) -> None:
+        assert p.grad is not None
+        for block in p.grad.split(64, dim=-1):
+            block.div_(block.abs().amax(-1, keepdim=True).clamp_min(1e-3))
+        super().update(p, group)
+
+
 class Kept:
     pass
 
@@ -223,6 +233,9 @@ class KeepsAnObject(Neighbours):
 def test_a_class_that_looks_across_blocks_is_refused_with_the_reason() -> None:
     with pytest.raises(ValueError, match="its state 'last' is as large as the parameter, and has another"):
         cut(Flat, [(64, 4 * 64)])
+    with pytest.raises(ValueError, match="Rows cannot be cut between blocks: stepping pieces of a parameter of shape"):
+        cut(Rows, [(96, 96)])
+    assert cut(Rows, [(64, 128)]) == [True], "its rows consist of whole blocks"
     for cls, reason in (
         (Across, "stepping pieces of a parameter of shape .* gave different bits"),
         (Neighbours, "its state 'most' got another value for pieces than for the whole"),

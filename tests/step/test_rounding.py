@@ -277,6 +277,21 @@ def test_with_several_classes_parameters_are_numbered_over_all_groups() -> None:
         assert_same_model(model, plain)
 
 
+def test_the_plain_step_needs_a_used_parameter_with_a_dimension() -> None:
+    """Of a single number, a step count has its parameter's shape, too."""
+    scale, matrix = nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(2, 2, dtype=BF16))
+    optimizer = torch.optim.AdamW([scale, matrix])
+    scale.square().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(ValueError, match="no parameter that was used has a dimension"):
+        ROUNDING.step(optimizer)
+    assert not optimizer.state
+    (matrix * scale).sum().backward()
+    for _ in range(2):
+        ROUNDING.step(optimizer)
+        matrix.grad = None
+    assert optimizer.state[scale]["exp_avg"].dtype is BF16
+
+
 def test_a_dict_without_a_number_of_steps_begins_at_the_first() -> None:
     model, optimizer = built(solo(), 2)
     train(model, optimizer, range(2))
@@ -317,8 +332,8 @@ def test_a_frozen_parameter_in_fp16_is_refused_as_in_the_plain_loop() -> None:
 WEIGHT = torch.nn.Parameter(torch.ones(2, 2, dtype=BF16))
 PLAIN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a module": ({"optimizer": net()}, TypeError, "is for a plain optimizer, not a"),
-    "names": ({"gradients": {"weight": torch.ones(2, 2)}}, ValueError, "a key that is no parameter: .* not by name"),
-    "a list": ({"gradients": [torch.ones(2, 2)]}, TypeError, "gradients are a mapping by parameter, not a list"),
+    "names": ({"gradients": {"weight": torch.ones(2, 2)}}, TypeError, "a mapping by parameter, and not by name"),
+    "a list": ({"gradients": [torch.ones(2, 2)]}, TypeError, "gradients are a mapping by parameter"),
     "too few": ({"among": []}, ValueError, "among lacks a parameter of the optimizer"),
 }
 
@@ -467,6 +482,10 @@ def row_major(state: Any, p: Any) -> None:
     state["momentum"] = state.get("momentum", torch.zeros(p.shape)) * 0.9 + p.grad
 
 
+def gram(state: Any, p: Any) -> None:
+    state["momentum"] = state["gram"] = state.get("gram", torch.zeros(len(p), len(p))) + p.grad @ p.grad.T
+
+
 @pytest.mark.parametrize("kept", [narrow, every_second])
 def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: Any) -> None:
     plain = net()
@@ -493,6 +512,20 @@ def test_states_that_the_class_replaces_or_drops_are_those_that_it_left(kept: An
         ours.step()
         ours.zero_grad()
     assert_same_states(ours.state_dict(), {"state": {i: s for i, s in optimizer.state_dict()["state"].items() if s}})
+    assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("side", [8, 128])
+def test_a_state_that_is_as_large_because_all_parameters_are_square_is_rounded(side: int) -> None:
+    plain, model = (seeded(0, lambda: nn.Linear(side, side, bias=False).bfloat16()) for _ in range(2))
+    optimizer = Momentum(plain.parameters(), gram)
+    given: dict[str, Any] = {"process_group": solo(), "rounding": ROUNDING, "partition": "parameter", "kept": gram}
+    ours = ZeroOptimizer(model, Momentum, **given)
+    for step, each in [(0, plain), (0, model), (1, plain), (1, model)]:
+        each(torch.full((3, side), step + 0.1, dtype=BF16)).square().sum().backward()
+        ROUNDING.step(optimizer) if each is plain else ours.step()
+        each.zero_grad()
+    assert_same_states(ours.state_dict(), optimizer.state_dict())
     assert_same_model(model, plain)
 
 

@@ -244,7 +244,38 @@ class Lists(Products):
         super().step(closure)
         for p in self.param_groups[0]["params"]:
             if p.grad is not None:
-                self.state[p]["norms"] = [p.detach().norm().item()]
+                self.state[p].update(self.kept(p))
+
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        return {"norms": [p.detach().norm().item()]}
+
+
+class Left(Lists):
+    """Keeps a square matrix of as many rows, which has the shape of a square block."""
+
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        return {"left": p.grad @ p.grad.T}  # type: ignore[union-attr]
+
+
+class Right(Lists):
+    """Keeps a square matrix of as many columns."""
+
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        return {"right": p.grad.T @ p.grad}  # type: ignore[union-attr]
+
+
+class Larger(Lists):
+    """Has another state for large blocks."""
+
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        return {"many" if p.numel() >= 4096 else "few": p.detach().clone()}
+
+
+class Norm(Lists):
+    """Keeps a single value, which depends on that of the step before."""
+
+    def kept(self, p: Tensor) -> dict[str, Any]:
+        return {"norm": self.state[p].get("norm", torch.zeros(())) + p.grad.norm()}  # type: ignore[union-attr]
 
 
 class Sized(torch.optim.Optimizer):
@@ -294,23 +325,42 @@ def test_a_state_that_depends_on_the_size_of_a_block_is_that_of_each_block_after
 
 def test_a_checkpoint_has_the_blocks_and_their_states_are_not_those_of_others(tmp_path: Path) -> None:
     """Also of as many blocks of other sizes, whose states have the same shapes."""
-    model, optimizer = fused([24, 8], Sized)
+    for cls, before, name in ((Sized, [24, 8], "rows"), (Left, [16, 16], "left")):
+        model, optimizer = fused(before, cls)
+        zero.save(tmp_path / name, optimizer)
+        step(model, optimizer, 1)
+        other, again = fused(tuple(before), cls)
+        zero.load(tmp_path / name, again, rng=False)
+        assert "optimizer_blocks" not in again.param_groups[0]
+        step(other, again, 1)
+        assert_same_model(other, model)
+        why = rf"in the checkpoint its state '{name}' has a value for each block of blocks=\[{before[0]}, {before[1]}\]"
+        for blocks in ([8, 24] if cls is Sized else [8] * 4, None):
+            other, again = fused(blocks, cls)
+            with pytest.raises(ValueError, match=f"'0' has states for blocks of another size: {why}"):
+                zero.load(tmp_path / name, again, rng=False)
+            with pytest.warns(RuntimeWarning, match=rf"'0' \({why}: they begin anew"):
+                zero.load(tmp_path / name, again, rng=False, strict=False)
+            assert not again.state[other[0]]
+
+
+def test_states_of_blocks_begin_anew_where_rows_were_added(tmp_path: Path) -> None:
+    """Also those of a single block, which are one value."""
+    _, optimizer = fused([32], Norm)
     zero.save(tmp_path / "saved", optimizer)
-    step(model, optimizer, 1)
-    other, again = fused((24, 8), Sized)
-    zero.load(tmp_path / "saved", again, rng=False)
-    assert "optimizer_blocks" not in again.param_groups[0]
-    step(other, again, 1)
-    assert_same_model(other, model)
-    for blocks in ([16, 16], None):
-        other, again = fused(blocks, Sized)
-        with pytest.raises(
-            ValueError, match=r"'0' has states .*'rows' .* other blocks in the checkpoint, blocks=\[24, 8\]"
-        ):
-            zero.load(tmp_path / "saved", again, rng=False)
-        with pytest.warns(RuntimeWarning, match=r"'0' .*blocks=\[24, 8\]: they begin anew"):
-            zero.load(tmp_path / "saved", again, rng=False, strict=False)
-        assert not again.state[other[0]]
+    model = nn.ParameterList([nn.Parameter(torch.ones(64, 16))])
+    again = ZeroOptimizer([{"params": list(model.named_parameters()), "blocks": [32, 32]}], Norm, process_group=solo())
+    with pytest.warns(RuntimeWarning, match=r"'0' \(its states do not have its rows: they begin anew"):
+        zero.load(tmp_path / "saved", again, rng=False, resize=lambda *_: True, strict=False)
+    assert not again.state[model[0]]
+
+
+def test_bytes_are_those_of_the_formulas_after_the_states_were_on_the_host() -> None:
+    _, optimizer = fused([16, 16], torch.optim.Adafactor)
+    optimizer.offload()
+    optimizer.reload()
+    told = optimizer.describe()
+    assert told.bytes["optimizer"] == told.formula_bytes["optimizer"]
 
 
 MATRIX = (4, 6)
@@ -334,6 +384,13 @@ REFUSED: dict[str, tuple[tuple[int, ...], dict[str, Any], str]] = {
         "own 'rows', which together have the",
     ),
     "a list": (MATRIX, {"blocks": [2, 2], "optimizer_class": Lists}, r"Lists .* of '0': .* own 'norms', a list that"),
+    "squares": ((32, 16), {"blocks": QKV, "optimizer_class": Left}, "own 'left', of another shape each, and"),
+    "one square": ((32, 16), {"blocks": [8, 8, 16], "optimizer_class": Right}, "own 'right', of another shape each"),
+    "other states": (
+        (96, 128),
+        {"blocks": [16, 16, 64], "optimizer_class": Larger},
+        "other sizes have states of other",
+    ),
 }
 
 

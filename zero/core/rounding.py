@@ -125,8 +125,8 @@ class StochasticRounding:
 
         Raises:
             TypeError: a parameter is in fp16, or an argument is of another kind.
-            ValueError: no parameter has a dimension, so no shape tells which states are rounded; ``gradients`` or
-                ``among`` are those of other parameters.
+            ValueError: no parameter that was used has a dimension, so no shape tells which states are rounded; or
+                ``among`` lacks one.
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "full_grad"):
             raise TypeError(
@@ -135,12 +135,17 @@ class StochasticRounding:
             )
         listed = [(p, steps_of(group)) for group in optimizer.param_groups for p in group["params"]]
         numbers = _numbered([p for p, _ in listed], gradients, among)
-        if all(p.dim() == 0 for p, _ in listed):
-            raise ValueError("StochasticRounding: no parameter has a dimension; at least one must have")
         copies = [
             _Copies(p, optimizer.state, p.grad if gradients is None else gradients.get(p), numbers[p], count)
             for p, count in listed
         ]
+        pairs = zip(listed, copies, strict=True)
+        used = [p for (p, _), each in pairs if each.gradient is not None or optimizer.state.get(p)]
+        if any(p.dtype is NARROW for p in used) and not any(p.dim() for p in used):
+            raise ValueError(
+                "StochasticRounding: no parameter that was used has a dimension, so no shape tells which states are "
+                "rounded: step them together with others, in one optimizer"
+            )
         try:
             for each in copies:
                 each.widen()
@@ -159,13 +164,9 @@ def _numbered(listed: Sequence[Tensor], gradients: Any, among: Iterable[Tensor] 
     """Return the number of each parameter. Raises if the arguments of `StochasticRounding.step` do not fit them."""
     numbers = {p: number for number, p in enumerate(listed if among is None else among)}
     if any(p not in numbers for p in listed):
-        raise ValueError("StochasticRounding: among lacks a parameter of the optimizer: give all, in their order")
-    if not isinstance(gradients, Mapping | None):
-        raise TypeError(f"StochasticRounding: gradients are a mapping by parameter, not a {type(gradients).__name__}")
-    if any(p not in numbers for p in gradients or ()):
-        raise ValueError(
-            "StochasticRounding: gradients has a key that is no parameter: they are by parameter, not by name"
-        )
+        raise ValueError("StochasticRounding: among lacks a parameter of the optimizer: give those of all classes")
+    if not isinstance(gradients, Mapping | None) or not all(isinstance(p, Tensor) for p in gradients or ()):
+        raise TypeError("StochasticRounding: gradients are a mapping by parameter, and not by name")
     return numbers
 
 
@@ -176,7 +177,7 @@ class _Copies:
         """``states``: of all parameters; ``number``, ``step``: as in `StochasticRounding.round`."""
         if parameter.dtype is torch.float16:
             raise TypeError(f"StochasticRounding rounds to bf16, and parameter {number} is in fp16")
-        self._parameter, self._states, self._gradient = parameter, states, gradient
+        self._parameter, self._states, self.gradient = parameter, states, gradient
         self._number, self._step = number, step
         self._shown = parameter.grad
         self._kept: dict[str, Tensor] = {}  # what is in bf16, by name
@@ -185,13 +186,13 @@ class _Copies:
         """Put fp32 copies in the places of what is in bf16. A parameter without a gradient stays as it is."""
         parameter = self._parameter
         parameter.grad = None
-        if self._gradient is None:
+        if self.gradient is None:
             return
         if parameter.dtype is NARROW:
             large = _states_like(parameter, self._states.get(parameter, {}), NARROW)
             self._kept = {WEIGHTS: parameter.data, **large}
             self._put({name: tensor.to(WIDE) for name, tensor in self._kept.items()})
-        parameter.grad = self._gradient.to(parameter.dtype)
+        parameter.grad = self.gradient.to(parameter.dtype)
 
     def put_back(self) -> None:
         """Put the tensors in bf16 back."""

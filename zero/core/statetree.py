@@ -64,7 +64,7 @@ _NUMPY = {
     "$array": lambda tensor: tensor.numpy(),
     "$scalar": lambda tensor: tensor.numpy()[()],
 }
-BLOCKS = "optimizer_blocks"  # of a saved param group: the blocks that it asked for
+BLOCKS = "optimizer_blocks"  # a key of a saved param group: its `blocks=`
 NO_OPTIONS = ("params", "optimizer_class", "optimizer_module", BLOCKS)  # keys of a saved param group beside its options
 N_AVERAGED = "n_averaged"  # the name of a count beside averages
 _RESERVED = "__metadata__"  # a safetensors file keeps this name for itself

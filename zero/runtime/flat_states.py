@@ -323,8 +323,8 @@ class BucketStates:
         """Yield the tensors among the states that are not flat."""
         for run in self.runs:
             yield from self._others_of(run)
-        for state in self._states if self.alone else ():  # of parameters that the last step left alone
-            yield from () if state is None else tensors_in(dict(state.scalars))
+        for state in self._states if self.alone else ():  # of parameters without a run: those that may be large
+            yield from () if state is None else (t for t in tensors_in(dict(state.scalars)) if t.numel() > 1)
 
     def _others_of(self, run: _FlatParam) -> Iterator[Tensor]:
         states = self.instance.state.get(run.parameter, {})

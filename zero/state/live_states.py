@@ -62,7 +62,8 @@ class States(Mapping[Tensor, dict[str, Any]]):
     """``optimizer.state``: maps each parameter to the states that this rank holds, live.
 
     A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
-    shape. Of a parameter with blocks, states that are not as large as a block are lists, with one for each block here.
+    shape. Of a parameter with blocks, all but floating-point states as large as any block are lists, with one for each
+    block here.
     """
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse

@@ -10,6 +10,7 @@ they fill blocks. A parameter is cut only if each piece makes the choice of the 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from ..core.bits import row_major_stride
 from ..core.cuts import CUT_EVERY
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import flattened
-from ..core.runs import BlockRule, Rules, is_elementwise, joined, merged, part_of
+from ..core.runs import BlockRule, Rules, joined, merged, part_of
 from ..core.stage import step_device
 from ..core.statetree import encode
 from ..runtime.flat_states import Options
@@ -105,10 +106,15 @@ def _is_known(value: Any) -> bool:
 
 
 def _throw_away(shape: Sequence[int], size: int | None = None) -> tuple[int, ...]:
-    """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged."""
+    """Return a shape of as many dimensions and of ``size`` elements. None: of two pieces, the last as ragged.
+
+    Its rows are short, and ``shape`` has whole multiples of them in a row: a class may begin a block with each row.
+    """
     size = 2 * CUT_EVERY + math.prod(shape) % CUT_EVERY if size is None else size
-    columns = math.gcd(size, 64)
-    return (size,) if len(shape) < 2 else (size // columns, columns, *[1] * (len(shape) - 2))
+    if len(shape) < 2:
+        return (size,)
+    columns = math.gcd(size, shape[-1], 64)
+    return (*[1] * (len(shape) - 2), size // columns, columns)
 
 
 def _form(
@@ -200,36 +206,52 @@ def own_states(inner: UserOptimizer, groups: Sequence[Options], stacks: Sequence
     """Return the names of the states that differ between blocks: with other gradients, or of other shapes. Others are
     equal in all blocks.
 
-    Raises `ValueError` if a state of the blocks of one parameter cannot be one of the parameter.
+    Raises `ValueError` if the states of the blocks of one parameter cannot be those of the parameter.
     """
-    found: dict[str, None] = {}
+    found: set[str] = set()
     for spec in {(spec.group, spec.dtypes, step_device(spec), spec.stack): spec for spec in stacks}.values():
         sizes = iter(shortened(sum(spec.stack, ())))  # of all blocks together, so that other sizes stay other ones
-        shapes = dict.fromkeys(tuple(next(sizes) for _ in shape) for shape in spec.stack)
-        large = dict.fromkeys(shape for block in dict.fromkeys(spec.stack) for shape in large_shapes([block]))
+        short = {block: tuple(next(sizes) for _ in block) for block in spec.stack}
+        large = {block: shape for block in short for shape in large_shapes([block])}
+        shapes = [*dict.fromkeys((*short.values(), *large.values()))]
         options, (setting,) = distinct(inner.defaults, groups, [spec])
         with random_state_kept([setting]):
-            made = FullParameters(inner, options, [(setting, each) for each in (*shapes, *large) for _ in range(2)])
+            made = FullParameters(inner, options, [(setting, each) for each in shapes for _ in range(2)])
             for step in range(FEW_STEPS):
                 made.step([g.flip(0).mul(-3) if n % 2 else g for n, g in enumerate(made.gradients(step))])
-        stacked: dict[str, torch.Size] = {}
-        for number in range(0, len(made.parameters), 2):
-            state, other = made.state(number), made.state(number + 1)
-            for name, value in state.items():
-                first = value if number >= 2 * len(shapes) else made.state(0).get(name)
-                if same(value, other.get(name)) and same(value, first):
-                    continue
-                found[name], why = None, ""
-                if type(value) is not Tensor or not value.is_contiguous():
-                    why = f"a {type(value).__name__} that is no plain, row-major tensor"
-                elif not is_elementwise(value, made.parameters[number]) and number < 2 * len(shapes):
-                    why = "of another shape each" if stacked.setdefault(name, value.shape) != value.shape else ""
-                    rows = len(spec.stack) == spec.shape[0] and spec.stack[0] == (1, *spec.shape[1:])
-                    if rows and value.shape == made.parameters[number].shape[1:]:  # as those as large as a block have
-                        why = "which together have the parameter's shape"
-                if why:
-                    raise ValueError(
-                        f"{inner.name} cannot step the blocks of {spec.name!r}: each has its own {name!r}, {why}, and "
-                        "the parameter has one state of a name. Leave out blocks=, or make each block a parameter"
-                    )
+        states = {shape: (made.state(2 * n), made.state(2 * n + 1)) for n, shape in enumerate(shapes)}
+        kinds = {shape: _kinds(dict(state)) for shape, (state, _) in states.items()}
+        if any(kinds[a] != kinds[b] for of in (short, short | large) for a, b in itertools.pairwise(of.values())):
+            raise _no_stack(inner, spec, "those of other sizes have states of other kinds")
+        for name in dict.fromkeys(itertools.chain(*kinds.values())):
+            pairs = {shape: (one[name], other.get(name)) for shape, (one, other) in states.items() if name in one}
+            values = {shape: value for shape, (value, _) in pairs.items() if shape in short.values()}
+            equal = all(same(*pair) for pair in (*pairs.values(), *itertools.pairwise(values.values())))
+            found |= set() if equal else {name}
+            why = None if equal else _why_apart([value for value, _ in pairs.values()], values, spec)
+            if why is not None:
+                raise _no_stack(inner, spec, f"each has its own {name!r}, {why}")
     return frozenset(found)
+
+
+def _why_apart(values: Sequence[Any], by_shape: Mapping[tuple[int, ...], Any], spec: ParameterSpec) -> str | None:
+    """Return why states of blocks, all of one name, cannot be one of the parameter; None if they can.
+
+    ``by_shape``: those of the shortened blocks, by the blocks' shapes.
+    """
+    odd = next((value for value in values if type(value) is not Tensor or not value.is_contiguous()), None)
+    if odd is not None:
+        return f"a {type(odd).__name__} that is no plain, row-major tensor"
+    if len({None if value.shape == shape else value.shape for shape, value in by_shape.items()}) > 1:
+        return "of another shape each"  # or as large as some of the blocks alone
+    rows = len(spec.stack) == spec.shape[0] and spec.stack[0] == (1, *spec.shape[1:])
+    if rows and any(value.shape == shape[1:] for shape, value in by_shape.items()):  # as those as large as a block have
+        return "which together have the parameter's shape"
+    return None
+
+
+def _no_stack(inner: UserOptimizer, spec: ParameterSpec, why: str) -> ValueError:
+    return ValueError(
+        f"{inner.name} cannot step the blocks of {spec.name!r}: {why}, and the parameter has one state of a name. "
+        "Leave out blocks=, or make each block a parameter"
+    )

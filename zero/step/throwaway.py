@@ -303,16 +303,21 @@ def placed(settings: Sequence[Setting], dimensions: Sequence[int]) -> list[Place
 
 
 def large_shapes(shapes: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the shape with the most elements, shortened to at most twice `LARGE`; none if it has fewer than `LARGE`.
+    """Return the shape with the most elements, shortened to about twice `LARGE`; none if it has fewer than `LARGE`.
 
-    Its sides are powers of two: it consists of whole blocks for a class whose states have a scale for each block.
+    Its sides are powers of two: it consists of whole blocks for a class whose states have a scale for each block. Equal
+    sides stay equal: a square matrix may have states of its own shape.
     """
-    sides = list(max(shapes, key=math.prod))
-    if math.prod(sides) < LARGE:
+    longest = max(shapes, key=math.prod)
+    if math.prod(longest) < LARGE:
         return []
-    sides = [1 << (side - 1).bit_length() for side in sides]
+    sides = [1 << (side - 1).bit_length() for side in longest]
     while math.prod(sides) > 2 * LARGE:
-        sides[sides.index(max(sides))] //= 2
+        most = longest[sides.index(max(sides))]
+        halved = [side // 2 if was == most else side for side, was in zip(sides, longest, strict=True)]
+        if math.prod(halved) < 2 * LARGE:
+            break
+        sides = halved
     return [tuple(sides)]
 
 

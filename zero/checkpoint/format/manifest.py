@@ -6,7 +6,7 @@ Knows: the manifest's keys. Does not know: how files are written, optimizers.
     step                the number under which it was saved
     parameters          each parameter: name, names, shape, dtype, group, trainable
     param_groups        the options of torch.optim's param groups, as `statetree` writes them, with the class if known,
-                        and the `blocks` that a group asked for
+                        and with "optimizer_blocks", the `blocks` of a group that has some
     files               path: {"bytes", "crc32": of each block}
     block_bytes         the size of a block
     content             SHA-256 over the files without those below ranks/: equal for every topology that wrote them

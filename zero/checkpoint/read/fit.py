@@ -305,9 +305,11 @@ class Fit:
     def _why_not_by_rows(self, stored: StoredTensor) -> str | None:
         """Return why the states of a resized parameter are not read row by row; None if they are."""
         found, spec, shape = self.states.get(stored.name, {}), self._spec(stored), self.model[stored.name][1].shape
+        rules = self._contents.parts.classes.rules_of(spec)
         for name, saved in found.items():
             entry = saved[1]
-            if entry.numel > 1 and (entry.shape != shape or not self.lies_flat(name, saved, stored, spec)):
+            divided = entry.numel > 1 or name in rules  # of one block it may be a single value
+            if divided and (entry.shape != shape or not self.lies_flat(name, saved, stored, spec)):
                 return "its states do not have its rows"
         if stored.shape[0] > shape[0]:
             inner = self._contents.parts.classes[spec.optimizer_class]
@@ -322,7 +324,7 @@ class Fit:
         ``blocks``: that the saved param group asked for. Raises `ValueError` instead if the caller is strict.
         """
         spec = self._spec(stored)
-        rules = self._contents.parts.classes.rules_of(spec)
+        rules, large = self._contents.parts.classes.rules_of(spec), self.elementwise.get(spec.optimizer_class, ())
         saved = (
             stack_of(replace(spec, stride=row_major_stride(spec.shape)), blocks) if stored.name in self.model else ()
         )
@@ -330,8 +332,10 @@ class Fit:
             why = None
             if name in rules and not rules[name].fits(torch.empty(entry.shape, device="meta"), spec.numel):
                 why = f"its state {name!r} has {entry.numel} values in the checkpoint, and another number here"
-            elif saved not in ((), spec.stack) and entry.shape != spec.shape and entry.shape[:1] == (len(saved),):
-                why = f"its state {name!r} has a value for each of other blocks in the checkpoint, blocks={blocks!r}"
+            elif saved in ((), spec.stack):
+                continue
+            elif name not in large if entry.shape == spec.shape else entry.shape[:1] == (len(saved),):
+                why = f"in the checkpoint its state {name!r} has a value for each block of blocks={blocks!r}"
             if why is not None:
                 if self._allowed.strict:
                     raise ValueError(
