@@ -27,7 +27,7 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
         collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True, rounds=True
         )
         begins, precisions = KINDS[kind]
 
@@ -43,7 +43,7 @@ def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_
     class OnTheHost(RandomPrograms):
         make_backend = ThreadsWithParametersOnTheHost
         collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True, rounds=True
         )
         begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
 
@@ -62,6 +62,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
             UNITS,
             meshes=True,
             stacks=True,
+            rounds=True,
         )
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 

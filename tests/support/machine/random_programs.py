@@ -117,7 +117,7 @@ class Collectives:
 
     ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact. ``units``: how units are
     chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`. ``meshes``: ranks may be those of a mesh.
-    ``stacks``: rows of parameters may have owners of their own.
+    ``stacks``: rows of parameters may have owners of their own. ``rounds``: what is in bf16 may be rounded at random.
     """
 
     exact: tuple[str, ...]
@@ -125,6 +125,7 @@ class Collectives:
     units: tuple[str, ...] = ("",)
     meshes: bool = False
     stacks: bool = False
+    rounds: bool = False
 
     def names(self, integer: bool) -> tuple[str, ...]:
         return (*self.exact, *self.in_any_order) if integer else self.exact
@@ -162,7 +163,7 @@ def configs(
     draw: st.DrawFn, stages: Sequence[int], most_ranks: int, collectives: Collectives, precisions: Sequence[str]
 ) -> Config:
     precision = draw(st.sampled_from(precisions))
-    rounded = precision in ROUNDED and draw(st.booleans())
+    rounded = collectives.rounds and precision in ROUNDED and draw(st.booleans())
     stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
     integer = not precision and draw(st.sampled_from([False, False, True]))
     drawn = draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16")))
