@@ -91,6 +91,32 @@ def train(model: Any, optimizer: ZeroOptimizer, steps: range = range(1)) -> None
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("offload", [ON_HOST, Offload("cpu", parameters="cpu", step="cpu")])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_of_16_bits_that_was_frozen_at_first_is_stepped_as_on_the_device(
+    ranks: int, offload: Offload
+) -> None:
+    """It has master weights from then on, beside the parameters that are sent."""
+
+    def run(transport: Transport, place: Offload | None) -> Any:
+        model = locked_build(0)
+        model.last.weight.requires_grad_(False)
+        options = {"stage": 3, "offload": place, "mixed_precision": PRECISIONS["bf16"], "bucket_cap_mb": 0.0005}
+        optimizer = ZeroOptimizer(model, torch.optim.AdamW, process_group=transport, lr=1e-2, **options)
+        train(model, optimizer)
+        model.last.weight.requires_grad_()
+        train(model, optimizer, range(1, 3))
+        optimizer.close()
+        return model
+
+    def both(transport: Transport) -> None:
+        model = run(transport, None)
+        assert not torch.equal(model.last.weight, locked_build(0).last.weight.to(model.last.weight.dtype))
+        assert_same_model(run(transport, offload), model)
+
+    [both(solo())] if ranks == 1 else on_threads(ranks, both, timeout=BOUND)
+
+
 @pytest.mark.parametrize(("ranks", "precision"), [(1, None), (2, PRECISIONS["bf16"])])
 def test_bytes_are_those_of_the_formulas_and_lie_on_the_host(ranks: int, precision: MixedPrecision | None) -> None:
     def run(transport: Transport) -> None:

@@ -127,10 +127,11 @@ class BucketStates:
         """Yield the parameters of the pieces that were ``present`` in a step, and the master weights to round into
         them."""
         if self.master is not None:
+            stepped = None if self._store is None else self._store.staged.get(WEIGHTS)
             for is_present, pieces in itertools.groupby(zip(self.pieces, present, strict=True), lambda pair: pair[1]):
                 members = [piece for piece, _ in pieces]
                 if is_present:
-                    yield from self.master.casts(members[0].begin - self.begin, members[-1].end - self.begin)
+                    yield from self.master.casts(members[0].begin - self.begin, members[-1].end - self.begin, stepped)
 
     def plan(self, present: bytes, cut: frozenset[int]) -> None:
         """Make the runs over the pieces that are ``present``. ``cut``: the groups of which long runs are cut."""

@@ -91,9 +91,12 @@ class MasterWeights:
         """Drop the master weights: from now on they are equal to the parameters."""
         self._master = None
 
-    def casts(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Return the parameters ``begin`` to ``end``, and the master weights to round into them after an update."""
-        return [(self._param[begin:end], self.master[begin:end])]
+    def casts(self, begin: int, end: int, stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters ``begin`` to ``end``, and the master weights to round into them after an update.
+
+        ``stepped``: a copy of the master weights that the class has stepped; None: it has stepped these.
+        """
+        return [(self._param[begin:end], (self.master if stepped is None else stepped)[begin:end])]
 
 
 class RoundedShard(FlatBuffer):
@@ -176,7 +179,7 @@ class MastersAlone(MasterWeights):
         """Make the master weights equal to the parameters."""
         self._shard.master.copy_(self._shard.data)
 
-    def casts(self, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
+    def casts(self, begin: int, end: int, stepped: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """Return nothing: parameters are rounded where they are read."""
         return []
 
