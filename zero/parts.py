@@ -145,14 +145,13 @@ class Parts:
         A class may keep other states then, and the shape of a parameter without dimensions, or of one with an owner,
         does not tell which states are as large as it.
         """
-        specs = self.storage.layout.parameters
-        ambiguous = self.rounding is not None and any(spec.alone or not spec.shape for spec in specs)
-        if not ambiguous or self.user_optimizers.were_tried(groups):
+        if self.rounding is None or self.user_optimizers.were_tried(groups):
             return None
         try:
-            self.user_optimizers.note_trial(groups, 0, check_classes(self.user_optimizers, groups, specs))
+            names = check_classes(self.user_optimizers, groups, self.storage.layout.parameters)
         except ValueError as error:
             return str(error)
+        self.user_optimizers.note_trial(groups, 0, names)
         return None
 
     @property

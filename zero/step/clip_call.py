@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .model_parallel import Group
 
 
-_NONE: Replicated = ()
+_NONE: Replicated = ()  # the default: any other value needs over=
 
 
 class _Clipping(Protocol):
