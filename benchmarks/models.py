@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from zero.commands.train.model import Shape, build, loss_fn
+from .gpt import Shape, build, loss_fn
 
 NUMEL = 64  # elements of each of the small tensors
 UNITS = 8  # the units over which the tensors are spread, if there are as many

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sysconfig
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from zero import StochasticRounding
-from zero.commands.train.data import Corpus, load_corpus
-from zero.commands.train.model import build_model, loss_fn
+
+from .gpt import Shape, build, loss_fn
 
 BF16 = torch.bfloat16
-PRESET, SEQUENCE, BATCH, LEARNING_RATE = "tiny", 64, 8, 3e-4
+SHAPE, SEQUENCE, BATCH, LEARNING_RATE = Shape(2, 4, 64), 64, 8, 3e-4
+SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 Step = Callable[[], None]
 
@@ -82,17 +86,31 @@ LOOPS: dict[str, Callable[[nn.Module, int], Step]] = {
 }
 
 
-def loss_of(kind: str, corpus: Corpus, steps: int, seed: int) -> float:
-    """Train, and return the loss on the text for validation."""
-    model = build_model(PRESET, SEQUENCE, seed)
+def library_text() -> Tensor:
+    """Return the bytes of Python's standard library, file by file in the order of their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [file for file in root.rglob("*.py") if SKIPPED.isdisjoint(file.relative_to(root).parts)]
+    files.sort(key=lambda file: file.relative_to(root).as_posix())
+    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+
+
+def loss_at(model: nn.Module, text: Tensor, starts: Sequence[int]) -> Tensor:
+    rows = torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
+    return loss_fn(model(rows[:, :-1]), rows[:, 1:])
+
+
+def loss_of(kind: str, text: Tensor, steps: int, seed: int) -> float:
+    """Train, and return the loss on the last tenth of the text, which is for validation."""
+    model, cut = build(SHAPE, SEQUENCE, seed), len(text) * 9 // 10
+    train, validation = text[:cut], text[cut:]
     step = LOOPS[kind](model, seed)
     for number in range(steps):
-        batch = corpus.micro_batch(seed, number, 0, BATCH, SEQUENCE)
-        loss_fn(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        places = np.random.default_rng((seed, number, 0)).integers(0, cut - SEQUENCE, size=BATCH)
+        loss_at(model, train, places.tolist()).backward()  # type: ignore[no-untyped-call]
         step()
+    starts = [(len(validation) - SEQUENCE - 1) * place // 255 for place in range(256)]
     with torch.no_grad():
-        batches = corpus.validation_batches(16, SEQUENCE, 256)
-        return statistics.fmean(float(loss_fn(model(each.inputs), each.targets)) for each in batches)
+        return statistics.fmean(float(loss_at(model, validation, starts[i : i + 16])) for i in range(0, 256, 16))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -100,10 +118,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=1)
     asked = parser.parse_args(arguments)
-    corpus = load_corpus(None, SEQUENCE)
+    text = library_text()
     print(f"loss on the validation text after {asked.steps} steps, of seeds 0 to {asked.seeds - 1}")
     for kind in LOOPS:
-        found = [loss_of(kind, corpus, asked.steps, seed) for seed in range(asked.seeds)]
+        found = [loss_of(kind, text, asked.steps, seed) for seed in range(asked.seeds)]
         print(f"{kind:<22}", *(f"{loss:.4f}" for loss in found), f"mean {statistics.fmean(found):.4f}", flush=True)
 
 

@@ -205,7 +205,7 @@ def draw(path: Path, results: Sequence[Summary], footer: str) -> None:
                 place = [result.seconds * 1e3], [result.proportional / 1e6]
                 axes.scatter(*place, s=42, color=color, marker=marker, label=result.system, zorder=3)
         axes.set_title("\n".join([model, *textwrap.wrap(MODELS[model].says, 52)]), fontsize=10, loc="left")
-        axes.set(xlabel="ms a step", ylabel="MB of the job (10⁶ bytes)")
+        axes.set(xlabel="ms per step", ylabel="MB, all ranks (10⁶ bytes)")
         axes.margins(0.08)
         axes.set_xlim(left=0)  # ends automatic scaling, so it comes after the margins
         axes.set_ylim(bottom=0)

@@ -68,7 +68,7 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 def check_name(algorithm: str | Algorithm) -> None:
     """Raise `ValueError` if ``algorithm`` is neither "auto", a name in `ALGORITHMS` nor a class. Local."""
-    if isinstance(algorithm, str) and algorithm != "auto" and algorithm not in ALGORITHMS:
+    if not callable(algorithm) and algorithm not in ("auto", *ALGORITHMS):
         raise ValueError(f"collective must be one of auto, {', '.join(ALGORITHMS)} or a class, not {algorithm!r}")
 
 

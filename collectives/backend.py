@@ -6,13 +6,11 @@ Knows: the ranks and slots of a backend. Does not know: headers, or what is sent
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
-
-from .launches.board import Board
 
 NCCL = frozenset({"nccl", "nccl2", "nccl-legacy"})  # torch's names for it: after 2.13 there are two implementations
 
@@ -98,8 +96,8 @@ class Backend(ABC):
         return False
 
     def common(self, sizes: Sequence[int], ranks: Sequence[int]) -> Sequence[Region] | None:
-        """Return regions of these bytes that are the same for ``ranks``, which `share_host` and all call this; None if
-        there is no memory for them, which one rank may find and another not."""
+        """Map shared regions of these sizes, in bytes. All of ``ranks``, which share a host, must call it. Return None
+        if this rank has no memory for them; another rank may have it."""
         return None
 
     # -- memory of a rank that its peers read in place: `maps_memory` -------------------------------------------------
@@ -175,12 +173,13 @@ class Backend(ABC):
         """Receive what a rank sends by `pass_to`."""
         raise NotImplementedError
 
-    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
-        """Return what the sentinels of these ranks write and read; None if there is no such place. Collective.
-
-        ``exchange``: returns every rank's bytes, in rank order.
-        """
+    def board(self) -> Any:
+        """Return a store of torch's that all of these ranks have, for sentinels; None if there is none. Local."""
         return None
+
+    def is_closed(self, rank: int) -> bool:
+        """Return whether the connection to a rank is closed, since its process has ended. Any thread may call this."""
+        return False
 
     def interrupt(self) -> None:
         """End the waits for messages that are under way in other threads, by an error, if the backend can. No further

@@ -34,9 +34,8 @@ from .algorithms.plans import folded, why_not_folded
 from .algorithms.process_group import AllToAll, Native
 from .algorithms.shared import Shared
 from .backend import NCCL, Backend
-from .backends.hybrid import HybridBackend
 from .backends.rendezvous import HostListener, exchange_infos, host_key, join, machine_of
-from .backends.shared_memory import SharedMemoryBackend
+from .backends.shared_memory import HybridBackend, SharedMemoryBackend
 from .backends.threads import ThreadBackend
 from .links.control_plane import MESH_RANKS
 from .messages import CollectiveError, Kind, Tag

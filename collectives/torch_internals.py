@@ -13,13 +13,14 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
     _timeout                        its options      collectives.backends.gloo (as above)
     _root_mesh                      DeviceMesh       collectives.backends.device_mesh (without it: no larger mesh)
-    _version                        Tensor           zero.runtime.accumulator, zero.parameters.unit_buffer,
-                                                     zero.parameters.gathered.saved_tensors,
-                                                     zero.commands.verify.ranks
+    _version                        Tensor           zero.core.parameter_specs, zero.runtime.accumulator,
+                                                     zero.parameters.edit_detector, zero.commands.verify.ranks,
+                                                     zero.parameters.gathered.units
     _base                           Tensor           zero.parameters.module_hooks
-    _backward_hooks                 Tensor           zero.parameters.materialize, zero.parameters.released
-    _post_accumulate_grad_hooks     Tensor           zero.gradients.hooks, zero.parameters.materialize,
+    _backward_hooks                 Tensor           zero.core.parameter_specs, zero.parameters.materialize,
                                                      zero.parameters.released
+    _post_accumulate_grad_hooks     Tensor           zero.core.parameter_specs, zero.gradients.hooks,
+                                                     zero.parameters.materialize, zero.parameters.released
     _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs,
                                                      zero.checkpoint.contents, zero.state.full_state
     _buffers                        Module           zero.parameters.materialize, zero.checkpoint.contents,
@@ -34,12 +35,14 @@ Attributes of objects cannot be resolved ahead. They are read where they are use
     _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are
                                                      not copied), zero.integrations.conversion
     hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
+    _found_inf_per_device           GradScaler       zero.gradients.reducer
     _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
     _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
-(`zero.gradients.placeholder`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`), and
-a checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.unit_manager`).
+(`zero.gradients.grad_publisher`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`),
+and a checkpoint computes a forward anew inside a function called `unpack_hook` (`zero.parameters.unit_manager`), and
+`GradScaler.step(optimizer)` reads ``optimizer._step_supports_amp_scaling`` first (`zero.gradients.reducer`).
 """
 
 from __future__ import annotations
@@ -100,6 +103,9 @@ def missing(*names: object) -> Any:
 storage_use_count: Callable[[int], int] = _find(
     "torch:_C._storage_Use_Count", "tells whether a block of scratch memory is still in use"
 )
+set_version_counters: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = _find(
+    "torch:_C._autograd._unsafe_set_version_counter", "tells which tensors share a version counter"
+)
 
 # -- streams -----------------------------------------------------------------------------------------------------------
 
@@ -156,7 +162,7 @@ make_wrapper_subclass: Callable[..., Any] = _find(
     "torch:Tensor._make_wrapper_subclass", "makes the placeholder of a gradient that this rank does not hold"
 )
 make_subclass: Callable[[type, Tensor, bool], Any] = _find(
-    "torch:Tensor._make_subclass", "makes a parameter of its own class from one on the meta device"
+    "torch:Tensor._make_subclass", "makes a parameter of another one's class"
 )
 is_traceable_wrapper_subclass: Callable[[object], bool] = _find(
     "torch.utils._python_dispatch:is_traceable_wrapper_subclass", "tells whether a tensor wraps others"

@@ -18,11 +18,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from .backend import Backend, Region
-from .launches.gate import Launches
+from .launches.ledger import Launches
 from .links.control_plane import Mesh, Tree
 from .links.exposed_buffers import ExposedBuffer, PeerBuffers
-from .links.messenger import DeferredSends, Messenger
-from .links.peer_links import PeerLinks
+from .links.messenger import DeferredSends, Messenger, PeerLinks
 from .messages import Chain, Kind, Tag, Traffic, Work, as_bytes, describe
 from .pool import Pool
 

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import os
 import warnings
-import weakref
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from .launches.gate import Launches, Ranks
+from .launches.ledger import Launches
 from .launches.sentinel import SENTINEL, Post
 from .messages import Kind, Tag
 from .transport import Transport
@@ -34,18 +33,14 @@ def watch(transport: Transport, sharing: int, device: torch.device) -> None:
         return
     if os.environ.get(CHECK_EACH) == "1":
         return
-    board = backend.board(lambda data: transport.exchange(data, _OPENING))
-    problem, post = "" if board is not None else f"{transport.rank_label} has none", None
-    if board is not None:
-        ranks = Ranks(transport.rank, size, sharing, links.number, backend.stall_limit, backend.timeout)
-        launches = Launches(ranks, board, weakref.WeakMethod(links.abort), weakref.WeakMethod(backend.interrupt))
-        post = Post(launches)
-        try:
-            post.open()
-        except (OSError, RuntimeError) as error:
-            problem = f"{transport.rank_label}: {type(error).__name__}: {error}"
+    problem, launches = "", Launches(links, sharing)
+    post = Post(launches, backend.board())
+    try:
+        post.open()
+    except (AttributeError, RuntimeError) as error:
+        problem = f"{transport.rank_label}: {error}"
     problems = [data.decode(errors="replace") for data in transport.exchange(problem.encode(), _OPENING) if data]
-    if problems or post is None:
+    if problems:
         if transport.rank == 0:
             text = f"no board for the sentinels ({problems[0]}): each collective on devices awaits all ranks' headers"
             warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from .support.processor import spare_matrix_unit
+from .support.rows import further_rows
 
 if TYPE_CHECKING:
     from .support.pool import GlooPool
@@ -48,7 +49,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the longest files first, so that no worker still runs one when the others are done."""
+    """Leave out rows behind the `first` ones. Put the longest files first, so that no worker still runs one when the
+    others are done."""
+    left_out = further_rows(items)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=list(left_out))
     if not hasattr(config, "workerinput"):
         return  # without workers, keep pytest's order
     place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
@@ -100,7 +105,7 @@ def the_sanitizer_overlooks_gradients_without_memory() -> Iterator[None]:
     """Torch's CUDA sanitizer asks every tensor on a GPU for its address, and a rank has none for others' gradients."""
     with pytest.MonkeyPatch.context() as patch:
         if os.environ.get("TORCH_CUDA_SANITIZER"):
-            from zero.gradients.placeholder import ShardedGradient
+            from zero.gradients.grad_publisher import ShardedGradient
 
             patch.setattr(ShardedGradient, "is_cuda", False)
         yield
@@ -138,8 +143,8 @@ def every_trial_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that the host cannot read values at once, as on an accelerator."""
-    modules = ("core.bits", "core.norm", "parameters.edit_detector", "gradients.division", "gradients.grad_publisher")
-    for module in (*modules, "runtime.master_weights"):
+    modules = ("core.bits", "core.norm", "parameters.edit_detector", "gradients.reducer", "gradients.grad_publisher")
+    for module in (*modules, "runtime.flat_states"):
         monkeypatch.setattr(f"zero.{module}.host_readable", lambda device: False)
 
 
@@ -162,7 +167,7 @@ def copied_from_the_host() -> Iterator[None]:
 def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the library believe that work is launched, as on an accelerator: it takes gradients by bucket, gathers means
     while a backward runs, and steps buckets in groups."""
-    for module in ("step.step_groups", "gradients.hooks", "gradients.early_means"):
+    for module in ("step.user_optimizer", "gradients.hooks", "gradients.backward_schedule"):
         monkeypatch.setattr(f"zero.{module}.is_launched", lambda device: True)
 
 

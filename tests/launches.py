@@ -60,7 +60,7 @@ PHASES = {  # of the innermost function on the stack that is one of these
     ("zero.runtime.accumulator", "flush"): "reduce",
     ("zero.runtime.accumulator", "_launch"): "reduce",
     ("collectives.algorithms.ordered_sum", "ordered_sum"): "reduce",
-    ("zero.gradients.division", "divide"): "divide",
+    ("zero.gradients.reducer", "divide"): "divide",
     ("zero.step.update", "norm_part"): "clip",
     ("zero.step.update", "clip"): "clip",
     ("zero.step.update", "step"): "step",

@@ -3,15 +3,17 @@
     python -m tests.ledger [DIVERGENCES, by default 60 [LATE, by default 6 [LIMIT in seconds, by default 0.5]]]
 
 draws stages, ranks, threads or processes, a rank and a moment, and what this rank does there: it runs units in another
-order, or another unit, raises, runs out of memory, is lost, ends, or stops. Every other rank must raise within the
-sentinels' limit and `SOON`. Then come ranks that are late by three limits: nothing may be raised, and the weights are
-those of a training without delay. Collectives run on a stream of each rank (`support.streamed`), as on a GPU.
+order, or another unit, raises, runs out of memory, is lost, or ends. Every other rank must raise within the sentinels'
+limit and `SOON`. Then come ranks that are late by three limits, or whose thread holds the interpreter for 12 seconds:
+nothing may be raised, and the weights are those of a training without delay. Collectives run on a stream of each rank
+(`support.streamed`), as on a GPU.
 
 Knows: trainings of a few blocks. Does not know: how a divergence is found.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import multiprocessing
@@ -41,7 +43,8 @@ from .support.streamed import StoreMail, StreamedGloo, StreamedLoopback
 SOON = 2.0  # seconds beyond the limit in which every rank raises
 PATIENCE = 60.0  # seconds for processes to start and to end, and of the group
 STEPS, WIDTH, BLOCKS = 4, 8, 4
-DIVERGENCES = ("order", "unit", "raise", "memory", "lost", "ends", "stops")
+DIVERGENCES = ("order", "unit", "raise", "memory", "lost", "ends")
+LATE = ("late", "holds")
 
 
 class Lost(BaseException):
@@ -52,8 +55,8 @@ class Lost(BaseException):
 class Case:
     """A training in which rank ``victim`` does something else in a step, before block ``block`` of its forward.
 
-    ``what``: one of `DIVERGENCES`, "late", or nothing. ``processes``: ranks are processes, else threads. ``rounds``:
-    backwards of a step. ``limit``: of the sentinels, in seconds.
+    ``what``: one of `DIVERGENCES`, one of `LATE`, "stops", or nothing. ``processes``: ranks are processes, else
+    threads. ``rounds``: backwards of a step. ``limit``: of the sentinels, in seconds.
     """
 
     what: str
@@ -66,6 +69,7 @@ class Case:
     clips: bool = True
     processes: bool = False
     limit: float = 0.5
+    patience: float = PATIENCE  # of the group, in seconds
 
 
 class Model(nn.Module):
@@ -119,6 +123,8 @@ def end(case: Case, transport: Transport) -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         case "late":
             time.sleep(3 * case.limit)
+        case "holds":
+            ctypes.PyDLL(None).sleep(12)  # the thread holds the interpreter
 
 
 def train(case: Case, transport: Transport, diverging: Callable[[], None]) -> Seen:
@@ -164,25 +170,22 @@ def train(case: Case, transport: Transport, diverging: Callable[[], None]) -> Se
 
 def on_threads(case: Case) -> tuple[float, list[Seen | None]]:
     """Return when the ranks parted, and what each saw; None of one that was lost."""
-    loopback: StreamedLoopback[Any] = StreamedLoopback(case.ranks, limit=case.limit, timeout=PATIENCE)
+    loopback: StreamedLoopback[Any] = StreamedLoopback(case.ranks, limit=case.limit, timeout=case.patience)
     parted = list[float]()
 
     def program(transport: Transport) -> Seen | None:
         try:
             return train(case, transport, lambda: parted.append(time.monotonic()))
         except Lost:
-            SENTINEL._posts = [post for post in SENTINEL._posts if not of(post, loopback, transport.rank)]
+            vars(loopback._world).setdefault("ended", set()).add(transport.rank)
+            mine = transport.launches
+            SENTINEL._posts[:] = [post for post in SENTINEL._posts if mine is None or post._launches() is not mine]
             return None
 
     found = loopback.run(program)
     for backend in loopback.backends:
         backend.end()
     return (parted or [time.monotonic()])[0], found
-
-
-def of(post: Any, loopback: StreamedLoopback[Any], rank: int) -> bool:
-    """Return whether a post is that of a rank of these threads."""
-    return post._board is loopback._world.board and post._ranks.rank == rank
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -193,12 +196,12 @@ def serve(rank: int, port: int, pipe: Any, case: Case) -> None:
     torch.set_num_threads(1)
     logging.getLogger("collectives").setLevel(logging.CRITICAL)
     store = dist.TCPStore("127.0.0.1", port, None, False)
-    limit = timedelta(seconds=PATIENCE)
+    limit = timedelta(seconds=case.patience)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=case.ranks, timeout=limit
     )
     mail = StoreMail(dist.TCPStore("127.0.0.1", port, None, False))
-    transport = Transport(StreamedGloo(dist.group.WORLD, PATIENCE, mail, case.limit))
+    transport = Transport(StreamedGloo(dist.group.WORLD, case.patience, mail, case.limit))
     try:
         pipe.send(train(case, transport, lambda: pipe.send(time.monotonic())))
     except Lost:
@@ -261,7 +264,7 @@ def run(case: Case) -> tuple[float, str]:
         assert seen is not None, f"{case}: rank {rank} ended"
         assert seen.error, f"{case}: rank {rank} raised nothing"
         longest, words = max(longest, seen.at - parted), seen.error
-        assert seen.at - parted < case.limit + SOON, (
+        assert seen.at - parted < (case.patience if case.what == "stops" else case.limit) + SOON, (
             f"{case}: rank {rank} needed {seen.at - parted:.1f} s: {seen.error}"
         )
         assert f"rank {case.victim}" in seen.error, f"{case}: rank {rank}: {seen.error}"
@@ -283,7 +286,7 @@ def run_late(case: Case) -> None:
 def drawn(seed: int, limit: float = 0.5, *, late: bool = False) -> Case:
     """Return a random case. Units exist at stage 3 alone, where a rank may run others than its peers."""
     source = random.Random(seed)
-    what = "late" if late else source.choice(DIVERGENCES)
+    what = source.choice(LATE if late else DIVERGENCES)
     stage = 3 if what in ("order", "unit") else source.randrange(4)
     ranks = source.randint(2, 4)
     return Case(
@@ -295,7 +298,7 @@ def drawn(seed: int, limit: float = 0.5, *, late: bool = False) -> Case:
         source.randrange(BLOCKS),
         source.randint(1, 2),
         source.random() < 0.5,
-        source.random() < 0.5,
+        source.random() < 0.5 or what == "holds",  # a thread would hold the interpreter of all
         limit,
     )
 

@@ -1,8 +1,11 @@
-"""A ZeRO optimizer for PyTorch whose results are those of the plain loop, bit for bit.
+"""ZeRO for PyTorch in which the number of ranks does not change the result.
 
-The names live in `public`. It is imported, and torch with it, when one of them is first used: Python imports this
-package before `zero.commands`, and `zero --help` needs no torch.
+`ZeroOptimizer` shards a torch.optim class over the ranks of a process group, `MicroBatchSampler` deals the data to
+them, and `CheckpointManager` saves what any number of ranks can restore.
 """
+
+# The names live in `public`. It is imported, and torch with it, when one of them is first used: Python imports this
+# package before `zero.commands`, and `zero --help` needs no torch.
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import math
 import numbers
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import torch
@@ -23,10 +23,11 @@ from collectives.backend import NCCL
 from collectives.torch_internals import DeviceContext, get_function_modes
 
 from .core.buckets import BucketSizes, bucket_sizes
+from .core.conflicts import GATHERS, OF_CONFIG, OF_OFFLOAD, OF_OPTIONS, OF_SHARDING, check
 from .core.parameter_specs import FLOATS
 from .core.rounding import StochasticRounding
 from .core.stage import Placement, Stage, check_prefetch_depth, check_reshard, check_sharding_factor, stage_of
-from .core.units import ROOT, Ignored, Predicate, find_units
+from .core.units import ROOT, Ignored, Predicate, check_scripted, find_units
 from .precision import PrecisionOption, Precisions, Rule, checked
 
 if TYPE_CHECKING:
@@ -63,12 +64,9 @@ class Offload:
             raise TypeError(f"offload: states must be 'cpu' or the path of a folder, not {self.states!r}")
         if self.parameters not in (None, "cpu"):
             raise TypeError(f"offload: parameters must be 'cpu' or None, not {self.parameters!r}")
-        if self.parameters and not self.on_host:
-            raise ValueError("offload: parameters='cpu' needs states='cpu': a step copies both of a bucket to the GPU")
         if self.step not in (None, "cpu"):
             raise TypeError(f"offload: step must be 'cpu' or None, not {self.step!r}")
-        if self.step and not self.parameters:
-            raise ValueError("offload: step='cpu' needs parameters='cpu': else weights and gradients are on the GPU")
+        check(OF_OFFLOAD, self)
 
     @property
     def kind(self) -> str:
@@ -81,6 +79,13 @@ class Offload:
     def on_host(self) -> bool:
         """Whether states are kept in the host's memory. Internal."""
         return self.states == "cpu"
+
+
+def _meant_by(given: object) -> str:
+    """Return the `Offload` that a user may have meant, as text."""
+    if type(given).__name__ == "CPUOffloadPolicy":  # of FSDP2
+        return 'zero.Offload("cpu", parameters="cpu", step="cpu")'
+    return 'zero.Offload("cpu") or zero.Offload(folder)'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,15 +132,11 @@ class ShardingOptions:
         stage_of(self.stage)
         object.__setattr__(self, "mixed_precision", checked(self.mixed_precision))
         if not isinstance(self.offload, Offload | None):
-            raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}")
+            raise TypeError(f"offload must be a zero.Offload, not {self.offload!r}: give {_meant_by(self.offload)}")
         if not isinstance(self.rounding, StochasticRounding | None):
             raise TypeError(f"rounding must be a zero.StochasticRounding, not {self.rounding!r}")
-        if self.offloads_parameters and self.row.parameters is Placement.WHOLE:
-            raise ValueError(
-                f"offload: parameters='cpu' with stage {self.stage}, where forwards use whole parameters in place: it "
-                "is for stage 3"
-            )
-        check_prefetch_depth(self.prefetch_depth, self.row)
+        check_prefetch_depth(self.prefetch_depth)
+        check(OF_OPTIONS, self)
         cap = self.bucket_cap_mb
         is_number = isinstance(cap, (int, float)) and 0 < cap < math.inf
         if cap is not None and cap != "auto" and not is_number:
@@ -172,9 +173,20 @@ class ShardingOptions:
 
         Raises `ValueError` if so many ranks cannot share copies as the options ask.
         """
-        check_sharding_factor(self.copy_ranks, world_size, self.row)
+        check(OF_SHARDING, self)
+        check_sharding_factor(self.copy_ranks, world_size)
         factor = world_size if self.copy_ranks is None else self.copy_ranks
-        return check_reshard(self.reshard_after_forward, factor, self.row)
+        return check_reshard(self.reshard_after_forward, factor)
+
+    def at_stage(self, stage: int) -> ShardingOptions:
+        """Return the options at another stage. The options of units have their defaults where it gathers none, and
+        ``sharding_factor`` where it shards nothing."""
+        row, changes = stage_of(stage), dict[str, Any](stage=stage)
+        if row.parameters is Placement.WHOLE:
+            changes |= {"units": None, "reshard_after_forward": True, "prefetch_depth": 1}
+        if row.states is Placement.WHOLE:
+            changes["sharding_factor"] = None
+        return replace(self, **changes)
 
     def arguments(self) -> dict[str, Any]:
         """Return the options as keyword arguments of `ZeroOptimizer`."""
@@ -192,18 +204,8 @@ class Config(ShardingOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.mesh is not None and (self.process_group is not None or self.sharding_factor is not None):
-            other = "sharding_factor" if self.process_group is None else "process_group"
-            raise ValueError(
-                f"mesh and {other} both say which ranks share a copy: leave {other}= out, or pass process_group= and "
-                "sharding_factor= without mesh="
-            )
+        check(OF_CONFIG, self)
         self.mesh_place()
-        if self.bucket_cap_mb == "auto" and self.module is None:
-            raise ValueError(
-                'bucket_cap_mb="auto" depends on the sizes of units: pass the module itself, or parameters '
-                "and module=model, or a number of MiB"
-            )
 
     def mesh_place(self) -> MeshPlace | None:
         """Return the place of this rank in the mesh; None without a mesh. Raises `ValueError` if it is none to use."""
@@ -244,16 +246,15 @@ class Config(ShardingOptions):
     def module_of_units(self) -> nn.Module:
         """Return the module whose units are gathered. Raises `ValueError` if none was passed."""
         if self.module is None:
-            raise ValueError(
-                f"stage {self.stage} gathers parameters for the forwards of their modules: pass the module itself, or "
-                "parameters and module=model"
-            )
+            raise ValueError(GATHERS.text(o=self))
         return self.module
 
     def precisions(self) -> Precisions:
-        """Return the precision of each module. Raises as `Precisions.resolve` does."""
+        """Return the precision of each module. Raises as `Precisions.resolve` and `check_scripted` do."""
         rounds = self.rounding is not None
-        return Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored, rounds=rounds)
+        found = Precisions(cast(Rule, self.mixed_precision), self.module, self.ignored, rounds=rounds)
+        check_scripted(self.module, {id(border.module) for border in found.borders})
+        return found
 
     def transport(self, device: torch.device) -> Transport:
         """Return the transport of the process group, or of the mesh. Collective. ``device``: of the parameters."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from collectives import Kind, Tag, Transport, ring_broadcast
 
 from .config import Config
+from .core.bits import as_bytes
 from .core.parameter_specs import flattened, parts_of
 
 
@@ -118,7 +119,7 @@ def fingerprint(tensor: Tensor) -> bytes:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Return the elements of an ordinary tensor as 1-D bytes; a view if its memory and order allow it."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _text(value: Any) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 _OF_THE_ORDER = ("samples", "batch_size", "seed", "shuffle")  # what a position in an epoch depends on
 
@@ -69,7 +69,7 @@ class MicroBatchSampler(Sampler[list[int]]):
                 the same on another number of ranks; then set the optimizer's ``divisor`` to it as well.
 
         Raises:
-            TypeError: the dataset has no length, or an argument is no whole number.
+            TypeError: the dataset has no length, or is a sampler or a loader; an argument is no whole number.
             ValueError: an argument is out of range, or an epoch has no step.
         """
         self.rank, self.world = _whole(rank, "rank", 0), _whole(world, "world", 1)
@@ -128,15 +128,16 @@ class MicroBatchSampler(Sampler[list[int]]):
         return whole * self._share(self.per_step) + self._share(rest)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Return the indices of the samples of each micro-batch of this rank, behind those that are trained.
+        """Yield the indices of the samples of each micro-batch of this rank, behind those that are trained.
 
-        Raises `RuntimeError` if all steps of the epoch were counted by `step`.
+        Of the epoch that is set when the first one is taken. Raises `RuntimeError` if all its steps were counted by
+        `step`.
         """
         left = self._left()
         if self._counted and left == 0:
             raise RuntimeError(f"epoch {self.epoch} is trained: call set_epoch({self.epoch + 1}) before the next one")
         self._dealt = True
-        return self._deal(self._order(), self.trained, self.trained + left)
+        yield from self._deal(self._order(), self.trained, self.trained + left)
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
@@ -161,6 +162,8 @@ class MicroBatchSampler(Sampler[list[int]]):
         Raises `ValueError`, and changes nothing, if the saved order was a different one.
         """
         mine = self._facts()
+        if missing := [name for name in (*_OF_THE_ORDER, "epoch", "trained") if name not in state]:
+            raise ValueError(f"the state has no {missing[0]!r}: give load_state_dict() what state_dict() returned")
         for name in _OF_THE_ORDER:
             if state[name] != mine[name]:
                 raise ValueError(
@@ -230,6 +233,8 @@ class MicroBatchSampler(Sampler[list[int]]):
 
 
 def _length(data: Dataset[Any] | Sized | int) -> int:
+    if isinstance(data, Sampler | DataLoader):
+        raise TypeError(f"data is a {type(data).__name__}, whose order would be lost: give the dataset, or its length")
     if isinstance(data, Sized):
         return len(data)
     try:

@@ -2,43 +2,235 @@
 
 Knows: the order of operations in a call, and what ranks agree on before it. The parts do the work: `setup` (registers
 parameters), `storage` and `sharded` (hold parameters), `reducer` (gradients to means), `update` (clip and step),
-`user_optimizers` (the user's classes), `plain_dicts`. The calls about whole tensors are in `whole_tensor_calls`.
+`user_optimizers` (the user's classes), `plain_dicts`.
+
+One clip of several optimizers (`clip_together`): their gradients have one norm, and get one factor.
+
+    agree        on the arguments, and that each further optimizer is given by all its ranks    all ranks of the first
+    finalize     each further optimizer's sums become means                                     the ranks of its group
+    norm         each rank's exact sum, over its shards in all of them; one exchange            all ranks of the first
+    scale        one factor                                                                     each rank alone
+
+The sum has every element once, because the group of each further optimizer lies inside the first one's: its number, on
+which its ranks agree, is sent by as many ranks as it has. All ranks enter the further optimizers in the order of these
+numbers, so ranks that were given them in other orders do not wait for each other.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from collectives import CollectiveError, Kind, Tag, as_a_whole
+from collectives.torch_internals import current_graph_task_id
 
-from .gradients.join import Call, adopt_options, digests_of
-from .joint_clip import clip_together
+from .consistency import compare
+from .core.conflicts import JOINT_CLIP
+from .core.norm import PowerSum
+from .gradients.agreement import Call, adopt_options, digests_of
+from .gradients.whole_gradients import WholeGradients
+from .parameters.own_storages import own_storages
 from .parts import Parts
 from .runtime.compiled_calls import untraced, untraced_context
+from .runtime.flat_buffer import usable_later
 from .runtime.flat_states import Options
 from .runtime.profiler_ranges import LOG, ProfilerRange
+from .state.average import Averages
 from .state.device_memory import DeviceMemory
+from .state.full_state import FullState
+from .state.gather import gather_master
 from .state.live_states import States, agree_to_forget, forget_states
-from .state.modes import ModeCheck
+from .state.plain_dicts import PlainDicts
 from .step.model_parallel import ModelPart, Places, Replicated
 from .step.user_optimizer import Mode
-from .whole_tensor_calls import TAKEN_OVER, WholeTensorCalls, joinable
+
+WRONG_MODE = (
+    "a forward in {module} mode with the weights of the optimizer's {optimizer} mode: call optimizer.{module}() on all "
+    "ranks where model.{module}() is called"
+)
 
 
-class Engine(WholeTensorCalls):
+class ModeCheck:
+    """A forward-pre hook that warns once if a module runs with the weights of the other mode.
+
+    It does nothing once the engine is gone. A copy of the module has one that does nothing. A compiler leaves it out.
+    """
+
+    def __init__(self, engine: Any = None) -> None:
+        """``engine``: has ``wrong_mode``, which returns the mode of the weights if it is not the one given."""
+        self._engine = None if engine is None else weakref.ref(engine)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling() or self._engine is None:
+            return
+        engine = self._engine()
+        wanted = "train" if module.training else "eval"
+        wrong = None if engine is None else engine.wrong_mode(wanted)
+        if wrong is not None:
+            self._engine = None
+            warnings.warn(WRONG_MODE.format(module=wanted, optimizer=wrong), RuntimeWarning, stacklevel=5)
+
+
+TAKEN_OVER = "a newer ZeroOptimizer took over parameters of this one"
+_Result = TypeVar("_Result")
+
+
+def joinable(method: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Decorate a method so that, inside `join`, ranks that have run out of batches call it, too."""
+
+    @functools.wraps(method)
+    def call(self: Engine, **arguments: Any) -> _Result:
+        self.check()
+        with self._joining.broadcast(method.__name__, **arguments):
+            return method(self, **arguments)
+
+    return call
+
+
+_CALL = "clip_grad_norm_()"
+_TOGETHER = "clip_grad_norm_(also=...)"
+
+
+def clip_together(
+    first: Parts,
+    others: Sequence[Parts],
+    problem: str | None,
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
+    """Clip the mean gradients of all these optimizers by their common norm; return it, 0-dim, on the host. Collective.
+
+    All ranks of ``first`` call this, each with ``others`` of its own, in any order. ``problem``: an error that this
+    rank has found. Raises an error on every rank if an optimizer cannot be clipped now, if arguments or divisors
+    differ, or if a rank of one of ``others`` is not in the group of ``first``, or was not given it. Where a gradient of
+    any of them is infinite or NaN, a `GradScaler` that has unscaled skips the steps of all.
+    """
+    others = sorted(others, key=_number)
+    _agree(first, others, problem, [max_norm, norm_type, error_if_nonfinite])
+    total, failed = first.update.norm_sum(norm_type), None
+    for other in others:
+        try:
+            other.reducer.finalize_grads(_CALL, _problem(other))
+            total = total.merge(other.update.norm_sum(norm_type))
+        except Exception as error:  # the ranks of the other groups wait for this one
+            failed = failed or error
+    any_fp64 = any(parts.reducer.means.any_is_fp64() for parts in (first, *others))
+    head = {"error": None if failed is None else str(failed), "fp64": any_fp64}
+    message = json.dumps(head).encode() + b"\0" + total.to_bytes()
+    told = [data.partition(b"\0") for data in first.transport.exchange(message, Tag(Kind.EXCHANGE, "gradient norm"))]
+    if failed is not None:
+        raise failed
+    facts = [json.loads(head) for head, _, _ in told]
+    for rank, theirs in enumerate(facts):
+        if theirs["error"] is not None:
+            raise RuntimeError(f"{_TOGETHER}, on rank {rank}: {theirs['error']}")
+    total = PowerSum.of([], norm_type)
+    for _, _, part in told:
+        total = total.merge(PowerSum.from_bytes(part))
+    any_fp64 = any(theirs["fp64"] for theirs in facts)
+    norm = total.norm(torch.float64 if any_fp64 else torch.float32)
+    for parts in (first, *others):
+        parts.reducer.note_elsewhere(is_finite=not (total.has_inf or total.has_nan))
+    for parts in (first, *others):
+        parts.update.scale(norm, max_norm, norm_type, error_if_nonfinite)
+    return norm
+
+
+def _number(parts: Parts) -> int:
+    """Return a number of an optimizer, which its ranks have in common: chosen at random as its channel was opened."""
+    return parts.transport.links.number
+
+
+def _agree(first: Parts, others: Sequence[Parts], problem: str | None, arguments: list[float]) -> None:
+    """Agree to the clip with all ranks of the first optimizer, and turn its sums into means. Collective."""
+    problem = problem or next(filter(None, (_refused(first, parts) for parts in (first, *others))), None)
+    among = [parts for parts in others if parts.transport.world_size > 1]
+    given = [[_number(parts), parts.transport.world_size, parts.transport.rank, _names(parts)] for parts in among]
+    message = json.dumps({"arguments": arguments, "given": given}).encode()
+    records = first.reducer.check_consistency(_TOGETHER, problem or _problem(first), message=message)
+    _check([json.loads(record.attachment) for record in records])
+    first.reducer.finalize_agreed(_TOGETHER, records)
+
+
+def _names(parts: Parts) -> str:
+    names = [spec.name for spec in parts.storage.layout.parameters]
+    return f"that of {names[0]!r}" + (f" and {len(names) - 1} more parameters" if names[1:] else "")
+
+
+def _check(facts: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `ValueError` if arguments differ, or if a rank of a further optimizer has not given it."""
+    for rank, theirs in enumerate(facts):
+        if theirs["arguments"] != facts[0]["arguments"]:
+            raise ValueError(
+                f"{_TOGETHER}: max_norm, norm_type and error_if_nonfinite are {facts[0]['arguments']} on rank 0, and "
+                f"{theirs['arguments']} on rank {rank}"
+            )
+    known: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
+    for rank, theirs in enumerate(facts):
+        for number, size, place, names in theirs["given"]:
+            known.setdefault((number, size), []).append((rank, place, names))
+    for (_, size), given in known.items():
+        missing = set(range(size)) - {place for _, place, _ in given}
+        if missing:
+            rank, _, names = given[0]
+            raise ValueError(
+                f"{_TOGETHER}: rank {rank} has given a further optimizer of {size} ranks, {names}, but its rank "
+                f"{min(missing)} has not, so the norm would lack gradients: clip by the optimizer whose group has all "
+                "ranks, and give each further one on all of its ranks"
+            )
+
+
+def _refused(first: Parts, parts: Parts) -> str | None:
+    """Return why an optimizer cannot be clipped together with the first one now, else None. Local."""
+    try:
+        parts.reducer.check_synchronised(_CALL)
+    except RuntimeError as error:
+        return str(error)
+    if parts.joining.active:
+        return JOINT_CLIP.text()
+    own, theirs = first.reducer.schedule.divisor, parts.reducer.schedule.divisor
+    if own != theirs:
+        return (
+            f"{_TOGETHER}: this optimizer divides by {own}, and a further one by {theirs}, so their gradients "
+            f"are not means over the same micro-batches: build the further one with divisor={own}"
+        )
+    return None
+
+
+def _problem(parts: Parts) -> str | None:
+    """Return an error that this rank finds in an optimizer, else None."""
+    storage = parts.storage
+    return storage.diagnose(waits=False) or storage.diagnose_unfrozen() or parts.user_optimizers.changed()
+
+
+class Engine:
     """One optimizer on one rank. Every method is collective unless it is marked as local."""
 
     def __init__(self, parts: Parts) -> None:
-        super().__init__(parts)
+        self.parts = parts
+        self._transport, self._storage, self._reducer = parts.transport, parts.storage, parts.reducer
+        self._joining, self.watchers = parts.joining, parts.update.watchers
+        ranks, collective = (parts.transport, parts.shard_group), parts.collective
+        self.averages = Averages(parts.stage, parts.storage, parts.reducer, *ranks, collective)
+        self._gradients = WholeGradients(parts.storage.buckets, parts.reducer, *ranks, collective)
+        self._full_state = FullState(parts.module, parts.stage, parts.storage, parts.reducer, *ranks)
+        self.dicts = PlainDicts(parts.stage, parts.storage, parts.user_optimizers, parts.transport, parts.shard_group)
+        self._closed = ""  # why the optimizer cannot be used any more
+        self._gathered = 0  # blocks of `gathered` around this moment
         self._user_optimizers, self._update = parts.user_optimizers, parts.update
         self.state = States(self._storage, self.watchers, parts.streams)
         rank = self._transport.rank_label
@@ -51,6 +243,41 @@ class Engine(WholeTensorCalls):
         self._mode_check: RemovableHandle | None = None
         self.check_modes()
         self._memory = DeviceMemory(self._storage, self.averages, self._transport, parts.shard_group, parts.streams)
+
+    # -- checks -------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if the optimizer cannot be used any more, or not in this process. Local."""
+        self.check_usable()
+        self._transport.check_process()
+
+    def check_usable(self) -> None:
+        """Do as `check`, but allow calls in a process that was forked from a rank's. Local."""
+        self._check_not_closed()
+        self.parts.streams.wait_for_previous()
+
+    def _check_not_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"this optimizer is closed: {self._closed}; build a new optimizer")
+        if self.parts.superseded:
+            raise RuntimeError(f"{TAKEN_OVER}: use that, or build a new one")
+
+    def _check_rank(self, to: int | None, purpose: str) -> None:
+        if to is None:
+            return
+        if isinstance(to, bool) or not isinstance(to, int):
+            raise TypeError(f"{purpose}: to must be the number of a rank, or None for all, not {to!r}")
+        if not 0 <= to < self._transport.world_size:
+            raise ValueError(f"{purpose}: rank {to} is not one of the {self._transport.world_size} ranks")
+
+    def _is_free(self) -> bool:
+        return not self._gathered and self._storage.unit_hooks.end_iteration()
+
+    def _check_between_steps(self, purpose: str) -> None:
+        self.check()
+        self.averages.refuse_applied(purpose)
+        if current_graph_task_id() >= 0 or self._reducer.hooks.inside_backward or self._joining.active:
+            raise RuntimeError(f"{purpose} inside a backward or inside join(): leave it first")
 
     def check_may_add(self) -> None:
         """Raise `RuntimeError` if no param group can be added now. Local."""
@@ -127,7 +354,7 @@ class Engine(WholeTensorCalls):
         self.averages.refuse_applied("clip_grad_norm_()")
         with self._clipping():
             parts = self._reducer.finalize_grads(
-                "clip_grad_norm_()",
+                "clip_grad_norm_()" if replicated is None else "clip_grad_norm_(over=...)",
                 problem
                 # the step that follows finds what a device alone shows: a look here would drain it
                 or self._storage.diagnose(waits=False)
@@ -169,7 +396,7 @@ class Engine(WholeTensorCalls):
     def step(self, groups: Sequence[Options]) -> None:
         """Update every parameter that any rank used."""
         self.averages.refuse_applied("step()")
-        with torch.no_grad(), self._joining.broadcast("step"), self._stepping():
+        with usable_later(), torch.no_grad(), self._joining.broadcast("step"), self._stepping():
             self._agree_and_update(groups)
 
     def _agree_and_update(self, groups: Sequence[Options]) -> None:
@@ -190,6 +417,114 @@ class Engine(WholeTensorCalls):
         self._reducer.schedule.stepped()
         self.dicts.forget()
 
+    # -- whole tensors ------------------------------------------------------------------------------------------------
+
+    @joinable
+    def full_grad(self, index: int) -> Tensor | None:
+        """Return a copy of the whole mean gradient of a parameter; None if no rank used it."""
+        return self._gradients.read(*self._storage.slot_of(index))
+
+    def set_full_grad(self, index: int, gradient: Tensor | None, *, given: bool = True) -> None:
+        """Replace the mean gradient of a parameter; None: it has none."""
+        self.check()
+        self.averages.refuse_applied("set_full_grad()")
+        with self._joining.broadcast("set_full_grad", index=index):
+            self._gradients.replace(*self._storage.slot_of(index), gradient, given=given)
+
+    @joinable
+    def full_master(self, index: int) -> Tensor:
+        """Return a copy of the whole master weights of a parameter."""
+        spec = self._storage.layout.parameters[index]
+        self._reducer.check_consistency(f"full_master of {spec.name!r}", self._storage.diagnose())
+        bucket, number = self._storage.slot_of(index)
+        return gather_master(bucket, number, self.parts.shard_group.rank, self.parts.collective)
+
+    @joinable
+    def full_state_dict(self, to: int | None, masters: bool) -> dict[str, Any] | None:
+        """Return the model's whole state dict on rank ``to``, or on every rank."""
+        self._check_rank(to, "full_state_dict")
+        problem = "full_state_dict() inside gathered(): leave it first" if self._gathered else None
+        return self._full_state.gather(to, problem, masters=masters)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Overwrite the model with the state dict of the first rank that has one."""
+        purpose = "load_full_state_dict()"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        self.load(self._full_state.agree(state_dict, problem), f"in {purpose}")
+
+    @joinable
+    def update_average(self, average: str) -> None:
+        """Take the weights of this moment into an average. Without a message, outside `join`."""
+        self.averages.update(average)
+
+    @joinable
+    def gather_average(self, average: str, to: int | None) -> dict[str, Tensor] | None:
+        """Return a whole average on rank ``to``, or on every rank."""
+        self._check_rank(to, "gather")
+        return self.averages.gather(average, to)
+
+    @untraced_context
+    def apply_average(self, average: str) -> Iterator[None]:
+        """Return a context in which the model's weights are an average."""
+        purpose = f"applied() of the average {average!r}"
+        self._check_between_steps(purpose)
+        problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
+        with self.averages.applied(average, purpose, problem), self.parts.streams.block():
+            yield
+
+    @untraced_context
+    def gathered(self, chosen: Sequence[Tensor] | None, write: bool) -> Iterator[None]:
+        """Return a context in which ``chosen`` parameters (None: all) are whole.
+
+        With ``write`` every rank has rank 0's values after the block.
+        """
+        self.check()
+        positions = self._storage.positions(chosen) if self._joining.active else None
+        with ExitStack() as block:
+            with self._joining.broadcast("gathered", positions=positions):
+                block.enter_context(self._storage.gathered(chosen))
+            self._gathered += 1
+            try:
+                with own_storages(self._storage.views(chosen)):
+                    yield
+            finally:
+                self._gathered -= 1
+                with self._joining.broadcast("end of gathered", positions=positions, write=write):
+                    if write:
+                        self._overwrite(chosen)
+
+    def _overwrite(self, chosen: Sequence[Tensor] | None) -> None:
+        self._reducer.check_consistency("gathered(write=True)", self._storage.diagnose())
+        self._storage.overwrite(chosen)
+
+    @joinable
+    def broadcast_buffers(self) -> None:
+        """Copy rank 0's buffers to all ranks."""
+        self._reducer.check_consistency("broadcast_buffers()", self._storage.diagnose())
+        self._storage.broadcast_buffers()
+
+    @joinable
+    def check_replicas(self) -> str:
+        """Compare the parameters over the ranks, and return the SHA-256 over them."""
+        self._reducer.check_consistency("check_replicas()", self._storage.diagnose())
+        return compare(self._transport, self._storage.fingerprints(), "check_replicas()")
+
+    def load(self, read: Callable[[], None], doing: str = "in restore()") -> None:
+        """Let ``read`` overwrite all parameters and states, when all ranks have agreed to it."""
+        self.before_load()
+        self._storage.loading()
+        with usable_later(), torch.no_grad(), as_a_whole(self._transport, doing, Exception):
+            read()
+        self._storage.stepped()
+        self.dicts.forget()
+
+    def before_load(self) -> None:
+        """Return when all states may change. Local."""
+        for watcher in self.watchers:
+            for bucket in self._storage.buckets:
+                watcher.before_update(bucket.spec.index)
+
     # -- modes ------------------------------------------------------------------------------------------------------
 
     @untraced
@@ -203,7 +538,7 @@ class Engine(WholeTensorCalls):
         problem = None if self._is_free() else f"{purpose} inside gathered() or inside a forward: leave it first"
         problem = problem or self._storage.diagnose() or self._user_optimizers.changed(groups)
         self._reducer.check_consistency(purpose, problem)
-        with torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
+        with usable_later(), torch.no_grad(), as_a_whole(self._transport, f"in {purpose}", Exception):
             changed = self._update.set_mode(groups, mode)
         for number, options in changed.items():
             groups[number].update(options)
@@ -212,7 +547,7 @@ class Engine(WholeTensorCalls):
     def check_modes(self) -> None:
         """Let forwards of the module be checked from now on, if a class has modes. Local."""
         if self._mode_check is None and self.parts.module is not None and self._user_optimizers.with_modes():
-            self._mode_check = self.parts.module.register_forward_pre_hook(ModeCheck(self))
+            self._mode_check = nn.Module.register_forward_pre_hook(self.parts.module, ModeCheck(self))
 
     def wrong_mode(self, wanted: Mode) -> Mode | None:
         """Return the mode of the weights if it is not the ``wanted`` one. Local."""
@@ -268,7 +603,8 @@ class Engine(WholeTensorCalls):
         problem = None if self._is_free() else "reset_states() inside gathered() or inside a forward: leave it first"
         indices = agree_to_forget(self._reducer, self._storage, chosen, problem)
         self.before_load()
-        forget_states(self._storage, self._user_optimizers, groups, indices)
+        with usable_later():
+            forget_states(self._storage, self._user_optimizers, groups, indices)
         self.dicts.forget()
 
     def agree_to_load(self, purpose: str) -> None:
@@ -324,7 +660,8 @@ class Engine(WholeTensorCalls):
                 warnings.warn(f"close(): {lost}", RuntimeWarning, stacklevel=3)
         finally:
             self._closed = "its parameters could not be gathered any more"
-            self.parts.make_plain()
+            with usable_later():
+                self.parts.make_plain()
             if self._mode_check is not None:
                 self._mode_check.remove()
             self._memory.forget()

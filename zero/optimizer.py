@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,31 +19,36 @@ from torch import Tensor, nn
 from collectives import Algorithm, CollectiveError, Traffic, Transport
 
 from .config import Config, Offload, check_divisor, module_of
-from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, with_names
+from .core.conflicts import CLIP_TWICE, REPLICATED
+from .core.parameter_specs import as_groups, check_listed, check_new, device_of, members_of, name_empty, with_names
 from .core.rounding import StochasticRounding
 from .core.units import Given, Ignored, Predicate
 from .engine import Engine
-from .parameters.materialize import InitFunction, materializer_of
-from .parameters.state_dicts import StateDict
+from .parameters.materialize import InitFunction, StateDict, materializer_of
 from .precision import PrecisionOption
 from .runtime.compiled_calls import untraced_methods
+from .runtime.flat_buffer import usable_later
 from .setup import build, error_of, extend
 from .state.describe import Description, describe
-from .state.device_memory import WithOffload
-from .state.live_states import chosen_by
-from .state.modes import WithModes
-from .state.whole_tensors import WithWholeTensors
-from .step.arguments import merged
+from .state.live_states import chosen_by, refuse
+from .step.arguments import check_class, check_known, merged
 from .step.classes import UserOptimizers
-from .step.clip_call import WithClip
+from .step.clip import check_norm_arguments
+from .step.model_parallel import Replicated
+from .step.user_optimizer import Mode
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup  # noqa: TID251 - the type alone
     from torch.distributed.device_mesh import DeviceMesh  # noqa: TID251 - the type alone
 
+    from .step.model_parallel import Group
+
+
+_NO_PARAMETERS: Replicated = ()  # the default: any other value needs over=
+
 
 @untraced_methods
-class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
+class ZeroOptimizer(torch.optim.Optimizer):
     """A `torch.optim` class whose states, gradients and parameters are sharded over the ranks of a group.
 
     All ranks construct it. They all make each call that is marked "All ranks"; one marked "Local" sends nothing. After
@@ -109,6 +115,7 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
     """
 
     _engine: Engine
+    _built = False
 
     def __init__(
         self,
@@ -156,6 +163,8 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         )
         groups = as_groups(params, config.ignored)
         arguments = merged(defaults, optimizer_kwargs)
+        check_class(optimizer_class)
+        check_known(optimizer_class, arguments, (option.name for option in fields(config)))
         self._user_optimizers = user_optimizers = UserOptimizers(optimizer_class, arguments, groups)
         device = device_of(groups)
         device = config.default_device() if device.type == "meta" else device
@@ -196,8 +205,10 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         before = [parameter for g in self.param_groups for parameter in g["params"]]
         check_new(group["params"], before, self._storage.listed())
         check_listed([group], self._module, self._storage.ignored)
-        if self._module is not None and "param_names" in self.param_groups[0] and "param_names" not in group:
-            group["params"] = with_names(group["params"], self._module, len(before))
+        if "param_names" in self.param_groups[0] and "param_names" not in group:
+            name_empty([group])
+            if self._module is not None:
+                group["params"] = with_names(group["params"], self._module, len(before))
         count = len(self.param_groups)
         try:
             problem = error_of(lambda: self._append(group))
@@ -308,9 +319,128 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         self._engine.step(self.param_groups)
         return loss
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return False: a `GradScaler` decides about a step. It reads this right before. Internal."""
+        self._reducer.asked_for_step()
+        return False
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        over: Group | Sequence[Group] | None = None,
+        replicated: Replicated = _NO_PARAMETERS,
+        also: Iterable[ZeroOptimizer] | None = None,
+    ) -> Tensor:
+        """Clip the mean gradient of all parameters by its global norm, as `zero.clip_grad_norm_` does in a plain loop.
+
+        Returns the norm before clipping, 0-dim, with the same bits on every rank, at every stage and number of ranks.
+        It is on the gradients' device if kernels computed it there, otherwise on the CPU. All ranks. Raises
+        `RuntimeError` if ``error_if_nonfinite`` is set and the norm is nan or infinite.
+
+        Args:
+            max_norm: the largest norm that is not scaled, at least 0; inf to measure without clipping.
+            norm_type: p, greater than 0; inf for the largest magnitude.
+            error_if_nonfinite: raise instead of scaling by a norm that is inf or NaN.
+            over: with tensor, expert or pipeline parallelism by hand, the ranks that hold the other parts of the model:
+                one of each optimizer, at the same place. They all make the call. The norm is then the whole model's.
+                With two of these, both groups, such as ``[mesh["tp"], mesh["pp"]]``: each is added up in turn.
+            replicated: the parameters that each rank of ``over`` (of its first group) has, under one name and with the
+                same gradient, or a predicate (name, parameter) -> bool. Each counts once. `ValueError` names one whose
+                gradients differ. Only with ``over``.
+            also: further `ZeroOptimizer`s of this rank, over groups of ranks that lie inside this one's group (over the
+                experts of an expert-parallel group, say), in any order; a rank without one gives ``[]``. The norm is
+                that of all their gradients together, on all ranks, and all are scaled. Not inside `join`, nor with
+                ``over``. `ValueError` if a rank of such a group is not in this one's, or has not given it.
+        """
+        problem: Exception | None = None
+        try:
+            max_norm, norm_type = check_norm_arguments(max_norm, norm_type)
+            others = _further_engines(self, () if also is None else also)
+            if over is None and replicated is not _NO_PARAMETERS:
+                raise ValueError(REPLICATED.text())
+            if over is not None and also is not None:
+                raise ValueError(CLIP_TWICE.text())
+        except Exception as error:
+            if over is None and also is None:
+                raise
+            problem, others = error, []  # other ranks wait for this one: they must know
+        clip: Any = {"max_norm": max_norm, "norm_type": norm_type, "error_if_nonfinite": error_if_nonfinite}
+        if over is not None:
+            return self._engine.clip_whole_model(over, replicated, problem=problem, **clip)
+        self._engine.model_part.warn_of_others()
+        if also is None:
+            with self._engine.model_part.alone():
+                return self._engine.clip_grad_norm_(**clip)
+        return self._engine.clip_together(others, problem=problem, **clip)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Set every gradient to None, or the existing ones to zero. Local, but every rank must make the call."""
         self._engine.zero_grad(set_to_none=set_to_none)
+
+    # -- modes, and memory on a device ----------------------------------------------------------------------------
+
+    @property
+    def train(self) -> Callable[[], None]:
+        """Exchange the weights for those with which steps are taken, by the class's ``train()``. All ranks.
+
+        Call it before the first step and after each evaluation. Like `eval`, it is called between a backward and a step
+        or between steps, outside of `join` and `gathered`. All ranks raise the same `RuntimeError` otherwise, and if a
+        parameter was cast, moved or replaced. A call in that mode does nothing and sends nothing. With
+        `mixed_precision` the class exchanges master weights, which are then rounded. Without a class that has both
+        methods, this attribute is an `AttributeError`.
+        """
+        return self._call_of("train")
+
+    @property
+    def eval(self) -> Callable[[], None]:
+        """Exchange the weights for those that are evaluated, by the class's ``eval()``. All ranks. See `train`."""
+        return self._call_of("eval")
+
+    def _call_of(self, mode: Mode) -> Callable[[], None]:
+        if not self._user_optimizers.with_modes():
+            raise AttributeError(
+                f"{self._user_optimizers.names()} has no train() and eval(), and trains and evaluates the same "
+                f"weights: leave out optimizer.{mode}()"
+            )
+
+        def call() -> None:
+            self._engine.set_mode(self.param_groups, mode)
+
+        call.__qualname__ = f"ZeroOptimizer.{mode}"  # torch's modules have train(False), which is refused by this name
+        return call
+
+    def offload(self) -> None:
+        """Move all that this optimizer holds on a device to the host's memory, until `reload`. All ranks.
+
+        Parameters, shards, master weights, states and running averages move, and scratch memory is freed. So a loop can
+        lend the GPU to generation between two steps. Call it after `zero_grad`: gradients do not move.
+
+        Until `reload` every use of the model's parameters, forward, backward or other call of the optimizer raises
+        `RuntimeError`; `close` reloads first. The bits are the same afterwards. What does not belong to the optimizer
+        stays on the device: the module's buffers, replicated parameters, and (at stages 0 to 2) parameters that it does
+        not update. torch keeps freed memory for its own next tensors; for another process call
+        ``torch.cuda.empty_cache()``.
+
+        The memory on the host is pinned, takes the same number of bytes, and is kept for the next call. For parameters
+        on the CPU no memory moves, but the same calls raise. Tensors of ``optimizer.state`` that were read before do
+        not follow.
+
+        Raises `RuntimeError` on every rank, and nothing has changed, if gradients are there or a rank's host has too
+        little memory.
+        """
+        self._engine.offload()
+
+    def reload(self) -> None:
+        """Move all that `offload` has moved back to the device. All ranks. Does nothing if nothing was moved.
+
+        Raises `RuntimeError` on every rank if a device has too little memory. All is on the host still: free memory,
+        and call it again.
+        """
+        self._engine.reload()
 
     # -- parameters ---------------------------------------------------------------------------------------------------
 
@@ -323,6 +453,76 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         nothing if every rank holds whole parameters anyway.
         """
         return self._engine.gathered(chosen_by(params, "gathered()"), write)
+
+    def full_grad(self, parameter: Tensor) -> Tensor | None:
+        """Return a copy of the whole mean gradient of ``parameter``, in its shape, on its device. All ranks.
+
+        Its dtype is the parameter's; with `mixed_precision` it is ``accumulate_dtype``. Returns None if no rank used
+        the parameter. Raises `RuntimeError` if a gradient is not reduced yet.
+        """
+        self._engine.check()
+        if parameter in self._storage.replicated:
+            return None
+        return self._engine.full_grad(index=self._storage.index(parameter))
+
+    def set_full_grad(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        """Replace the mean gradient of ``parameter``, as ``p.grad = gradient`` does in the plain loop after the
+        division. All ranks.
+
+        Every rank gets the values of the first one; the others need a tensor as well. Shape and dtype are those of
+        `full_grad`. None: the parameter has no gradient, and a step leaves it alone. Like a clip, the call ends the
+        sum: clips and a step may follow, and a backward counts only after `zero_grad`. Raises the same error on every
+        rank if the tensor does not fit, if the parameter is frozen, or if some ranks give None.
+        """
+        self._engine.check()
+        if parameter not in self._storage.replicated:
+            self._engine.set_full_grad(self._storage.index(parameter), gradient)
+        elif gradient is not None:
+            name = self._storage.replicated[parameter].name
+            raise ValueError(f"set_full_grad of {name!r}: the parameter is frozen and replicated: give None")
+
+    def full_master(self, parameter: Tensor) -> Tensor:
+        """Return a copy of the whole master weights of ``parameter``, in its shape. All ranks.
+
+        Without master weights these are the parameter's values, in the master's dtype. For a replicated parameter they
+        have the parameter's own dtype.
+        """
+        self._engine.check()
+        if parameter in self._storage.replicated:
+            return parameter.detach().clone()
+        return self._engine.full_master(index=self._storage.index(parameter))
+
+    def broadcast_buffers(self) -> None:
+        """Copy group rank 0's buffers of the module to all ranks, as DDP does before a forward. All ranks.
+
+        Without this call, each rank's buffers (the running statistics of a batch norm) are its own after construction.
+        """
+        self._engine.broadcast_buffers()
+
+    def full_state_dict(self, to: int | None = 0, *, masters: bool = False) -> dict[str, Any] | None:
+        """Return the whole state dict of the module in the host's memory, on group rank ``to``; None elsewhere. All
+        ranks.
+
+        With ``to=None`` every rank gets it. Names, ties and hooks are those of ``module.state_dict()``, without what
+        `torch.compile` puts into names; buffers are those of the rank that gets the dict. Every tensor is a copy with
+        memory of its own. Parameters have the dtype with which the model computes. With ``masters=True`` those that
+        have master weights are these, in their dtype. One bucket at a time is whole on the device. Needs the module.
+
+        What is in ``ignored`` is left out: it may differ between ranks, and another optimizer may hold its values.
+        """
+        return self._engine.full_state_dict(to=to, masters=masters)
+
+    def load_full_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
+        """Load what `full_state_dict` returned at any stage and number of ranks, or a plain state dict. All ranks.
+
+        The dict of the first rank that gives one is loaded; other ranks may give None. Parameters and buffers become
+        its values on every rank; what a module's ``get_extra_state`` returned is not loaded. Where a value is wider
+        than the parameter, the parameter is rounded, and the master weights become the value itself; else master
+        weights follow as after an edit of the model. Optimizer states and gradients stay as they are. Raises
+        `RuntimeError` on every rank if names or shapes are not those of the module, and `ValueError` if no rank gives a
+        dict; nothing has changed then.
+        """
+        self._engine.load_full_state_dict(state_dict)
 
     def close(self) -> None:
         """Make the model plain again: each parameter gets its own memory, and all hooks are removed. All ranks.
@@ -341,6 +541,39 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
                 raise
             if not (was_broken and isinstance(first, CollectiveError)):  # else the reason is on its way
                 warnings.warn(f"close() after {type(first).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+    # -- states -----------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> Any:
+        """A live mapping from each parameter to this rank's part of its optimizer states, by name. Local.
+
+        A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
+        shape. Tensors may be edited in place. An assignment raises `TypeError`: see `reset_states`.
+        """
+        return self._engine.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if self._built:  # torch's constructor assigns an empty dict
+            refuse()
+
+    def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
+        """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
+
+        The next step starts from new states, as after ``del optimizer.state[p]`` in torch. They begin as the class
+        begins them, which need not be 0. Master weights, gradients and param groups stay as they are.
+        """
+        self._engine.reset_states(self.param_groups, chosen_by(params, "reset_states()"))
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
+            "consolidate_state_dict() and state_dict() give"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
+        refuse()
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -381,10 +614,24 @@ class ZeroOptimizer(WithClip, WithModes, WithOffload, WithWholeTensors):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             loaded = pre_hook(self, loaded) or loaded
         self._engine.before_load()
-        self._engine.dicts.load(loaded, self.param_groups)
+        with usable_later():
+            self._engine.dicts.load(loaded, self.param_groups)
         for load_hook in self._optimizer_load_state_dict_post_hooks.values():
             load_hook(self)
 
     def __repr__(self) -> str:
         place = f"stage={self._parts.stage.number}, rank {self.rank} of {self.world_size}"
         return f"ZeroOptimizer({self._user_optimizers.names()}, {place})\n{super().__repr__()}"
+
+
+def _further_engines(first: ZeroOptimizer, also: Any) -> list[Any]:
+    """Return the engines of further optimizers. Raises `TypeError` if ``also`` is no list of these, or if one is the
+    first one, or there twice."""
+    if not isinstance(also, Iterable):
+        raise TypeError(f"also must be a list of further ZeroOptimizers, not a {type(also).__name__}")
+    found: list[ZeroOptimizer] = []
+    for number, other in enumerate(also):
+        if not isinstance(other, ZeroOptimizer) or any(other is known for known in (first, *found)):
+            raise TypeError(f"also[{number}] must be a further ZeroOptimizer, each once, not {type(other).__name__}")
+        found.append(other)
+    return [each._engine for each in found]

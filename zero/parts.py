@@ -21,7 +21,6 @@ from .core.parameter_specs import changed
 from .core.rounding import STEPS, StochasticRounding, check_rounded, count_step
 from .core.stage import Placement, Stage
 from .gradients.reducer import Reducer
-from .gradients.whole_gradients import WholeGradients
 from .parameters.casting import put_casts, remove_casts
 from .parameters.storage import ParameterStorage
 from .precision import Precisions
@@ -30,8 +29,6 @@ from .runtime.joining import Joining
 from .runtime.offload import OffloadBackend
 from .runtime.profiler_ranges import LOG
 from .runtime.streams import Streams
-from .state.average import Averages
-from .state.full_state import FullState
 from .step.classes import UserOptimizers
 from .step.partition import check_classes
 from .step.update import Update
@@ -114,25 +111,6 @@ class Parts:
         """Whether another optimizer has taken over parameters of this one."""
         return self.reducer.hooks.superseded
 
-    @property
-    def gradients(self) -> WholeGradients:
-        """What reads and replaces whole gradients."""
-        return WholeGradients(
-            self.storage.buckets, self.reducer, self.transport, self.shard_group, self.choice.collective
-        )
-
-    @property
-    def averages(self) -> Averages:
-        """A record of averages, which has none yet."""
-        return Averages(
-            self.stage, self.storage, self.reducer, self.transport, self.shard_group, self.choice.collective
-        )
-
-    @property
-    def full_state(self) -> FullState:
-        """What gathers and loads the whole state dict of the model."""
-        return FullState(self.module, self.stage, self.storage, self.reducer, self.transport, self.shard_group)
-
     def check_rounding(self, new: Sequence[ParameterSpec], partitions: Iterable[str | None], first: int) -> None:
         """Raise `ValueError` if parameters of param groups from ``first`` on cannot be rounded. Local."""
         if self.rounding is not None:
@@ -180,6 +158,11 @@ class Parts:
             remove_casts(self.module, self)  # also the hooks of an optimizer that this one replaces
             for border in self.precisions.borders:
                 put_casts(border, self)
+
+    def cast_inside(self) -> None:
+        """Cast at the modules inside of the module, too, which a trainer calls outside of the module's forward."""
+        self.precisions.inside = True
+        self.cast_at_borders()
 
     def make_plain(self) -> None:
         """Make the model plain again. Collective."""

@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from .core.conflicts import BY_MODULE
 from .core.layout import Dtypes
-from .core.names import child_name, named_children
-from .core.parameter_specs import FLOATS
+from .core.parameter_specs import FLOATS, call_given, child_name, named_children
 from .core.rounding import rounded
-from .core.units import Ignored, has_forward
+from .core.units import Ignored, callable_children, has_forward
 
 
 @dataclass(frozen=True)
@@ -201,9 +201,11 @@ def _one(given: Any, where: str) -> MixedPrecision:
         return given
     fsdp = sys.modules.get("torch.distributed.fsdp")  # who has a policy has imported it
     if fsdp is None or not isinstance(given, fsdp.MixedPrecisionPolicy):
+        meant = PRECISIONS.get(given) if isinstance(given, str) else None
         raise TypeError(
             f"{where} must be a zero.MixedPrecision, not {given!r} (for a whole model also a mapping from patterns of "
             "names of modules, or a function of a name and a module; everywhere also a MixedPrecisionPolicy of FSDP2)"
+            f": give zero.MixedPrecision({torch.bfloat16 if meant is None else meant.param_dtype})"
         )
     known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
     for field in fields(given):
@@ -218,8 +220,7 @@ def _shown(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Border:
-    """A module that has another precision than the one around it, and so casts its inputs and outputs. The outermost
-    module is always one."""
+    """A module that casts its inputs and outputs: the outermost one, or one of another precision than around it."""
 
     name: str
     module: nn.Module
@@ -234,19 +235,20 @@ class Precisions:
     """
 
     lines: list[str]
+    inside = False  # whether the outermost modules inside of the module are borders, too
 
     def __init__(
         self, rule: Rule, module: nn.Module | None, ignored: Ignored | None = None, *, rounds: bool = False
     ) -> None:
         """``module``: that of the optimizer, if it has one; ``ignored``: what keeps its dtypes, is asked for no
         precision and is no border; ``rounds``: whether what is in bf16 is rounded. Raises as `resolve` does."""
-        self._rounds = rounds
-        self._rule, self._module = rule, module
+        self._rule, self._module, self._rounds, self._seen = rule, module, rounds, dict[int, MixedPrecision]()
         self._ignored = Ignored() if ignored is None else ignored
+        self._from_fp64 = set[Tensor]()  # parameters that were cast from fp64 while they were not listed
         self.resolve()
 
     def resolve(self) -> None:
-        """Ask anew for the precision of each module.
+        """Ask for the precision of each module.
 
         Raises:
             ValueError: modules cannot be asked, a pattern matches none, no pattern matches a module, or modules that
@@ -255,25 +257,22 @@ class Precisions:
         """
         self._borders, self._of_parameters = dict[int, Border](), dict[int, tuple[str, MixedPrecision]]()
         self._buffers: list[tuple[Callable[[], Iterator[Tensor]], torch.dtype | None]] = []
-        rule, module = self._rule, self._module
-        if rule is None or isinstance(rule, MixedPrecision):
+        if (rule := self._rule) is None or isinstance(rule, MixedPrecision):
             self._outermost, self.lines = rule, [f"precision {rule}"]
-            if rule is not None and module is not None:
-                self._borders[id(module)] = Border("", module, rule)
-                self._buffers = [(module.buffers, rule.buffer_dtype)]
+            if rule is not None and self._module is not None:
+                self._borders[id(self._module)] = Border("", self._module, rule)
+                self._buffers = [(self._module.buffers, rule.buffer_dtype)]
             return
-        if module is None:
-            raise ValueError(
-                "mixed_precision by patterns or by a function is about modules: pass the module itself, or parameters "
-                "and module=model"
-            )
+        if self._module is None:
+            raise ValueError(BY_MODULE.text())
         self._used, self._seen, self.lines = set[str](), dict[int, MixedPrecision](), []
-        self._outermost = self._visit(module, "", None, None)
+        self._outermost = self._visit(self._module, "", None, None)
         if isinstance(rule, Patterns):
             rule.check_used(self._used, "module")
 
     def resolve_again(self) -> None:
-        """Do as `resolve`, for parameters that are added. Also raises `ValueError` if these no longer keep dtypes."""
+        """Do as `resolve`, for parameters that are added. Also raises `ValueError` if these no longer keep dtypes. The
+        caller puts back the attributes, all of which are new objects, if it raises, or if another rank does."""
         kept = self.keeps_dtypes
         self.resolve()
         if kept and not self.keeps_dtypes:  # p.grad would show the means of some parameters alone
@@ -307,8 +306,7 @@ class Precisions:
         return found
 
     def _inside(self, module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-        children = named_children(module, name)
-        return ((below, child) for below, child in children if not self._ignored.has_module(child))
+        return (entry for entry in named_children(module, name) if not self._ignored.has_module(entry[1]))
 
     def _ask(self, name: str, module: nn.Module) -> MixedPrecision:
         if isinstance(self._rule, Patterns):
@@ -316,7 +314,7 @@ class Precisions:
             self._used.add(pattern)
             return found
         assert callable(self._rule)
-        given = self._rule(name, module)
+        given = call_given("mixed_precision", self._rule, _shown(name), name, module)
         if given is None:
             raise TypeError(
                 f"mixed_precision returned None for {_shown(name)}: return a zero.MixedPrecision for each module; "
@@ -336,17 +334,24 @@ class Precisions:
     @property
     def borders(self) -> list[Border]:
         """The modules at whose forwards tensors are cast, the outermost one first."""
-        return list(self._borders.values())
+        found = dict(self._borders)
+        if self.inside and self._module is not None and self._outermost is not None:
+            for name, child in callable_children(self._module, "", True, self._ignored):
+                found.setdefault(id(child), Border(name, child, self._seen.get(id(child), self._outermost)))
+        return list(found.values())
 
     def of(self, parameter: Tensor) -> Dtypes:
-        """Return the dtypes of a parameter that the optimizer updates. It still has the dtype that it was made in."""
-        found = self._for(parameter)
-        dtypes = Dtypes.all(parameter.dtype) if found is None else found.of(parameter.dtype)
+        """Return the dtypes of a parameter that the optimizer updates, and has not cast for that yet."""
+        found, dtype = self._for(parameter), parameter.dtype
+        dtype = torch.float64 if found and found.param_dtype is dtype and parameter in self._from_fp64 else dtype
+        dtypes = Dtypes.all(dtype) if found is None else found.of(dtype)
         return rounded(dtypes) if self._rounds else dtypes
 
     def unlisted(self, parameter: Tensor) -> Dtypes:
         """Return the dtypes of a parameter that the optimizer does not update."""
         found = self._for(parameter)
+        if parameter.dtype is torch.float64:
+            self._from_fp64.add(parameter)
         return Dtypes.all(parameter.dtype) if found is None else found.unlisted(parameter.dtype)
 
     def buffers(self) -> Iterator[tuple[Tensor, torch.dtype]]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .checkpoint.manager import CheckpointManager
-from .checkpoint.read.file_reader import CheckpointError
-from .checkpoint.read.reader import open_checkpoint
+from .checkpoint.read.reader import CheckpointError, open_checkpoint
 from .checkpoint.single import load, save
 from .checkpoint.stop_request import StopOnSignal
 from .commands.verify.verification import Verification, verify
@@ -12,8 +11,8 @@ from .config import Offload
 from .core.rounding import StochasticRounding
 from .data import MicroBatchSampler
 from .optimizer import ZeroOptimizer
+from .parameters.materialize import LazyStateDict
 from .parameters.module_hooks import register_forward_method
-from .parameters.state_dicts import LazyStateDict
 from .precision import MixedPrecision
 from .runtime.process_group import process_group
 from .state.average import ShardedAverage

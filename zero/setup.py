@@ -29,8 +29,9 @@ from .config import Config
 from .consistency import agree_on_construction, agree_on_sharing
 from .core.buckets import extended
 from .core.layout import BucketSpec, Layout, ParameterSpec
-from .core.parameter_specs import FLOATS, check_buffers, check_modules, check_one_device, is_laid_out, specs
+from .core.parameter_specs import FLOATS, check_buffers, check_one_device, is_laid_out, specs
 from .core.stage import Placement, why_one_device
+from .core.units import check_modules
 from .gradients.hooks import check_free, check_no_gradients
 from .gradients.reducer import Reducer
 from .parameters.materialize import Materializer
@@ -41,18 +42,16 @@ from .parts import Parts
 from .runtime.accumulator import GradAccumulator
 from .runtime.backward_tracker import BackwardTracker
 from .runtime.bucket import Bucket, StoredBucket
-from .runtime.flat_buffer import FlatBuffer
-from .runtime.flat_states import BucketStates, Options
-from .runtime.joining import Joining
-from .runtime.master_weights import MastersAlone, MasterWeights, RoundedShard, WideCopies
+from .runtime.flat_buffer import FlatBuffer, usable_later
+from .runtime.flat_states import BucketStates, MastersAlone, MasterWeights, Options, RoundedShard, WideCopies
+from .runtime.joining import Joining, UnitOrder
 from .runtime.offload import OffloadedStates, backend_for
 from .runtime.profiler_ranges import ProfilerRange
 from .runtime.streams import Streams
-from .runtime.unit_order import UnitOrder
 from .step.classes import UserOptimizers
 from .step.partition import check_partitions, choose_partitions, stack_of
-from .step.step_groups import step_groups
 from .step.update import Update
+from .step.user_optimizer import step_groups
 
 NOTHING_TO_TRAIN = (
     f"no listed parameter can be trained: all are frozen, and none is a plain tensor of {', '.join(map(str, FLOATS))}. "
@@ -92,9 +91,12 @@ def build(
         warnings.warn(f"{inexact}; {choice.reason}", stacklevel=2)
     post_forward_group = _post_forward_group(shard_group, device, reshard_group_size)
     resharded = reshard is True or reshard_group_size > 1 or not config.gathers_shards(shard_group.world_size)
-    transport.advise(". Ranks with different numbers of batches train inside optimizer.join()")
+    transport.advise(
+        ". Did one rank alone evaluate, generate or save? All ranks call full_state_dict(), too. Ranks with different "
+        "numbers of batches train inside optimizer.join()"
+    )
     try:
-        check_modules(config.module)
+        check_modules(config.module, config.ignored)
         check_not_in_units(config.module, config.ignored)
         precisions = config.precisions()
         bucket_sizes = config.bucket_sizes(listed, device, shard_group.world_size, choice.hosts, precisions)
@@ -176,12 +178,11 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
     ``problem``: an error that this rank found in them, which every rank then raises. The model is as it was then.
     """
     storage = parts.storage
-    with storage.registration():
-        new = _agree(parts, all_groups, first, problem)
-        for line in new.warnings if parts.transport.rank == 0 else ():
-            warnings.warn(line, stacklevel=3)
+    with usable_later(), storage.registration():
+        with parts.user_optimizers.unchanged_on_error(parts.precisions):
+            new = _agree(parts, all_groups, first, problem)
+            storage.check_replicas(new.replicated)
         parts.user_optimizers.note_trial(all_groups, first, new.elementwise)
-        storage.check_replicas(new.replicated)
         with as_a_whole(parts.transport, TAKING_OVER):
             storage.materialize()
         sizes, across = parts.bucket_sizes, storage.buckets_cross_units
@@ -199,7 +200,7 @@ def extend(parts: Parts, all_groups: Sequence[Options], first: int, problem: Exc
                 home, group = states.homes.get(bucket.spec.index), parts.shard_group
                 grad = GradAccumulator(bucket.spec, bucket.specs, parts.stage, group, parts.streams, home)
                 buckets.append(Bucket(bucket, grad, states.of(bucket, [*storage.buckets, *buckets])))
-            storage.add(buckets)
+            storage.add(buckets, layout)
         parts.reducer.watch(buckets)
         for rest in storage.unlisted_buckets():
             for parameter in rest.parameters:
@@ -216,14 +217,12 @@ class _NewParameters:
         parameters: those that will lie in buckets.
         specs: their descriptions.
         replicated: the others.
-        warnings: of the partitions that were chosen.
         elementwise: for each class, the names of states that are as large as their parameters.
     """
 
     parameters: Sequence[Tensor]
     specs: Sequence[ParameterSpec]
     replicated: Mapping[Tensor, ParameterSpec]
-    warnings: Sequence[str]
     elementwise: Mapping[int, frozenset[str]]
 
 
@@ -274,9 +273,11 @@ def _describe(parts: Parts, all_groups: Sequence[Options], first: int) -> _NewPa
     if first and parts.reducer.schedule.is_open:  # else zero_grad() is due, which clears them, too
         check_no_gradients(named)
     parts.check_rounding(described, requested.values(), first)
-    storage.prepare(found)
+    of_memory = storage.prepare(named)
     described, lines, states = choose_partitions(parts.user_optimizers, all_groups, described, requested)
-    return _NewParameters(found, described, replicated, lines, states)
+    for line in [*lines, *of_memory] if parts.transport.rank == 0 else ():
+        warnings.warn(line, stacklevel=5)  # here, where an error that a warning is made to reaches all ranks
+    return _NewParameters(found, described, replicated, states)
 
 
 def _lines(parts: Parts, new: _NewParameters) -> list[str]:
@@ -301,7 +302,7 @@ class _NewStates:
     """
 
     def __init__(self, parts: Parts, all_groups: Sequence[Options], layout: Layout, first: int) -> None:
-        self._parts, self._groups, self._layout = parts, all_groups, layout
+        self._parts, self._groups, self._layout, self._later = parts, all_groups, layout, first > 0
         self._masters: dict[int, Tensor] = {}  # bucket -> this rank's interval of the values before the cast
         self.homes: dict[int, Tensor] = {}  # bucket -> memory for the sum of its gradients, if that is offloaded
         self._stores: dict[int, OffloadedStates] = {}  # bucket -> the place of its states, if they are offloaded
@@ -331,14 +332,14 @@ class _NewStates:
         elif spec.dtypes.has_master:
             wide, room = self._masters.pop(spec.index, None), self._room_for_masters(spec)
             master = MasterWeights(weights.data, spec.dtypes.master_dtype, wide, room)
-        user_optimizers, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
+        classes, number = self._parts.user_optimizers, bucket.specs[0].optimizer_class
         alike = (each.states.instance for each in before if each.specs[0].optimizer_class == number)
         store, group = self._stores.get(spec.index), self._step_groups[spec.index]
         if group not in self._instances:
-            self._instances[group] = user_optimizers[number].instance(next(alike, None))
+            self._instances[group] = classes[number].instance(next(alike, None))
         copies = WideCopies.of(self._parts.rounding, spec, bucket.specs, weights.begin)
         states = BucketStates(self._instances[group], spec, weights, bucket.specs, master, store, copies)
-        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, self._groups))
+        classes[number].create_states(states, classes.groups_of(number, self._groups), later=self._later)
         states.evict()
         return states
 

@@ -35,8 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero.commands.train.model import GPT, INIT_STD, Shape, loss_fn
-
+from ..gpt import GPT, INIT_STD, Shape, loss_fn
 from ..systems import FSDP2, ON_A_DEVICE, PLAIN, How, Training
 from .clock import Host, clock
 from .job import ROOT, Row, ShortJob

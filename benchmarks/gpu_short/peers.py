@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -31,16 +31,14 @@ from collectives import Tag, Transport, pool
 from collectives.algorithms import ordered_sum
 from collectives.backend import Pending, PendingBytes
 from collectives.backends.gloo import GlooBackend, _UnderWay
-from collectives.launches.board import MemoryBoard
 from collectives.links.control_plane import pack_messages
-from collectives.links.messenger import MARKER
-from collectives.links.peer_links import CONTROL_PORT, HEADER_PORT, MARKER_PORT, PAYLOAD_PORT, PORTS
+from collectives.links.messenger import CONTROL_PORT, HEADER_PORT, MARKER, MARKER_PORT, PAYLOAD_PORT, PORTS
 from collectives.messages import with_offset
 from zero.core import bits, layout, norm
-from zero.gradients import division, early_means, grad_publisher, hooks
+from zero.gradients import backward_schedule, grad_publisher, hooks, reducer
 from zero.parameters import edit_detector
-from zero.runtime import accumulator, master_weights
-from zero.step import step_groups
+from zero.runtime import accumulator, flat_states
+from zero.step import user_optimizer
 
 TIMEOUT = 60.0
 OFFSET_BYTES = len(with_offset(b""))
@@ -113,9 +111,9 @@ class AnsweredBackend(GlooBackend):
     def stays_on(self, device: torch.device) -> bool:
         return True
 
-    def board(self, exchange: Callable[[bytes], list[bytes]]) -> MemoryBoard:
-        """Return a board on which no sentinel asks: nothing is ever late."""
-        return MemoryBoard()
+    def board(self) -> Any:
+        """Return a store in which nothing is read: no rank is ever late."""
+        return dist.HashStore()  # type: ignore[attr-defined]
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Any:
         raise NotImplementedError("the last rank sends no values in a broadcast, nor in an all-to-all")
@@ -261,11 +259,11 @@ def device_paths() -> Iterator[None]:
     (pinned memory, streams) stays as it is.
     """
     with ExitStack() as patches:
-        for module in (bits, division, edit_detector, grad_publisher, master_weights, norm):
+        for module in (bits, reducer, edit_detector, grad_publisher, flat_states, norm):
             patches.enter_context(mock.patch.object(module, "host_readable", _no))
         for keeper in (pool, accumulator):
             patches.enter_context(mock.patch.object(keeper, "worth_keeping", _no))
-        for module in (step_groups, hooks, early_means):
+        for module in (user_optimizer, hooks, backward_schedule):
             patches.enter_context(mock.patch.object(module, "is_launched", _yes))
         patches.enter_context(mock.patch.object(layout, "device_type", _cuda))
         for owner, name, wide in (

@@ -18,17 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.commands.train.model import GPT, Shape, loss_fn
 from zero.core.buckets import DEFAULT_CAP_MB
 from zero.core.layout import Dtypes
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_module
 from zero.planning.plan import Planner, Training
-from zero.planning.seconds.compute import Compute
+from zero.planning.seconds.compute import Compute, Wires
 from zero.planning.seconds.simulate import simulate
-from zero.planning.seconds.wires import Wires
 
+from ..gpt import GPT, Shape, loss_fn
 from ..gpu_short.page import medians
 from ..gpu_short.peers import SEVEN_BILLION, build
 from ..report import Report

@@ -19,13 +19,11 @@ import torch
 
 from zero.planning.hardware import presets
 from zero.planning.model import Model, Transformer, UnitWork
-from zero.planning.models.reference import ReferenceModel
 from zero.planning.models.shapes import model_of
-from zero.planning.models.works import count_transformer
-from zero.planning.seconds.compute import Compute, PassSeconds, values
+from zero.planning.models.works import ReferenceModel, count_transformer
+from zero.planning.seconds.compute import Compute, PassSeconds, Wires, values
 from zero.planning.seconds.schedule import UnitLoad
 from zero.planning.seconds.simulate import simulate
-from zero.planning.seconds.wires import Wires
 
 from .memory import USABLE, RowBytes, row_bytes
 from .setting import Columns, RowSetting, read_row

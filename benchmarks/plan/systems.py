@@ -20,10 +20,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero.core.layout import Dtypes
-from zero.planning.seconds.compute import Compute
-from zero.planning.seconds.program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
-from zero.planning.seconds.schedule import UnitLoad, after, in_groups, jitter
-from zero.planning.seconds.wires import NOTHING, RankGroup, WireCost, Wires
+from zero.planning.seconds.compute import NOTHING, Compute, RankGroup, WireCost, Wires
+from zero.planning.seconds.schedule import (
+    AFTER_THE_LAST,
+    Reduction,
+    StepProgram,
+    UnitLoad,
+    UnitStep,
+    UpdateStep,
+    after,
+    in_groups,
+    jitter,
+)
 
 MIB = float(1 << 20)
 STATES_OF_ADAM = 2  # tensors as large as a parameter

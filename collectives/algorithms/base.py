@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ..backend import Pending
-from ..launches.gate import Launches
-from ..launches.ledger import Ledger
+from ..launches.ledger import Launches, Ledger
 from ..messages import Chain, CollectiveError, Kind, PeerError, Tag, Work
 from ..transport import Transport, as_a_whole
 
@@ -161,8 +160,7 @@ def launched(
         return Launched(Chain(()), begun(transport, tag, call, finish))
     announced: Work = Chain(())
     if launches.is_gate():
-        with launches.waiting(tag):
-            transport.announce(tag).wait()
+        launches.pass_gate(tag, transport.announce(tag).wait)
     elif tag.kind is Kind.REDUCE_SCATTER:
         announced = _Waited(transport.announce_round(tag), launches, tag)
     return Launched(announced, begun(transport, tag, partial(noted, launches, tag, call), finish))

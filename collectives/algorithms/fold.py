@@ -29,9 +29,8 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole, chunks
-from .aside import Aside, enqueued
 from .base import ADDING_UP, has_ended, nothing
-from .ordered_sum import ordered_sum
+from .ordered_sum import Aside, enqueued, ordered_sum
 from .plans import Rails, chunk_of_fold
 
 
@@ -92,7 +91,9 @@ class Fold:
 
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
         self.exchanged.wait()
-        return _ByMessages(self, _Operands(self, source, bounds, out, start), tag)
+        work = _ByMessages(self, _Operands(self, source, bounds, out, start), tag)
+        self.exchanged = work.exchanged
+        return work
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int], *, tag: Tag) -> Work:
         """See `collectives.Collective.all_gather`."""
@@ -111,12 +112,18 @@ class FoldOnDevices(Fold):
         self.exchange: _HostExchange | None = None  # the last one
         self.aside = together.aside
 
+    def add_in_wait(self) -> None:
+        """See `AddsAside`."""
+        self.aside = None
+
     def _launch(self, source: Tensor, bounds: Sequence[int], out: Tensor, start: Tensor | None, tag: Tag) -> Work:
         def call(_: Backend) -> Pending:
             if self.exchange is not None:
                 self.exchange.let_go(self.transport.timeout)
             copied = None if start is None else _copy(self, start)
-            return _FoldUnderWay(self, _Operands(self, source, bounds, out, copied))
+            work = _FoldUnderWay(self, _Operands(self, source, bounds, out, copied))
+            self.exchange = work.exchange
+            return work
 
         return self._begins.begin(tag, bounds, source, call, nothing)
 
@@ -167,9 +174,9 @@ class _ByMessages:
         operands.arrived[rails.place].copy_(own[rails.place])
         peers = [(rails.place + step) % rails.width for step in range(1, rails.width)]
         recvs = [t.irecv(operands.arrived[peer], first + peer, tag) for peer in peers]
-        fold.exchanged = Chain([*recvs, *(t.isend(own[peer], first + peer, tag) for peer in peers)])
+        self.exchanged = Chain([*recvs, *(t.isend(own[peer], first + peer, tag) for peer in peers)])
         t.post_remaining()
-        self._under_way: Work = Chain([announced, fold.exchanged])
+        self._under_way: Work = Chain([announced, self.exchanged])
         self._folded = False
 
     def wait(self) -> None:
@@ -251,7 +258,7 @@ class _FoldUnderWay:
             as_bytes(operands.sorted),
             ([numel * itemsize] * rails.width, [size * itemsize for size in operands.sizes]),
         )
-        self._exchange = fold.exchange = _HostExchange(pending, operands.sorted)
+        self.exchange = _HostExchange(pending, operands.sorted)
         del operands.sorted
         sent, received = sum(operands.sizes) - numel, (rails.width - 1) * numel
         t.count_payload(sent * itemsize, received * itemsize)
@@ -273,7 +280,7 @@ class _FoldUnderWay:
         if self._returned is None:
             self._fold_here(timeout)
         assert self._returned is not None
-        self._exchange.let_go(timeout)
+        self.exchange.let_go(timeout)
         self._returned.wait(timeout)  # it was launched behind all additions
         for each in self._sends:
             each.wait(timeout)
@@ -312,7 +319,7 @@ class _FoldUnderWay:
 
     def _fold_here(self, timeout: float) -> None:
         """Add this host's contributions chunk by chunk, send each on, and the total to its owners."""
-        self._exchange.wait(timeout)
+        self.exchange.wait(timeout)
         if self._gathered is not None:
             self._gathered.wait(timeout)
         rails, given = self._rails, self._operands

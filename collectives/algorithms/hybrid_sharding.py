@@ -30,8 +30,8 @@ from torch import Tensor
 from ..backend import Backend, Pending
 from ..messages import Chain, Tag, Work, as_bytes
 from ..transport import Transport, as_a_whole
-from .aside import AddsAside
 from .base import Collective, all_gather_from, begun, nothing
+from .ordered_sum import AddsAside
 
 PASSING = "while passing a sum on"
 
@@ -147,7 +147,7 @@ class Replicated:
         go from device to device; None: sums go by messages."""
         self.transport, self.inner, self.shard_group = transport, inner, inner.transport
         if isinstance(inner, AddsAside):
-            inner.aside = None  # a sum of other replicas comes after the launch
+            inner.add_in_wait()  # a sum of other replicas comes after the launch
         width = self.shard_group.world_size
         first = transport.rank - self.shard_group.rank
         transport.attach(self.shard_group, range(first, first + width))

@@ -22,9 +22,8 @@ from ..backend import Backend, Pending
 from ..launches.ledger import agreed_digest
 from ..messages import Chain, CollectiveError, Tag, Work, as_bytes
 from ..transport import Transport
-from .aside import AddedAside, Aside
 from .base import Launched, Running, Several, launched, nothing
-from .ordered_sum import ordered_sum
+from .ordered_sum import AddedAside, Aside, ordered_sum
 
 MOST_PADDING = 0.5  # of the elements of an all-gather
 
@@ -93,6 +92,10 @@ class ProcessGroupAlgorithm(ABC):
         if stream is None:
             return work
         return AddedAside(t, work, stream, source.device, (source, exchange, parts, out))
+
+    def add_in_wait(self) -> None:
+        """See `AddsAside`."""
+        self.aside = None
 
     def _stream(self, device: torch.device) -> torch.Stream | None:
         """Return the stream on which sums are formed at the launch; None if they are formed in the wait."""

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..messages import Kind, Tag
 from ..transport import Transport
-from .gloo import GlooBackend, GroupsOfMesh, connect
+from .gloo import GlooBackend, GroupsOfMesh, connect, timeout_of
 from .threads import solo
 
 _DIMENSIONS = (
@@ -108,13 +108,12 @@ def connect_mesh(mesh: DeviceMesh) -> Transport:
         return solo()
     if mesh.ndim == 1 or 1 in mesh.shape:
         return connect(mesh.get_group(0 if mesh.ndim == 1 else 1 - mesh.shape.index(1)))
-    timeout = connect().timeout  # checks that the job's group has gloo
     rows: list[list[int]] = mesh.mesh.tolist()
     columns = zip(*rows, strict=True)
     known = {_key(rows): mesh.get_group(1), _key(columns): mesh.get_group(0)}
     group = dist.group.WORLD
     assert group is not None, "there is a mesh"
-    backend = GlooBackend(group, timeout, of_mesh=GroupsOfMesh(len(ranks), known))
+    backend = GlooBackend(group, timeout_of(group), of_mesh=GroupsOfMesh(sorted(ranks), known))
     transport = Transport(backend, ranks, zlib.crc32(str(sorted(ranks)).encode()) & 0xFFFFFF)
     texts = transport.exchange(str(rows).encode(), Tag(Kind.EXCHANGE, "comparing meshes"))
     for rank, text in enumerate(texts):

@@ -1,16 +1,31 @@
 """The library's only use of torch.distributed: a backend over a process group, and how it is connected.
 
-Knows: process groups, and that torch numbers ranks globally. Global ranks exist in this module and in `device_mesh`
-alone, and even here every call is made with ranks of the group. Does not know: buckets, optimizers.
+Asks for a device's events while another thread captures a CUDA graph.
+
+In CUDA's default mode of a capture no thread may ask for an event, and one that does spoils the capture. A thread whose
+own mode is "thread local" may: torch's watchdog of NCCL changes its mode in this way, too.
+
+The gloo group of ranks whose process group has none, as after ``init_process_group("nccl")``: messages need one.
+
+Its ranks alone make it, in the store of their process group. `torch.distributed.new_group` would not do: every process
+of the job must call it, or, with ``use_local_synchronization``, all ranks must be in equally many groups before, since
+the name under which they meet has that number.
+
+Knows: process groups and their stores, and that torch numbers ranks globally. Global ranks exist in this module and in
+`device_mesh` alone, and even here every call is made with ranks of the group. Does not know: buckets, optimizers.
 """
 
 from __future__ import annotations
 
+import ctypes
+import logging
 import os
+import secrets
+import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,14 +36,89 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..backend import NCCL, Backend
-from ..launches.board import Board
 from ..messages import PeerError
 from ..transport import Transport
-from .captures import has_ended
-from .store_board import BOARDS
 from .threads import solo
 
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def _loaded() -> Any:
+    """Return the library of the CUDA driver; None if there is none."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+_DRIVER = _loaded()
+
+
+def has_ended(event: torch.Event) -> bool:
+    """Return whether the device has reached an event, whatever other threads capture. The host does not wait."""
+    if _DRIVER is None or event.device.type != "cuda":
+        return event.query()
+    mode = ctypes.c_int(_THREAD_LOCAL)
+    _DRIVER.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        return event.query()
+    finally:
+        _DRIVER.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # the mode that it was
+
+
+LOG = logging.getLogger("collectives")
+_PAUSE = 0.005  # seconds between two looks at the store
+
+
+def make_gloo(group: dist.ProcessGroup, ranks: Sequence[int], place: int, timeout: float) -> Any:
+    """Make the gloo group of some ``ranks`` of a process group, in which this one has a ``place``. Collective.
+
+    Raises `RuntimeError` if a rank does not come within ``timeout`` seconds.
+    """
+    there = dist.get_backend_config(group)
+    torch: Any = dist  # its annotations leave out names that it exports
+    try:
+        store = torch.PrefixStore(f"gloo of {','.join(map(str, ranks))}", group.get_group_store())
+        store = torch.PrefixStore(_agreed_name(store, place, len(ranks), timeout), store)
+        found = torch.ProcessGroupGloo(store, place, len(ranks), timedelta(seconds=timeout))
+    except (RuntimeError, AttributeError) as error:  # the second: torch was built without gloo
+        raise RuntimeError(
+            f"rank {place}: the process group's backend is {there!r}. The gloo group beside it, for short messages, "
+            f"could not be made: some of its {len(ranks)} ranks did not come within {timeout:g} s or cannot be reached "
+            f"({' '.join(str(error).split())}). init_process_group('cpu:gloo,{there}') makes both"
+        ) from error
+    if place == 0:
+        LOG.info("the process group's backend is %r: %d ranks have made a gloo group beside it", there, len(ranks))
+    return found
+
+
+def _agreed_name(store: Any, place: int, size: int, timeout: float) -> str:
+    """Return rank 0's name for a new group. Rank 0 sends it, to the name of each rank, until the rank has it.
+
+    A store may outlive processes, as torchrun's does, and then has addresses of ranks that are gone. No name is known
+    to these.
+    """
+    mine, left, end = secrets.token_hex(8), list(range(1, size)), time.monotonic() + timeout
+    if place:
+        store.set(f"{place}", mine)
+        store.wait([mine], timedelta(seconds=timeout))
+        name: str = store.get(mine).decode()
+        store.set(f"{name}/{place}", "")
+        return name
+    while left := [rank for rank in left if not store.check([f"{mine}/{rank}"])]:
+        if time.monotonic() > end:
+            raise RuntimeError(f"no answer from {', '.join(f'rank {rank}' for rank in left)}")
+        for rank in left:
+            if store.check([f"{rank}"]):
+                store.set(store.get(f"{rank}").decode(), mine)
+        time.sleep(_PAUSE)
+    return mine
+
+
 _PASSED = zlib.crc32(b"pass_to") >> 1  # gloo's tag of tensors that are passed on; those of messages depend on a slot
+_PROBE = zlib.crc32(b"is_closed") >> 1  # the tag with which nothing is sent
 DEFAULT_TIMEOUT = 1800.0  # seconds; that of torch.distributed's gloo groups
 
 
@@ -119,17 +209,19 @@ class GroupsOfMesh:
     """The process groups of a mesh.
 
     Attributes:
-        ranks: the number of its ranks.
+        ranks: its ranks, in ascending order.
         known: that of this rank in some partitions of its ranks.
     """
 
-    ranks: int
+    ranks: Sequence[int]
     known: Mapping[tuple[tuple[int, ...], ...], dist.ProcessGroup]
 
 
 class GlooBackend(Backend):
     """The isend and irecv of torch.distributed over a gloo group, and its collectives, in which the tensor's device
     decides what moves it. Messages of device memory are staged through the host.
+
+    If the process group has no gloo, messages go through a gloo group beside it; see `gloo_beside`.
     """
 
     name = "gloo"
@@ -148,22 +240,29 @@ class GlooBackend(Backend):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.timeout = timeout
+        self._is_in_part = of_mesh is not None and len(of_mesh.ranks) < self.world_size
+        self._gloo: Any = group
+        self._places: Sequence[int] | Mapping[int, int] = range(self.world_size)  # there, of the ranks
+        if self.device_backend(torch.device("cpu")) != "gloo":
+            ranks = self._places if of_mesh is None else of_mesh.ranks
+            self._places = {rank: place for place, rank in enumerate(ranks)}
+            self._gloo = _PARTS.beside(group, tuple(ranks), self._places[self.rank], timeout)
         # Messages before their wait, kept as long as the group: once gloo finds the memory of a message gone, it moves
         # nothing more between these two ranks, even if the user of the message has failed and is gone, too.
         self._under_way = set[_TorchPending]()
         self._on_streams = _UnderWay()
         self._parts: list[GlooBackend] = []
-        weakref.finalize(group, self._under_way.clear).atexit = False
+        weakref.finalize(self._gloo, self._under_way.clear).atexit = False
 
     def send(self, tensor: Tensor, to: int, slot: int) -> _TorchPending:
         data = tensor.cpu()  # host synchronisation: device memory goes through the host
-        work = _started(self.group.send, [data], to, _tag(slot, data))  # dist.isend takes twice as long
+        work = _started(self._gloo.send, [data], self._places[to], _tag(slot, data))  # dist.isend takes twice as long
         return self._kept(_TorchPending(work, data, None, self._under_way))
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> _TorchPending:
         staged = None if tensor.device.type == "cpu" else torch.empty_like(tensor, device="cpu")
         target = tensor if staged is None else staged
-        work = _started(self.group.recv, [target], source, _tag(slot, target))
+        work = _started(self._gloo.recv, [target], self._places[source], _tag(slot, target))
         return self._kept(_TorchPending(work, tensor, staged, self._under_way))
 
     def _kept(self, pending: _TorchPending) -> _TorchPending:
@@ -177,7 +276,7 @@ class GlooBackend(Backend):
     def has_parts(self) -> bool:
         if self._part_of is not None:
             return self._part_of[0].has_parts
-        if self._of_mesh is not None and self._of_mesh.ranks < self.world_size:
+        if self._is_in_part:
             return False
         everyone = range(self.world_size)
         return [dist.get_global_rank(self.group, rank) for rank in everyone] == list(range(dist.get_world_size()))
@@ -215,10 +314,20 @@ class GlooBackend(Backend):
     def take_from(self, tensor: Tensor, source: int) -> _Collective:
         return self._held(_started(self.group.recv, [tensor], source, _PASSED), tensor)
 
-    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
-        if self._of_mesh is not None and self._of_mesh.ranks < self.world_size:
-            return None  # rank 0 of the group, which makes the board, may be none of the mesh's
-        return BOARDS.of(self.group, self.rank, exchange)
+    def board(self) -> Any:
+        if self._is_in_part:
+            return None  # a sentinel's ranks are all of a process group
+        store = self.group.get_group_store()
+        return store.clone() if hasattr(store, "clone") else store  # a connection of its own, for another thread
+
+    def is_closed(self, rank: int) -> bool:
+        probe = torch.empty(1, dtype=torch.uint8, device="cpu")
+        try:  # gloo refuses it at once if it has seen the end of the connection; else nothing ever comes
+            work = _started(self._gloo.recv, [probe], self._places[rank], _PROBE)
+        except PeerError:
+            return True
+        self._kept(_TorchPending(work, probe, None, self._under_way))
+        return False
 
     def interrupt(self) -> None:
         """Let a time limit pass for each message: gloo then closes all connections of the group."""
@@ -236,6 +345,11 @@ class GlooBackend(Backend):
         return aborted
 
     def _collective(self, call: Any, out: Tensor, source: Tensor, *splits: list[int]) -> _Collective:
+        if not self.device_backend(out.device):
+            raise PeerError(
+                f"its backend {dist.get_backend_config(self.group)!r} moves no {out.device.type} tensors: "
+                "init_process_group('cpu:gloo,cuda:nccl') makes one that does, and collective='auto' needs none"
+            )
         return self._held(_started(call, out, source, *splits, group=self.group, async_op=True), out, source)
 
     def _held(self, work: Any, *tensors: Tensor) -> _Collective:
@@ -280,13 +394,7 @@ def connect(process_group: dist.ProcessGroup | None = None) -> Transport:
     size = dist.get_world_size(process_group)
     if size == 1:
         return solo()
-    if _device_backend(process_group, torch.device("cpu")) != "gloo":
-        backend = dist.get_backend_config(process_group)
-        raise NotImplementedError(
-            f"the process group's backend is {backend!r}: more than one rank needs gloo, alone or with another "
-            "backend, as in init_process_group('cpu:gloo,cuda:nccl')"
-        )
-    return Transport(GlooBackend(process_group, _timeout(process_group)))
+    return Transport(GlooBackend(process_group, timeout_of(process_group)))
 
 
 def backend_of(process_group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -319,11 +427,19 @@ def job_size() -> int:
 
 
 class _Parts:
-    """The process groups of parts of a group, which the optimizers of the group share: each costs connections."""
+    """The process groups of parts of a group, and beside it, which the optimizers of the group share: each costs
+    connections. They are freed with the group."""
 
     def __init__(self) -> None:
         self._made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[object, dist.ProcessGroup]]
         self._made = weakref.WeakKeyDictionary()
+
+    def beside(self, group: dist.ProcessGroup, ranks: tuple[int, ...], place: int, timeout: float) -> Any:
+        """Return the gloo group of some ranks of a group that has none. Collective."""
+        known = self._made.setdefault(group, {})
+        if ranks not in known:
+            known[ranks] = make_gloo(group, ranks, place, timeout)
+        return known[ranks]
 
     def of(
         self, group: dist.ProcessGroup, parts: tuple[tuple[int, ...], ...], rank: int, timeout: float
@@ -333,7 +449,8 @@ class _Parts:
         if parts not in known:
             for ranks in parts:  # torch wants every process of the job to make every group
                 members = [dist.get_global_rank(group, member) for member in ranks]
-                limit, backend = timedelta(seconds=timeout), str(dist.get_backend_config(group))
+                limit, backends = timedelta(seconds=timeout), {**_backends(group), "cpu": "gloo"}
+                backend = ",".join(f"{kind}:{name}" for kind, name in backends.items())
                 made = dist.new_group(members, timeout=limit, backend=backend)
                 if rank in ranks:
                     known[parts] = made
@@ -343,10 +460,9 @@ class _Parts:
 _PARTS = _Parts()
 
 
-def _timeout(group: dist.ProcessGroup) -> float:
-    """Return the group's own time limit, from the options of its backend."""
-    try:
-        limit = _of_device(group, "cpu").options._timeout
-    except (AttributeError, RuntimeError):
-        return DEFAULT_TIMEOUT
-    return float(limit.total_seconds())
+def timeout_of(group: dist.ProcessGroup) -> float:
+    """Return the group's own time limit, from the options of its first backend that has one."""
+    for kind in sorted(_backends(group), key="cpu".__ne__):
+        with suppress(AttributeError, RuntimeError):
+            return float(_of_device(group, kind).options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT

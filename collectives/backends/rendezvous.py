@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass
 
 from ..messages import Kind, Tag
 from ..transport import Transport
-from .arena import Arena, Window, arena_bytes
-from .shared_memory import SPIN, PeerProcess, SharedMemoryBackend
+from .shared_memory import SPIN, Arena, PeerProcess, SharedMemoryBackend, Window, arena_bytes
 
 PATIENCE = 60.0  # seconds for which a rank waits for another to connect
 _PEER_CREDENTIALS = struct.Struct("iII")  # process, user, group

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from ..backend import Backend, Pending
-from ..launches.board import Board, MemoryBoard
 from ..messages import GoneError, PeerError
 from ..transport import Transport
 
@@ -53,7 +52,6 @@ class _World:
         self._gone: dict[int, str] = {}
         self._closed_slots: set[tuple[int, int, int]] = set()  # sender, receiver, slot
         self.interfere: Interference = interfere or (lambda rank, event, peer: None)
-        self.board = MemoryBoard()
         self._interrupted: set[int] = set()
 
     def post(self, key: tuple[int, int, int], tensor: Tensor, sending: bool) -> _Transfer:
@@ -128,9 +126,6 @@ class ThreadBackend(Backend):
 
     def offset_of(self, tensor: Tensor) -> int | None:
         return tensor.data_ptr() if tensor.device.type == "cpu" else None
-
-    def board(self, exchange: Callable[[bytes], list[bytes]]) -> Board | None:
-        return self._world.board
 
     def interrupt(self) -> None:
         self._world.interrupt(self.rank)

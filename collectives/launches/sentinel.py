@@ -1,225 +1,214 @@
 """One thread a process that finds out why a rank waits for long, and ends the wait if it is in vain.
 
-    rank 0   its device waits for launch 57 ...... asks ................ reads all lines: verdict ... aborts
-    rank 1   is inside a meeting ................. answers with its line ........................... aborts
-    rank 2   is outside, in the user's code ...... answers with its line ........................... aborts
+    rank 0   its device has waited for launch 57 for the limit .. writes its counts, and reads: they differ ... aborts
+    rank 1   has been in a meeting for the limit, behind 56 ..... writes its counts ..... writes the verdict .. aborts
 
-It sleeps, and looks at the board a few times a second: whether a sentinel asks, and whether there is a verdict. Where
-its own rank has waited for half the limit, it asks. Every sentinel answers by a line, also when its rank's own thread
-is outside the library. The one that asks reads them. So a question costs a line of 2 KB for each rank, and not one for
-each pair; tags are read of the two ranks that differ alone.
+A rank that waits for less uses no store. Of two ranks that differ the later one to write finds the other's counts. Old
+counts do no harm: launches in another order stay so. Each rank reads the counts of the first rank among those that
+launch the same, and that one reads all. A rank is lost if its connection is closed. One that is silent is late, until
+the time limit of the group: it runs the user's code, or one of its threads holds the interpreter.
 
-A rank that does not answer is lost. One that answers that it is outside is late, and is waited for until the time limit
-of the group. A rank that has closed the group itself writes its reason as the verdict.
-
-Knows: lines, and the names on a board. Does not know: what a verdict says of whom (`verdict`), how a group is aborted.
+Knows: counts and keys. Does not know: how a group is aborted.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
-from typing import TypeVar
+from contextlib import suppress
+from typing import Any, NamedTuple
 
-from .at_exit import LEFT, Caller
-from .board import MemoryBoard
-from .gate import Launches
-from .ledger import History
-from .verdict import Line, Verdict, judge
+from ..messages import Kind, describe
+from .ledger import History, Launches, Verdict, count, first_difference, mismatch
 
 LOG = logging.getLogger("collectives")
-T = TypeVar("T")
-LEAST_PATIENCE = 1.0  # seconds for answers, or half of the limit: a thread may hold the interpreter for a while
-CALL = 1.0  # seconds for an operation of the board
 MOST_PAUSE = 0.25  # seconds between two looks
-SPREAD = 0.1  # seconds, and two pauses, in which a verdict reaches every rank
-OPEN, NEVER, CLOSED = b"-", b"0", b" judged"  # no verdict; no question so far; the end of one that is judged
+GRACE = 0.5  # seconds at most, or half of the limit, for what other ranks write
+ABORT = 20.0  # seconds for an abort
+OPEN = "-"  # nothing is written
+OUTSIDE, ANY = -1, 1 << 63  # no meeting; a meeting in which no rank catches up
+
+
+class Status(NamedTuple):
+    """Where a rank waits. ``waits``: for the first launch that its device has not ended although a stream waits for it:
+    the number, the round, and how many meetings the rank had completed before it; zeros if there is none."""
+
+    launches: History  # without words
+    place: str  # in words
+    met: int  # meetings that it has completed
+    enters: int  # the round of the meeting in which it is, `ANY` or `OUTSIDE`
+    waits: tuple[int, int, int]
+
+    def keeps_waiting(self, other: Status) -> bool:
+        """Return whether ``other`` waits for a launch that this rank makes behind a meeting alone which ``other`` has
+        not completed. In a meeting a rank catches up with launches of later rounds."""
+        number, round_, met = other.waits
+        return number > count(self.launches) and met <= self.met and round_ <= self.enters
+
+
+def difference(one: Status, other: Status) -> int:
+    """Return the number of the first launch in which two ranks differ; 0 if they may go on."""
+    in_vain = one.keeps_waiting(other) or other.keeps_waiting(one)
+    return first_difference(one.launches, other.launches) or (
+        in_vain and min(map(count, (one.launches, other.launches))) + 1
+    )
 
 
 class Post:
     """A sentinel's post at one rank's launches."""
 
-    def __init__(self, launches: Launches) -> None:
-        self._launches = weakref.ref(launches)
-        self._ranks, self._board = launches.ranks, launches.board
-        self.pause = min(MOST_PAUSE, launches.ranks.limit / 8)
-        self._patience = max(LEAST_PATIENCE, launches.ranks.limit / 2)  # seconds from a question to its judgement
-        self.process = os.getpid()
-        self._caller = Caller()
-        self._place: object = None
-        self._since = 0.0  # when its rank came to this place
-        self._answered = 0  # questions
-        self._written = -1  # launches with tags on the board
-        self._seen = (NEVER, 0.0)  # the last question, and when it was seen first
-        self._mine = 0  # the question that this post has asked and not judged
-        self._reached = time.monotonic()  # when the board was last reached
-        self._cut_off = False  # from the board, for good
-        self._told: float | None = None  # when the verdict came
-
-    def _name(self, what: str) -> str:
-        return f"{self._ranks.number}/{what}"
+    def __init__(self, launches: Launches, store: Any) -> None:
+        """``store``: one of torch's that all ranks have."""
+        self._launches, self._store, self._process = weakref.ref(launches), store, os.getpid()
+        self._rank, self._limit, self._prefix = launches.rank, launches.limit, f"zero {launches.number}"
+        self.pause, self._grace = min(MOST_PAUSE, self._limit / 8), min(GRACE, self._limit / 2)
+        self._place: object = None  # where its rank was at the last look
+        self._looked, self._stuck = time.monotonic(), 0.0  # when that was, and for how many seconds the rank was there
+        self._written: Status | None = None
+        self._reads, self._decides = 0.0, 0.0  # `_stuck` at which others' counts are read, and a difference is named
+        self.text, self._end = "", 0.0  # why the group is closed; when this process ends if the abort has not returned
+        self._closing: threading.Thread | None = None
 
     def open(self) -> None:
-        """Write what others may read, before any rank asks."""
-        self._board.swap(self._name("verdict"), b"", OPEN)
-        self._board.swap(self._name("question"), b"", NEVER)
-        self._board.write(self._name(f"line {self._ranks.rank}"), b"")
+        """Write what others may read, before any rank waits."""
+        for name in (self._rank, "verdict", "difference"):
+            self._store.set(f"{self._prefix} {name}", OPEN)
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether its rank has closed the group, and no other rank was told."""
-        launches = self._launches()
-        return launches is not None and launches.failure is not None and self._told is None
+    def _read(self, *names: object) -> list[Any]:
+        values = self._store.multi_get([f"{self._prefix} {name}" for name in names])
+        return [None if value == OPEN.encode() else json.loads(value) for value in values]
+
+    def _write(self, name: str, value: Any) -> Any:
+        """Return what all ranks read: this value, or that of another rank; this one also if the store is lost."""
+        with suppress(OSError, RuntimeError):
+            return json.loads(self._store.compare_set(f"{self._prefix} {name}", OPEN, json.dumps(value)))
+        return value
+
+    def _decide(self, verdict: Verdict) -> Verdict:
+        return Verdict(*self._write("verdict", verdict))
 
     def look(self) -> bool:
         """Look once. Return False when there is nothing to look at any more."""
-        launches = self._launches()
-        if launches is None or os.getpid() != self.process:
+        launches, now = self._launches(), time.monotonic()
+        if launches is None or os.getpid() != self._process:
             return False
-        now = time.monotonic()
-        if self._told is not None:
-            if launches.inside is not None and now - self._told > 2 * self.pause + SPREAD:
-                interrupt = launches.interrupt()
-                if interrupt is not None:
-                    LEFT.alone(interrupt)
-                return False
-            return now - self._told < self._ranks.limit + self._patience
-        waits, failed = 0, ""
+        if not self.text:
+            verdict = self._find(launches, now)
+            self.text, self._end = "" if verdict is None else f"rank {self._rank}: {verdict.text}", now + ABORT
+            if verdict is not None and launches.failure is None:
+                LOG.error("%s", self.text)
+                launches.verdict = verdict.error(f"rank {self._rank}")
+                self._closing = threading.Thread(target=self._close, args=(launches,), name="zero: abort", daemon=True)
+                self._closing.start()
+        elif launches.is_aborted if self._closing is None else not self._closing.is_alive():
+            return False
+        elif now >= self._end:  # a host may be inside a call that never returns, as a kernel waits for a lost rank
+            text = f"{self.text}; the abort of its collectives has not returned in {ABORT:g} s: this process ends"
+            os.write(2, f"zero: {text}\n".encode())
+            os._exit(1)
+        return True
+
+    def _find(self, launches: Launches, now: float) -> Verdict | None:
+        failure, waits = launches.failure, 0
         try:
             waits = launches.ledger.oldest()
         except Exception as error:  # of the device
-            failed = f"rank {self._ranks.rank}: its device failed: {error}"
-        try:
-            verdict = self._decide(Verdict(failed)) if failed else self._look(launches, waits, now)
-            self._reached = now if verdict is None else self._reached
-        except (OSError, RuntimeError) as error:
-            LOG.debug("rank %d: the sentinels' board: %s", self._ranks.rank, error)
-            self._cut_off = self._cut_off or isinstance(error, ConnectionError)
-            verdict = Verdict(failed) if failed else self._unreached(launches, waits, now)
-        if verdict is not None:
-            self._tell(launches, verdict, now)
-        return True
-
-    def _look(self, launches: Launches, waits: int, now: float) -> Verdict | None:
-        if launches.failure is not None:
-            return self._decide(Verdict(launches.failure))
-        question, decided = self._call(lambda: self._board.read([self._name("question"), self._name("verdict")]))
-        if decided != OPEN:
-            return Verdict.unpack(decided)
-        if question != self._seen[0]:
-            self._seen = question, now  # also when it is closed, so that the next comes a while later
-        number, stuck = int(question.split()[0]), self._stuck(launches, waits, now)
-        if number > self._answered:
-            line = Line(number, launches.ledger.history().pack(tags=False).hex(), waits, launches.place(), stuck)
-            self._call(lambda: self._answer(launches, line))
-            self._answered = number
-        if self._mine == number > 0:
-            return self._judge(launches, stuck, now)
-        if stuck >= self._ranks.limit / 2 and now - self._seen[1] >= self._until_next():
-            asked = f"{number + 1} {self._ranks.rank}".encode()
-            if self._call(lambda: self._board.swap(self._name("question"), question, asked)) == asked:
-                self._mine, self._seen = number + 1, (asked, now)
-                LOG.debug("rank %d: asks, after %.2f s in %s", self._ranks.rank, stuck, launches.place() or waits)
-        return None
-
-    def _until_next(self) -> float:
-        """Return the seconds between the last question and the next one: longer where nobody has judged that."""
-        if self._seen[0] == NEVER:
-            return 0.0
-        return self._ranks.limit / 4 if self._seen[0].endswith(CLOSED) else self._patience + 2 * self.pause
-
-    def _stuck(self, launches: Launches, waits: int, now: float) -> float:
-        """Return the seconds for which a rank has been where it is; 0 if it waits for nothing."""
+            failure = failure or f"rank {self._rank}: its device failed: {error}"
+        if failure is not None:
+            return self._decide(Verdict(failure))
         place = waits, launches.inside
-        if place != self._place:
-            self._place, self._since = place, now
-        return now - self._since if waits or launches.inside is not None else 0.0
-
-    def _answer(self, launches: Launches, line: Line) -> None:
-        history = launches.ledger.history()
-        if history.count != self._written:
-            self._board.write(self._name(f"tags {self._ranks.rank}"), history.pack())
-            self._written = history.count
-        self._board.write(self._name(f"line {self._ranks.rank}"), line.pack())
-        self._board.count(self._name(f"answers {line.answers}"), 1)
-
-    def _judge(self, launches: Launches, stuck: float, now: float) -> Verdict | None:
-        """Read the answers when all are there, or too late to come."""
-        answers = self._call(lambda: self._board.count(self._name(f"answers {self._mine}"), 0))
-        late = now - self._seen[1] > self._patience
-        if answers < self._ranks.size and not late:
-            return None
-        names = [self._name(f"line {rank}") for rank in range(self._ranks.size)]
-        found = self._call(lambda: self._board.read(names))
-        lines = {rank: Line.unpack(data) for rank, data in enumerate(found) if data}
-        lost = [rank for rank in range(self._ranks.size) if rank not in lines or lines[rank].answers < self._mine]
-        if lost and not late:
-            return None  # a rank has answered twice, since the board was slow
-        self._mine = 0
-        if lost:
-            return self._decide(self._lost(launches, lost[0], "does not answer: its process has ended or stopped"))
-        verdict = judge(lines, self._ranks.sharing, self._ranks.limit, self._tags, launches.advice)
-        if verdict is None and stuck >= self._ranks.timeout:
-            late_rank = min(lines, key=lambda rank: (bool(lines[rank].inside), lines[rank].history().count))
-            verdict = self._lost(launches, late_rank, f"has not come for {stuck:.0f} s")
-        if verdict is not None:
-            return self._decide(verdict)
-        self._call(lambda: self._board.swap(self._name("question"), self._seen[0], self._seen[0] + CLOSED))
+        # While a thread holds the interpreter this one does not look, and its rank could not go on, either.
+        passed = min(now - self._looked, self._limit / 4)
+        self._stuck = self._stuck + passed if place == self._place and any(place) else 0.0
+        self._place, self._looked = place, now
+        if self._stuck >= self._limit:
+            with suppress(OSError, RuntimeError):  # of the store
+                return self._explain(launches, waits)
         return None
 
-    def _lost(self, launches: Launches, rank: int, what: str) -> Verdict:
-        tag = launches.place() or launches.ledger.history().tag(launches.ledger.oldest()) or "a collective"
-        return Verdict(f"rank {rank} {what}, and rank {self._ranks.rank} waits for it in {tag}")
-
-    def _tags(self, rank: int) -> History:
-        return History.unpack(self._call(lambda: self._board.read([self._name(f"tags {rank}")]))[0])
-
-    def _decide(self, verdict: Verdict) -> Verdict:
-        """Return what all ranks raise: this verdict, or an earlier one."""
-        name = self._name("verdict")
-        return Verdict.unpack(self._call(lambda: self._board.swap(name, OPEN, verdict.pack())))
-
-    def _unreached(self, launches: Launches, waits: int, now: float) -> Verdict | None:
-        """Return the verdict if a rank that waits cannot reach the board either."""
-        if launches.failure is not None:
-            return Verdict(launches.failure)
-        stuck = self._stuck(launches, waits, now)
-        if stuck < self._ranks.limit or now - self._reached < CALL or self._board.holder is None:
+    def _explain(self, launches: Launches, waits: int) -> Verdict | None:
+        """Return the verdict, if there is one, on a rank that has waited for the limit."""
+        status, links, reads = self._status(launches, waits), launches.links(), False
+        if status != self._written:
+            self._written, self._reads = status, self._stuck + self._grace
+            with suppress(OSError, RuntimeError):
+                self._store.set(f"{self._prefix} {self._rank}", json.dumps(status))
+        elif self._stuck >= self._reads:
+            until = launches.timeout if self._stuck < launches.timeout else 2 * self._stuck
+            self._reads, reads, closed = min(2 * self._stuck, until), True, [] if links is None else links.closed()
+            if closed:
+                why = "its process has ended, or its connection is closed"
+                words = f"rank {closed[0]} is lost: {why}; rank {self._rank} waits for it in {status.place}"
+                return self._decide(Verdict(words))
+        verdict, known = self._read("verdict", "difference")
+        if verdict is not None:
+            return Verdict(*verdict)
+        if known is None and reads:
+            known = self._compare(launches, status)
+        if known is None or self._rank not in known[0] or (self._rank == known[0][0] and self._stuck < self._decides):
             return None
-        return self._lost(launches, self._board.holder, "does not answer: its process has ended or stopped")
+        ranks, said, number = known
+        if self._rank == ranks[1]:
+            said = said[0], self._said(launches, number)
+        return self._decide(mismatch(ranks, said, number, launches.advice))
 
-    def _tell(self, launches: Launches, verdict: Verdict, now: float) -> None:
-        self._told = now
-        if launches.failure is None:
-            LOG.error("rank %d: %s", self._ranks.rank, verdict.text)
-            launches.found(verdict)
-            abort, text = launches.abort(), f"rank {self._ranks.rank}: {verdict.text}"
-            if abort is not None:
-                LEFT.alone(partial(abort, text))
+    def _compare(self, launches: Launches, status: Status) -> Any:
+        """Return two ranks that differ, words for them, and the launch. The second knows its words better."""
+        first = self._rank - self._rank % launches.sharing
+        others = range(first, first + launches.sharing) if self._rank == first else (first,)
+        for rank, known in zip(others, self._read(*others), strict=True):
+            number = 0 if known is None or rank == self._rank else difference(status, Status(*known))
+            if number:
+                self._decides = self._stuck + self._grace
+                said = self._said(launches, number), Status(*known).place
+                return self._write("difference", ((self._rank, rank), said, number))
+        if self._stuck >= launches.timeout:
+            counts = [
+                -1 if known is None else count(Status(*known).launches) for known in self._read(*range(launches.size))
+            ]
+            late = min((rank for rank in range(launches.size) if rank != self._rank), key=counts.__getitem__)
+            words = (
+                f"rank {late} has not come for {self._stuck:.0f} s; rank {self._rank} waits for it in {status.place}"
+            )
+            self._decide(Verdict(words))  # the next look reads it
+        return None
 
-    def _call(self, call: Callable[[], T]) -> T:
-        if self._cut_off:
-            raise ConnectionError("the board is lost")
-        return call() if isinstance(self._board, MemoryBoard) else self._caller.call(CALL, call)
+    def _status(self, launches: Launches, waits: int) -> Status:
+        ledger, inside, waited, enters = launches.ledger, launches.inside, launches.ledger.launch(waits), OUTSIDE
+        if inside is not None and inside.meets:
+            enters = inside.tag.round if inside.tag.kind is Kind.MEET else ANY
+        place = describe(inside.tag) if inside is not None else self._said(launches, waits)
+        since = (0, 0, 0) if waited is None else (waits, waited.tag.round, waited.met)
+        return Status(ledger.history(tags=False), place, ledger.met, enters, since)
+
+    def _said(self, launches: Launches, number: int) -> str:
+        tagged = launches.ledger.launch(number) or launches.inside
+        return "nothing more" if tagged is None else describe(tagged.tag)
+
+    def _close(self, launches: Launches) -> None:
+        """Close the group on this rank. It may take its time, or hang."""
+        links = launches.links()
+        if links is not None:
+            links.abort(self.text)
+            time.sleep(3 * self.pause)  # in which it reaches every rank
+            if launches.inside is not None:
+                links.backend.interrupt()
 
 
 class Sentinel:
     """The sentinel of a process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._ending = threading.Lock(), threading.Event()
         self._posts: list[Post] = []
         self._thread: threading.Thread | None = None
-        self._ending = threading.Event()
 
     def watch(self, post: Post) -> None:
-        """Begin to look at a rank's launches."""
         with self._lock:
             self._posts.append(post)
             if self._thread is None or not self._thread.is_alive():
@@ -227,36 +216,23 @@ class Sentinel:
                 self._thread.start()
 
     def _run(self) -> None:
-        while True:
-            with self._lock:
-                if not self._posts:
-                    self._thread = None
-                    return
-                posts = list(self._posts)
-            if self._ending.wait(min(post.pause for post in posts)):
-                return
-            gone = [post for post in posts if not _looked(post)]
-            with self._lock:
-                self._posts = [post for post in self._posts if post not in gone]
+        while not self._ending.wait(min((post.pause for post in self._posts), default=MOST_PAUSE)):
+            for post in list(self._posts):
+                try:
+                    if not post.look():
+                        self._posts.remove(post)
+                except Exception:
+                    LOG.exception("the sentinel goes on after an error")
 
     def finish(self) -> None:
-        """End with the process: report what failed, and wait for calls that have not returned."""
+        """Wait for aborts at the end of the process: torch ends it by a signal if a call returns after that."""
         self._ending.set()
-        thread = self._thread
-        if thread is not None:
-            thread.join(2 * CALL)
+        if self._thread is not None:
+            self._thread.join(ABORT)
         for post in self._posts:
-            if post.has_failed:
-                _looked(post)
-        LEFT.finish()
-
-
-def _looked(post: Post) -> bool:
-    try:
-        return post.look()
-    except Exception:
-        LOG.exception("the sentinel goes on after an error")
-        return True
+            with suppress(Exception):
+                while post.look() and post.text:
+                    time.sleep(post.pause)
 
 
 SENTINEL = Sentinel()

@@ -30,8 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..messages import Kind, Tag
-from .messenger import SMALL, ControlRecv, DeferredSends, Messenger, Send
-from .peer_links import GRACE
+from .messenger import GRACE, SMALL, ControlRecv, DeferredSends, Messenger, Send
 
 MESH_RANKS = 8  # among more, the messages of a mesh cost more than the detour
 WAITING, AGAIN = 1 << 60, 1 << 61  # in the digest of a tag: a rank still waits; the second pass

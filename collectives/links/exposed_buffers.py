@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ..messages import Tag
-from .messenger import Messenger
-from .peer_links import RELEASE_PORT, Expected
+from .messenger import RELEASE_PORT, Expected, Messenger
 
 _RELEASED = struct.Struct("<q")
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from collectives import Transport, on_threads
-from zero import CheckpointManager, MixedPrecision, Offload, ZeroOptimizer, open_checkpoint
+from zero import CheckpointManager, MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, open_checkpoint
 
 from ..support.models import Odd, odd_batches, odd_loss
 from ..support.programs import locked_build
@@ -130,6 +130,36 @@ def run(folder: Path, topology: Topology, steps: int, of: Class | None = None) -
     digests = on_threads(topology.world_size, program)
     assert len(set(digests)) == 1
     return digests[0]
+
+
+def go_back_twice(folder: Path, topology: Topology) -> None:
+    """Save steps 2, 4 and 6, with an average. Then go back to 2, take the same steps again, and save 4 and 6; and then
+    once more, but no further than 4, which must be the newest for the next run."""
+
+    def program(transport: Transport, at: Topology, rounds: tuple[int, ...]) -> str:
+        torch.set_num_threads(1)
+        model = locked_build(0)
+        optimizer = optimizer_of(model, transport, at, Class())
+        average = ShardedAverage(optimizer)
+        with CheckpointManager(folder, optimizer) as checkpoints:
+            for last in rounds:
+                first = 0 if checkpoints.latest_step() is None else 2
+                if first:
+                    checkpoints.restore(first)
+                for step in range(first, last):
+                    take_steps(model, optimizer, step, 1)
+                    average.update_parameters()
+                    if step % 2:
+                        checkpoints.save(step + 1)
+                checkpoints.wait_until_finished()
+        with CheckpointManager(folder, optimizer) as checkpoints:
+            restored = checkpoints.restore()
+            assert restored is not None
+            assert restored.step == rounds[-1]
+        return optimizer.check_replicas()
+
+    on_threads(1, lambda transport: program(transport, Topology(), (6,)))
+    on_threads(topology.world_size, lambda transport: program(transport, topology, (6, 4)))
 
 
 def step_folder(folder: Path, step: int) -> Path:

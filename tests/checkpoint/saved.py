@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from zero import ZeroOptimizer
-from zero.checkpoint.folder.visibility import check_visible
-from zero.checkpoint.format.manifest import NAME, FileSums, Manifest
-from zero.checkpoint.format.names import index_file
+from zero.checkpoint.folder.directory import check_visible
+from zero.checkpoint.format.manifest import NAME, FileSums, Manifest, index_file
 from zero.checkpoint.format.tensorfile import TensorEntry, header_bytes, header_length, parse_header
 from zero.checkpoint.single import save_one
 from zero.checkpoint.write.saver import SaveRequest

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import manager, single
-from zero.checkpoint.folder.lock import LEASE
+from zero.checkpoint.folder.directory import LEASE
 from zero.checkpoint.format.extents import Chunk
-from zero.checkpoint.write import snapshot
+from zero.checkpoint.write import capture
 from zero.checkpoint.write.saver import SaveRequest
 
 from ..support.limits import PATIENT
@@ -67,9 +67,9 @@ class Taker:
         self._allowed: dict[int, float] = {}
         self.taken: Counter[int] = Counter()  # how many chunks each rank has taken
         self._buckets: dict[int, list[set[int]]] = {}  # of which a rank has taken states, by chunk
-        take = snapshot.Snapshot.take
+        take = capture.Snapshot.take
 
-        def wrapped(this: snapshot.Snapshot, chunk: Chunk, out: Tensor) -> None:
+        def wrapped(this: capture.Snapshot, chunk: Chunk, out: Tensor) -> None:
             name = threading.current_thread().name
             if not name.startswith("zero-checkpoint"):
                 take(this, chunk, out)
@@ -85,7 +85,7 @@ class Taker:
                 self.taken[rank] += 1
                 self._changed.notify_all()
 
-        monkeypatch.setattr(snapshot.Snapshot, "take", wrapped)
+        monkeypatch.setattr(capture.Snapshot, "take", wrapped)
 
     def begin(self, rank: int, count: float) -> None:
         """Begin to count anew, and allow a rank so many chunks."""

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zero import CheckpointError, ShardedAverage, ZeroOptimizer, load, open_checkpoint
-from zero.checkpoint.format.names import averages_folder, averages_in
+from zero.checkpoint.format.manifest import averages_folder, averages_in
 from zero.commands.cli import main
 
 from ..support.plain import assert_same_bits

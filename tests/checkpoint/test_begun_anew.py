@@ -136,6 +136,7 @@ CLASSES: dict[str, tuple[Any, dict[str, Any], str | None]] = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", CLASSES)
 def test_states_that_a_checkpoint_lacks_begin_as_the_class_begins_them(name: str, tmp_path: Path) -> None:
     """Those of a new layer; and those of a grown parameter, if 0 in new rows would not be such a beginning. Training

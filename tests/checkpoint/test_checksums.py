@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from zero.checkpoint import files
-from zero.checkpoint.format.checksums import BLOCK_BYTES, Fragment, block_sums, split
-from zero.checkpoint.format.tensorfile import PAGE
-from zero.checkpoint.write.chunk_writer import SMALLEST_DIRECT, ChunkWriter
+from zero.checkpoint.format.tensorfile import BLOCK_BYTES, PAGE, Fragment, block_sums, split
+from zero.checkpoint.write.save_folder import SMALLEST_DIRECT, ChunkWriter
 
 BLOCK = 100
 DATA = bytes(range(250))

@@ -20,7 +20,7 @@ import zero
 from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint.folder.directory import complete_steps
-from zero.checkpoint.write.snapshot import Snapshot
+from zero.checkpoint.write.capture import Snapshot
 
 from ..support.errors import warned as told
 from ..support.limits import PATIENT
@@ -62,6 +62,7 @@ def check_failed(failure: Failure, error: str, warned: list[str], step: int) -> 
         assert os.strerror(failure.number) in text, f"{failure}: {text}"
 
 
+@pytest.mark.first(0)
 def test_a_disk_that_fails_at_some_call_does_no_harm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first save is whole; each pair of saves after it has one that is whole and one during which calls fail."""
     root, disk = tmp_path / "run", Disk(monkeypatch, tmp_path)

@@ -15,7 +15,7 @@ from collectives import Transport, on_threads
 from zero import CheckpointManager
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
-from zero.checkpoint.write.chunk_writer import PartWriter
+from zero.checkpoint.write.save_folder import PartWriter
 
 from ..support.limits import PATIENT
 from ..support.rows import only

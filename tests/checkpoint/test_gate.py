@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zero.checkpoint.format.extents import Chunk, Part
-from zero.checkpoint.write.snapshot import Snapshot
+from zero.checkpoint.write.capture import Snapshot
 
 from ..support.limits import PATIENT
 

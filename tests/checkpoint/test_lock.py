@@ -17,8 +17,7 @@ import pytest
 
 from collectives import Transport, on_threads
 from zero import CheckpointManager
-from zero.checkpoint.folder.directory import LockedDirectory
-from zero.checkpoint.folder.lock import LEASE, LOCK, FolderLock, Holder
+from zero.checkpoint.folder.directory import LEASE, LOCK, FolderLock, Holder, LockedDirectory
 from zero.checkpoint.write.save_folder import SaveFolder
 
 from ..support.limits import PATIENT

@@ -92,7 +92,7 @@ def test_a_save_at_a_wrong_moment_says_what_to_do(moment: str, tmp_path: Path) -
 
 def test_a_save_in_the_first_backward_of_a_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = Training(None, 0).optimizer
-    monkeypatch.setattr("zero.whole_tensor_calls.current_graph_task_id", lambda: 0)  # as torch counts them
+    monkeypatch.setattr("zero.engine.current_graph_task_id", lambda: 0)  # as torch counts them
     with pytest.raises(RuntimeError, match=IN_BACKWARD):
         zero.save(tmp_path / "saved", optimizer)
 

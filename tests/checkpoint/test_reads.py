@@ -22,8 +22,8 @@ from zero import CheckpointError, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.format.manifest import FileSums
 from zero.checkpoint.read import loader, restorer
-from zero.checkpoint.read.file_reader import FileReader, each_block, threads_of_rank
 from zero.checkpoint.read.loader import PartReader
+from zero.checkpoint.read.reader import FileReader, each_block, threads_of_rank
 
 from ..support.limits import BOUND
 from .saved import BLOCK, MODEL, save_small
@@ -198,6 +198,7 @@ def test_a_rank_reads_a_block_of_many_tensors_once(tmp_path: Path, monkeypatch: 
     assert sum(reads.blocks.values()) <= 2 * len(checkpoint.manifest.files[MODEL].crc32), "so does a reader"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("rows", [512, 700], ids=["", "grown"])
 def test_a_load_needs_no_memory_but_two_blocks(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_small(tmp_path / "a", trained(nn.Linear(64, 512)))

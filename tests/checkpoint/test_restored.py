@@ -184,6 +184,7 @@ def drawn_twice(group: Any, rank: int, folder: str) -> tuple[Any, Any]:
     return expected, draws()
 
 
+@pytest.mark.first(0)
 def test_each_process_has_its_own_random_streams_back(gloo: GlooPool, tmp_path: Path) -> None:
     found = gloo.run(drawn_twice, str(tmp_path / "saved"), ranks=(0, 1, 2))
     assert all(drawn == expected for expected, drawn in found)

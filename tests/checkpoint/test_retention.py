@@ -59,6 +59,66 @@ def test_a_save_below_the_newest_step_is_the_newest_and_what_was_above_is_set_as
         assert checkpoints.all_steps() == [6, 7, 8]
 
 
+@pytest.mark.parametrize("step", [4, 5, 6])
+def test_the_first_save_after_a_rollback_sets_aside_all_that_was_saved_after_the_restored_step(
+    step: int, tmp_path: Path, optimizer: ZeroOptimizer
+) -> None:
+    """Also its own step, or one below it: nothing of the branch that was given up stays among those of the other."""
+    saved(tmp_path, optimizer, 2, 4, 6)
+    (tmp_path / "step-00000006" / "checkpoint.json").write_text("{")
+    with CheckpointManager(tmp_path, optimizer, max_to_keep=2) as checkpoints:
+        checkpoints.restore(2)
+        with pytest.raises(FileExistsError, match="step-00000002 exists"):
+            checkpoints.save(2)
+        with pytest.warns(RuntimeWarning, match="what was there of steps above 2 is set aside") as warned:
+            checkpoints.save(step, blocking=True)
+        assert len(own(warned)) == 1
+        checkpoints.save(8, blocking=True)
+        assert checkpoints.all_steps() == [step, 8], "this is no rollback, and retention counts both"
+        with pytest.raises(FileExistsError, match="step-00000008 exists"):
+            checkpoints.save(8)
+        assert names_aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"]
+        checkpoints.restore(step)
+        checkpoints.save(8, overwrite=True, blocking=True)
+        restored = checkpoints.restore()
+        assert restored is not None
+        assert restored.step == 8
+    assert names_aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"], "8 was to be replaced"
+
+
+def test_a_rollback_lasts_until_a_save_is_complete(
+    tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that fails, whichever rename does, leaves all; the next one sets the same steps aside."""
+    saved(tmp_path, optimizer, 2, 4, 6)
+    rename = files.rename
+    with CheckpointManager(tmp_path, optimizer) as checkpoints:
+        checkpoints.restore(2)
+        for failing in range(3):  # 4, 6, and the new one
+            left = [failing]
+
+            def fails(source: Path, target: Path, left: list[int] = left) -> None:
+                if source.parent == tmp_path and left:
+                    left[0] -= 1
+                    if left[0] < 0:
+                        del left[0]
+                        raise OSError(errno.EIO, "it fails")
+                rename(source, target)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(files, "rename", fails)
+                with pytest.raises(RuntimeError, match="it fails"):
+                    checkpoints.save(4, blocking=True)
+            assert checkpoints.all_steps() == [2, 4, 6]
+        checkpoints.save(8, blocking=True)
+        assert checkpoints.all_steps() == [2, 8]
+        link = tmp_path / "step-00000010"
+        link.symlink_to(tmp_path / "step-00000008")
+        with pytest.raises(FileExistsError, match="step-00000010 exists"):
+            checkpoints.save(10)
+    assert names_aside(tmp_path) == ["abandoned-step-00000004", "abandoned-step-00000006"]
+
+
 def test_a_save_that_fails_sets_nothing_aside(
     tmp_path: Path, optimizer: ZeroOptimizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

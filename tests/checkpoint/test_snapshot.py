@@ -22,9 +22,8 @@ from benchmarks.rank import live_storages
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MixedPrecision, Offload
 from zero.checkpoint.format.extents import Chunk, Part
-from zero.checkpoint.write.plan import WritePlan
+from zero.checkpoint.write.capture import Snapshot, WritePlan
 from zero.checkpoint.write.save_thread import Saving
-from zero.checkpoint.write.snapshot import Snapshot
 
 from ..support.limits import PATIENT
 from ..support.plain import assert_same_model

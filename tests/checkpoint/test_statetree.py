@@ -29,7 +29,7 @@ from zero.core.statetree import (
     kinds_in,
     rebuilt,
 )
-from zero.step.equality import same
+from zero.step.arguments import same
 
 from ..support.blockwise import BLOCK, Blocks
 from ..support.rows import count

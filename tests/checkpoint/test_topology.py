@@ -11,7 +11,7 @@ import torch
 from ..support.by_module import BY_MODULE
 from ..support.rows import rows, without
 from .goes_on import goes_on
-from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, run
+from .runs import BF16, FP16, SMALL, Class, Topology, content, digests_of, go_back_twice, open_checkpoint, run
 
 DISK = Path("offload")
 
@@ -45,6 +45,23 @@ def test_every_topology_writes_the_same_bytes(topology: Topology, reference: Pat
     assert content(tmp_path / "run", 2) == content(reference, 2)
 
 
+@pytest.mark.filterwarnings("ignore:.*is the newest checkpoint now")
+@pytest.mark.parametrize(
+    "topology", rows([], [Topology(3, 3, SMALL), Topology(2, 2, SMALL), Topology(), Topology(3, 1)])
+)
+def test_a_loop_that_goes_back_saves_every_second_step_again_with_the_same_content(
+    topology: Topology, tmp_path: Path
+) -> None:
+    """Twice, at any topology, with an average; a run that then begins anew finds the newest of the last branch."""
+
+    go_back_twice(tmp_path, topology)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    aside = [(found.step, found.content) for found in map(open_checkpoint, tmp_path.glob("abandoned-*"))]
+    assert sorted(step for step, _ in aside) == [4, 4, 6, 6]
+    assert len(set(aside)) == 2
+    assert (4, content(tmp_path, 4)) in aside
+
+
 class Counting(torch.optim.SGD):
     """Divides a gradient by the number of a parameter's updates, which is a plain number in its state."""
 
@@ -76,6 +93,7 @@ def test_shards_without_parameters_beside_their_masters_have_one_content_and_go_
     assert digests_of(tmp_path / "run", 4) == digests_of(tmp_path / "alone", 4)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", without(CLASSES, "bf16-adagrad", "fp32-number"))
 def test_every_class_and_precision_has_one_content_and_goes_on(name: str, tmp_path: Path) -> None:
     goes_on(*CLASSES[name], tmp_path)

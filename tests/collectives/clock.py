@@ -17,7 +17,7 @@ import pytest
 
 from collectives import Loopback, PeerError, Transport
 from collectives.backends.threads import Interference, ThreadBackend, _Transfer, _World
-from collectives.links import control_plane, peer_links
+from collectives.links import control_plane, messenger
 
 T = TypeVar("T")
 
@@ -97,6 +97,6 @@ class Clocked(Loopback[T]):
                     clock.notify_all()
 
         with pytest.MonkeyPatch.context() as patch:
-            for module in (control_plane, peer_links):
+            for module in (control_plane, messenger):
                 patch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
             return super().run(until_the_end, ranks)

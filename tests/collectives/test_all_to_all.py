@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from collectives import ALGORITHMS, Kind, MismatchError, Tag
-from collectives.backends.gloo import DEFAULT_TIMEOUT, _timeout, connect
+from collectives.backends import gloo as backend
+from collectives.backends.gloo import DEFAULT_TIMEOUT, connect, timeout_of
 
 from ..support.carried import reduction
 from ..support.pool import GlooPool
@@ -55,5 +56,6 @@ def test_ranks_in_different_collectives_learn_of_both_before_a_byte_moves(gloo: 
             assert f"rank 1 is in {said}" in message
 
 
-def test_where_torch_hides_a_time_limit_it_is_torchs_default() -> None:
-    assert _timeout(mock.Mock(spec=[])) == DEFAULT_TIMEOUT
+def test_where_torch_hides_a_time_limit_it_is_torchs_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "_backends", lambda group: {"cuda": "nccl", "cpu": "gloo"})
+    assert timeout_of(mock.Mock(spec=[])) == DEFAULT_TIMEOUT

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import Kind, Region, Tag, Transport
-from collectives.backends import arena
-from collectives.backends.arena import PAGE, Arena, Spans
+from collectives.backends import shared_memory
+from collectives.backends.shared_memory import PAGE, Arena, Spans
 
 from ..support.descriptors import listed, opened
 from ..support.sockets import on_sockets
@@ -95,7 +95,7 @@ def test_a_region_is_freed_with_its_last_holder() -> None:
 def test_pages_that_cannot_be_made_are_an_error_and_no_signal_later(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = Arena(4 * PAGE)
     with monkeypatch.context() as patch:
-        patch.setattr(arena, "_make_pages", no_memory)
+        patch.setattr(shared_memory, "_make_pages", no_memory)
         with pytest.raises(MemoryError, match="give the ranks more memory, or choose collective='pairwise'"):
             memory.allocate(PAGE)
     assert memory.allocate(4 * PAGE).nbytes() == 4 * PAGE, "the pages were given back"
@@ -105,7 +105,7 @@ def test_pages_are_there_before_they_are_used_also_on_an_old_kernel(monkeypatch:
     memory = Arena(16 * PAGE)
     first = memory.allocate(5 * PAGE)
     assert pages_of(memory.fd) == 5
-    monkeypatch.setattr(arena, "_POPULATE_WRITE", 12345)
+    monkeypatch.setattr(shared_memory, "_POPULATE_WRITE", 12345)
     second = memory.allocate(5 * PAGE)
     assert pages_of(memory.fd) == 10
     assert first.nbytes() == second.nbytes() == 5 * PAGE

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from collectives.backends import captures
+from collectives.backends import gloo
 
 
 def test_a_thread_asks_for_an_event_in_a_mode_of_its_own_and_has_its_old_mode_again(
@@ -23,6 +23,6 @@ def test_a_thread_asks_for_an_event_in_a_mode_of_its_own_and_has_its_old_mode_ag
             mode._obj.value = before
 
     event = mock.Mock(device=torch.device("cuda", 0), query=lambda: modes[-1] == 1)
-    monkeypatch.setattr(captures, "_DRIVER", Driver())
-    assert captures.has_ended(event)
+    monkeypatch.setattr(gloo, "_DRIVER", Driver())
+    assert gloo.has_ended(event)
     assert modes == [0, 1, 0]

@@ -42,7 +42,7 @@ from collectives.backend import Pending
 from collectives.backends.threads import ThreadBackend, _World
 from collectives.links import messenger
 from collectives.messages import GoneError
-from zero.core.cuts import EvenCuts
+from zero.core.layout import EvenCuts
 from zero.state.gather import gather_to
 
 from ..kills import LABEL, by_tree, halves, launch

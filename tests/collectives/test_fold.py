@@ -145,6 +145,7 @@ PROGRAMS = {
 TRAININGS = list(itertools.product(PROGRAMS, WAYS))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "way"), only(TRAININGS, ("stage 1, bf16", "messages"), ("stage 3", "groups")))
 def test_training_on_two_hosts_has_the_bits_of_the_plain_loop(name: str, way: str) -> None:
     """Three backwards, `no_sync`, clips, ranks without micro-batches."""

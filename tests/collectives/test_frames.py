@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from collectives import CollectiveError, Kind, PeerError, Tag, Transport
-from collectives.backends.arena import Arena, Window
-from collectives.backends.shared_memory import INLINE, PeerProcess, SharedMemoryBackend
+from collectives.backends.shared_memory import INLINE, Arena, PeerProcess, SharedMemoryBackend, Window
 
 from ..support.carried import CPU
 from ..support.limits import BOUND, PATIENT, at_once
@@ -186,6 +187,19 @@ def test_a_death_is_noticed_though_a_child_keeps_the_socket_open(full: bool) -> 
         threading.Timer(0.01, process.kill).start()
         with at_once(), pytest.raises(PeerError, match="its process ended"):
             send_much(backend) if full else backend.recv_bytes(1, 1, 0).wait(PATIENT)
+
+
+def test_a_peer_that_the_garbage_collector_finds_warns_of_no_open_socket() -> None:
+    arena = Arena(ARENA)
+    (ours, theirs), (files, other) = socket.socketpair(), socket.socketpair()
+    peer: Any = PeerProcess(ours, files, Window(arena.fd), 0, 0.0)
+    peer.cycle, open_ends = peer, (ours.fileno(), files.fileno())
+    del peer, ours, files
+    with warnings.catch_warnings(record=True) as seen, theirs, other:
+        warnings.simplefilter("always")
+        gc.collect()
+        assert not [each for each in seen for fd in open_ends if f"fd={fd}," in str(each.message)]
+        assert theirs.recv(1) == other.recv(1) == b""
 
 
 def expose(transport: Transport) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +16,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from collectives import ALGORITHMS, Kind, MismatchError, PeerError, Tag, Transport
 from collectives.algorithms.base import Several
-from collectives.backends import store_board
-from collectives.backends.threads import ThreadBackend
-from collectives.launches.at_exit import LEFT, Caller, SlowError
-from collectives.launches.board import MemoryBoard
-from collectives.launches.gate import Launches, Ranks
-from collectives.launches.ledger import KEPT, History, Ledger
-from collectives.launches.sentinel import Post
-from collectives.launches.verdict import Line, Verdict, compare, first_difference, judge
+from collectives.backends.gloo import GlooBackend, GroupsOfMesh
+from collectives.launches.ledger import KEPT, Launches, Ledger, Verdict, compare, first_difference
+from collectives.launches.sentinel import ANY, OUTSIDE, Post, Status, difference
+from collectives.messages import describe
 from collectives.topology import _fold_by_nccl
 from collectives.watching import CHECK_EACH, watch
 from zero.gradients.agreement import Agreement, Record
-from zero.runtime.joining import Joining
-from zero.runtime.unit_order import UnitOrder
+from zero.runtime.joining import Joining, UnitOrder
 
 from ..ledger import DIVERGENCES, Case, on_threads, run, run_late
 from ..support.carried import CPU, equal_hosts
@@ -39,7 +36,7 @@ from ..support.plain import assert_same_states
 from ..support.programs import Program, Round, Step, run_rank
 from ..support.programs import compare as compare_programs
 from ..support.rows import only
-from ..support.streamed import StreamedLoopback
+from ..support.streamed import StreamedLoopback, StreamedThread
 
 LIMIT = 0.3
 CASE = Case("", 3, 3, 1, 2, 1, limit=LIMIT)
@@ -87,17 +84,18 @@ def test_training_has_the_bits_of_the_plain_loop(name: str) -> None:
 
     def run(transport: Transport) -> Any:
         result = run_rank(program, transport)
-        assert loopback._world.board._numbers == {}, "no sentinel asked"
-        assert loopback._world.board._values, "but each has a place on the board"
+        assert transport.backend.board().num_keys() > 0, "the sentinels have opened their board"
         return result
 
     with (
+        mock.patch.object(Post, "_explain", side_effect=AssertionError("a sentinel has used it")) as used,
         mock.patch("collectives.topology._all_have_nccl", return_value=program.collective == "auto"),
         mock.patch("collectives.topology.ThreadBackend", type(None)),  # threads pass for processes
     ):
         results = loopback.run(run)
     for backend in loopback.backends:
         backend.end()
+    assert not used.called
     assert_same_states(results[0][3], compare_programs(program, results).optimizer.state_dict())
 
 
@@ -137,7 +135,7 @@ def test_no_collective_begins_behind_a_meeting_before_every_rank_is_at_the_gate(
         if transport.rank == 1:
             until = time.monotonic() + BOUND
             while time.monotonic() < until and len(waiting) < 2:
-                waiting.update(each for each in every if each.place())
+                waiting.update(each for each in every if each.inside is not None)
             began.extend(each.ledger.state[0] for each in every)
         launch(transport, gather(2))
         launch(transport, gather(3))
@@ -190,10 +188,10 @@ def test_each_collective_awaits_its_headers_if_the_environment_says_so(monkeypat
 
 @pytest.mark.parametrize("without", [(0, 1), (1,)], ids=str)
 def test_so_it_does_on_every_rank_if_one_has_no_board(without: tuple[int, ...], monkeypatch: Any) -> None:
-    board = ThreadBackend.board
-    found = lambda self, exchange: None if self.rank in without else board(self, exchange)  # noqa: E731
-    monkeypatch.setattr(ThreadBackend, "board", found)
-    with pytest.warns(RuntimeWarning, match=f"no board for the sentinels .rank {without[0]} has none"):
+    board = StreamedThread.board
+    found = lambda self: None if self.rank in without else board(self)  # noqa: E731
+    monkeypatch.setattr(StreamedThread, "board", found)
+    with pytest.warns(RuntimeWarning, match=f"no board for the sentinels .rank {without[0]}: "):
         assert on_streams(2, lambda transport: transport.launches) == [None, None]
 
 
@@ -212,12 +210,18 @@ def test_a_sum_between_hosts_is_under_way_until_its_last_transfers_have_ended_an
     assert on_streams(4, program) == [True] * 4
 
 
-def test_a_store_with_another_secret_is_not_the_board() -> None:
-    """Another job, or another container, may answer at the address."""
-    store, told = store_board._held()
-    assert store_board._connected(told) is not None
-    store.set(store_board.SECRET, "another")
-    assert store_board._connected(told) is None
+def test_a_mesh_that_is_a_part_of_its_group_has_no_board() -> None:
+    """Its ranks are not all that a sentinel would wait for."""
+    store = dist.HashStore()
+    group = Namespace(get_group_store=lambda: store)
+    for ranks, found in (((0, 2), None), ((0, 1, 2), store), (None, store)):
+        of_mesh = None if ranks is None else GroupsOfMesh(ranks, {})
+        with (
+            mock.patch.multiple("collectives.backends.gloo.dist", get_rank=lambda _: 0, get_world_size=lambda _: 3),
+            mock.patch.object(GlooBackend, "device_backend", return_value="gloo"),
+        ):
+            backend = GlooBackend(group, 1.0, of_mesh=of_mesh)  # type: ignore[arg-type]
+        assert (backend.board() is None) == (found is None)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
@@ -246,7 +250,7 @@ def test_ranks_that_launched_other_collectives_learn_at_the_next_meeting_which_i
 
     for message in on_streams(3, program):
         assert "unit 2 [all_gather, round 0, index 2]" in message
-        assert "(launch 2 of each)" in message
+        assert "(launch 2)" in message
         assert "rank 1 is in " + ("unit 3" if other else "nothing more") in message
 
 
@@ -260,13 +264,14 @@ def ledger_of(*numbers: int) -> Ledger:
 def test_a_history_finds_the_first_difference_among_the_last_launches() -> None:
     common = list(range(KEPT + 10))
     longer, other = ledger_of(*common, 1, 2, 3).history(), ledger_of(*common, 1, 7).history()
-    for history in (longer, other):
-        assert History.unpack(history.pack()).launches == list(history.launches)
-        assert History.unpack(history.pack(tags=False), tags=False).count == history.count
-    assert first_difference({0: longer, 1: other, 2: ledger_of(*common).history()}) == (0, 1, KEPT + 12)
-    assert first_difference({0: longer, 1: ledger_of(*common).history()}) is None
-    assert first_difference({0: longer, 1: ledger_of(1).history()}) is None, "that is not known any more"
+    assert len(longer) == KEPT
+    assert first_difference(longer, other) == first_difference(other, longer) == KEPT + 12
+    assert first_difference(longer, ledger_of(*common).history()) == 0
+    assert first_difference(longer, ledger_of(1).history()) == 0, "that is not known any more"
     assert compare([longer, longer, other, other], 2) is None, "replicas may gather other units"
+    found = compare([longer, longer, other, longer], 2)
+    assert found is not None
+    assert found.text.startswith(f"rank 2 is in {describe(gather(7))}, but rank 3 is in {describe(gather(2))} (launch ")
 
 
 def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:
@@ -288,86 +293,167 @@ def test_a_launch_differs_by_its_bounds_and_its_dtype_too() -> None:
 # -- the sentinel ------------------------------------------------------------------------------------------------------
 
 
-def line(ledger: Ledger, waits: int = 0, inside: str = "", stuck: float = 20.0) -> Line:
-    return Line(1, ledger.history().pack(tags=False).hex(), waits, inside, stuck)
+def status(ledger: Ledger, waits: int = 0, enters: int = OUTSIDE, round_: int = 0) -> Status:
+    waited = ledger.launch(waits)
+    since = (0, 0, 0) if waited is None else (waits, round_, waited.met)
+    return Status(ledger.history(tags=False), "a place", ledger.met, enters, since)
+
+
+def met(ledger: Ledger, *numbers: int) -> Ledger:
+    """Complete a meeting, and launch more."""
+    ledger.met += 1
+    for number in numbers:
+        ledger.add(gather(number))
+    return ledger
 
 
 SAME, MORE = ledger_of(1, 2), ledger_of(1, 2, 3)
-VERDICTS = {  # by rank; the words of the verdict, or nothing
-    "late": ([line(MORE, 3), line(SAME), line(MORE, 3)], ""),
-    "late, and others meet": ([line(SAME, 0, "step()"), line(SAME), line(SAME, 0, "step()")], ""),
-    "busy": ([line(MORE, 2), line(SAME, 2), line(MORE, 2)], ""),
-    "one meets in vain": ([line(MORE, 3), line(SAME, 0, "step()"), line(MORE, 3)], "rank 0 is in unit 3"),
-    "but not for long": ([line(MORE, 3), line(SAME, 0, "step()", 1.0), line(MORE, 3)], ""),
-    "one waits for a late one": ([line(MORE, 3), line(SAME, 0, "step()"), line(SAME)], ""),
-    "others": ([line(SAME), line(ledger_of(1, 4), 0, "", 0.0), line(SAME)], "rank 0 is in unit 2"),
+DIFFERENCES = {  # of two ranks: the launch, or 0
+    "one is outside": (status(MORE, 3), status(SAME), 0),
+    "both wait for the same": (status(MORE, 2), status(SAME, 2), 0),
+    "one meets in vain": (status(MORE, 3), status(SAME, enters=0), 3),
+    "one exchanges in vain": (status(MORE, 3), status(SAME, enters=ANY), 3),
+    "one will catch up in the meeting": (status(MORE, 3, round_=2), status(SAME, enters=1), 0),
+    "one has gone on since, from a meeting of both": (status(met(ledger_of(1, 2), 3), 3), status(SAME, enters=0), 0),
+    "the meeting is behind what it waits for": (
+        status(met(ledger_of(1, 2), 3), 3),
+        status(met(ledger_of(1, 2)), enters=0),
+        3,
+    ),
+    "others": (status(MORE, 2), status(ledger_of(1, 4)), 2),
+    "others, and in vain": (status(MORE, 3), status(ledger_of(1, 4), enters=0), 2),
 }
 
 
-@pytest.mark.parametrize("name", VERDICTS)
+@pytest.mark.parametrize("name", DIFFERENCES)
 def test_only_ranks_that_wait_in_vain_or_launched_others_are_in_error(name: str) -> None:
-    lines, said = VERDICTS[name]
-    tags = {0: MORE, 1: ledger_of(1, 4), 2: MORE} if name == "others" else dict.fromkeys(range(3), MORE)
-    found = judge(dict(enumerate(lines)), 3, 10.0, lambda rank: tags[rank].history())
-    assert (found.text if found else "")[: len(said)] == said
-    assert bool(found) == bool(said)
+    one, other, number = DIFFERENCES[name]
+    assert difference(one, other) == difference(other, one) == number
 
 
-class SlowBoard(MemoryBoard):
-    """A board of which some reads do not return at once, or never again."""
+class Group:
+    """Sentinels of ranks on one store, which look when they are told to. ``seconds``: of their clock."""
 
-    def __init__(self, holder: int | None = None) -> None:
-        super().__init__()
-        self.holder, self.go, self.cut = holder, threading.Event(), False
-        self.go.set()
+    def __init__(self, size: int, sharing: int, monkeypatch: pytest.MonkeyPatch, timeout: float = 60.0) -> None:
+        self.store, self.seconds, self.closed = dist.HashStore(), 0.0, list[int]()
+        self.aborted = dict[int, str]()
+        clock = SimpleNamespace(monotonic=lambda: self.seconds, sleep=lambda _: None)
+        monkeypatch.setattr("collectives.launches.sentinel.time", clock)
+        self.links = [
+            Namespace(
+                rank=rank,
+                ranks=range(size),
+                number=7,
+                closed=lambda: self.closed,
+                abort=lambda reason, rank=rank: self.aborted.update({rank: reason}),
+                backend=SimpleNamespace(stall_limit=10.0, timeout=timeout, interrupt=lambda: None),
+            )
+            for rank in range(size)
+        ]
+        self.launches = [Launches(links, sharing) for links in self.links]
+        self.posts = [Post(launches, self.store) for launches in self.launches]
+        for post in self.posts:
+            post.open()
 
-    def read(self, names: Sequence[str]) -> list[bytes]:
-        self.go.wait(PATIENT)
-        if self.cut:
-            raise ConnectionError("the store is gone")
-        return super().read(names)
+    def look(self, seconds: float, *ranks: int) -> None:
+        """Let sentinels look four times a second."""
+        for _ in range(int(4 * seconds)):
+            self.seconds += 0.25
+            for rank in ranks:
+                self.posts[rank].look()
+        for post in self.posts:
+            if post._closing is not None:
+                post._closing.join(BOUND)
+
+    def launch(self, rank: int, number: int, *, ended: bool = False) -> None:
+        ledger = self.launches[rank].ledger
+        ledger.awaited(ledger.add(gather(number)), lambda: ended)
 
 
-def test_a_board_that_is_slow_once_ends_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("collectives.launches.sentinel.CALL", 0.05)
-    monkeypatch.setattr("collectives.launches.sentinel.MemoryBoard", type(None))  # else its calls have no limit
-    board, aborted = SlowBoard(0), list[str]()
-    launches = Launches(Ranks(1, 2, 2, 7, 0.2, 60.0), board, lambda: aborted.append, lambda: None)
-    post = Post(launches)
-    post.open()
-    board.write("7/line 0", b"")
-    board.go.clear()
-    assert post.look()
-    board.go.set()
-    board.swap("7/question", b"0", b"1 0")
-    until = time.monotonic() + BOUND
-    while not board.count("7/answers 1", 0) and time.monotonic() < until:
-        assert post.look()
-    assert Line.unpack(board.read(["7/line 1"])[0]).answers == 1
-    assert not aborted
-    board.cut = True
-    with launches.waiting(gather(5)):
-        while not aborted and time.monotonic() < until + BOUND:
-            post.look()
-    assert "rank 0 does not answer" in aborted[0], "it holds the board"
+def test_a_rank_that_is_silent_is_late_until_the_time_limit_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(3, 3, monkeypatch, timeout=30.0)
+    for rank in (0, 2):
+        group.launch(rank, 1)
+    group.look(29.0, 0, 2)
+    assert not group.aborted
+    group.look(35.0, 0, 2)
+    assert set(group.aborted) == {0, 2}
+    assert "rank 1 has not come for" in group.aborted[2]
+    assert "waits for it in unit 1 [all_gather, round 0, index 1]" in group.aborted[2]
 
 
-def test_an_error_of_the_device_is_told_to_every_rank() -> None:
-    board, aborted = MemoryBoard(), list[str]()
+def test_time_in_which_a_thread_holds_the_interpreter_is_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2, 2, monkeypatch)
+    group.launch(0, 1)
+    group.look(1.0, 0)
+    group.seconds += 12.0  # the sentinel's thread cannot look either
+    group.look(1.0, 0)
+    assert group.store.get("zero 7 0") == b"-"
+    group.look(8.0, 0)
+    assert group.store.get("zero 7 0") != b"-"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_later_of_two_ranks_finds_the_difference_and_both_name_it(first: int, monkeypatch: Any) -> None:
+    group = Group(2, 2, monkeypatch)
+    group.launch(first, 1)
+    group.look(20.0, first)
+    assert not group.aborted
+    group.launch(1 - first, 2)
+    group.launch(1 - first, 3)
+    group.look(12.0, 0, 1)
+    for rank in (0, 1):
+        error = group.launches[rank].take_verdict()
+        assert isinstance(error, MismatchError)
+        assert f"rank {first} is in unit 1 [" in str(error)
+        assert f"rank {1 - first} is in unit 2 [" in str(error)
+
+
+def test_a_rank_that_goes_on_names_nothing_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other's counts are old: it has left the meeting, and its thread holds the interpreter since."""
+    group = Group(2, 2, monkeypatch)
+    with group.launches[1].waiting(Tag(Kind.MEET, "step()"), meets=True):
+        group.look(12.0, 1)
+    group.launches[0].meet(Tag(Kind.MEET, "step()"), list)
+    group.launch(0, 1)
+    group.look(40.0, 0)
+    assert not group.aborted
+
+
+def test_a_rank_whose_connection_is_closed_is_lost_only_if_another_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2, 2, monkeypatch)
+    group.closed.append(1)
+    group.look(30.0, 0)
+    assert not group.aborted
+    group.launch(0, 1)
+    group.look(10.5, 0)
+    assert not group.aborted
+    group.look(1.0, 0)
+    assert "rank 1 is lost: its process has ended, or its connection is closed; rank 0 waits" in group.aborted[0]
+
+
+def test_so_it_is_if_its_process_held_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2, 2, monkeypatch)
+    group.closed.append(0)
+    group.posts[1]._store = mock.Mock(
+        **{f"{name}.side_effect": RuntimeError for name in ("set", "multi_get", "compare_set")}
+    )
+    group.launch(1, 1)
+    group.look(12.0, 1)
+    assert "rank 0 is lost" in group.aborted[1]
+
+
+def test_an_error_of_the_device_is_told_to_every_rank_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(2, 2, monkeypatch)
 
     def fails() -> bool:
         raise RuntimeError("device-side assert")
 
-    every = [Launches(Ranks(rank, 2, 2, 7, 0.2, 60.0), board, lambda: aborted.append, lambda: None) for rank in (0, 1)]
-    posts = [Post(each) for each in every]
-    for post in posts:
-        post.open()
-    every[1].ledger.awaited(1, fails)
-    for post in posts[::-1]:
-        post.look()
-    LEFT.finish()
-    assert len(aborted) == 2
-    errors = [each.take_verdict() for each in every]
+    group.launches[1].ledger.awaited(1, fails)
+    group.launch(0, 1)
+    group.look(12.0, 0, 1)
+    assert set(group.aborted) == {0, 1}
+    errors = [each.take_verdict() for each in group.launches]
     assert all(isinstance(error, PeerError) and "rank 1: its device failed" in str(error) for error in errors)
 
 
@@ -377,26 +463,10 @@ def test_transfers_that_are_under_way_together_have_ended_when_all_have() -> Non
     assert not Several([ended, pending]).ended()
 
 
-def test_a_call_that_does_not_return_makes_others_slow_and_not_the_caller() -> None:
-    caller, go = Caller(), threading.Event()
-    with pytest.raises(SlowError):
-        caller.call(0.01, lambda: go.wait(PATIENT))
-    with pytest.raises(SlowError, match="earlier"):
-        caller.call(PATIENT, lambda: 1)
-    go.set()
-    until = time.monotonic() + BOUND
-    while time.monotonic() < until:
-        try:
-            assert caller.call(PATIENT, lambda: 2) == 2
-            break
-        except SlowError:
-            continue
-
-
 def test_a_verdict_is_raised_by_the_next_call_and_then_the_group_is_closed() -> None:
     def program(transport: Transport) -> list[str]:
         assert transport.launches is not None
-        transport.launches.found(Verdict("rank 1 does not answer"))
+        transport.launches.verdict = Verdict("rank 1 does not answer").error(f"rank {transport.rank}")
         transport.links.abort("rank 1 does not answer")
         found = []
         for _ in range(2):

@@ -17,10 +17,9 @@ import torch.distributed as dist
 
 from collectives import Collective, Kind, Replicated, Tag, Transport, topology
 from collectives.backends import rendezvous
-from collectives.backends.arena import Arena, Window
 from collectives.backends.gloo import GlooBackend, connect
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
-from collectives.backends.shared_memory import SharedMemoryBackend
+from collectives.backends.shared_memory import Arena, SharedMemoryBackend, Window
 from collectives.topology import choose, fold, hierarchical, replicate, shared
 from zero import ZeroOptimizer
 

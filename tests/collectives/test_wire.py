@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from collectives import ALGORITHMS, Algorithm, Kind, Loopback, Pairwise, Tag, Traffic, Transport, Work, on_threads
 from collectives.backend import Backend, Pending
-from collectives.links.peer_links import ACK, ACK_PORT, PORTS
+from collectives.links.messenger import ACK, ACK_PORT, PORTS
 from collectives.messages import HEADER_BYTES
 from collectives.pool import Pool
 

@@ -17,19 +17,16 @@ from typing import Any
 import pytest
 import torch
 
-from zero import MixedPrecision
 from zero.commands import cli, runner
 from zero.commands.train import command as train_command
 from zero.commands.train import report
-from zero.commands.train.data import load_corpus
-from zero.commands.train.model import build_model
 from zero.commands.verify import ranks as verify_ranks
 
-from ..matrix import Variant, trained_sha256
+from ..support.example import plain_example
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100  # seconds for a command; it takes about ten
-STEPS, MICRO_BATCHES, BATCH, SEQUENCE = 3, 4, 2, 24
+STEPS, MICRO_BATCHES, BATCH, WIDTH, LAYERS = 3, 4, 2, 32, 1
 EQUAL = ("params_sha256", "losses", "validation_loss")
 Train = Callable[..., dict[str, Any]]
 LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE")
@@ -47,8 +44,8 @@ class RunOutput:
 
 def flags(text: Path, out: Path, *more: str) -> list[str]:
     """Return the flags of a tiny run of `zero train`."""
-    sizes = (f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}", f"--sequence={SEQUENCE}")
-    return ["--preset=tiny", *sizes, f"--data={text}", f"--out={out}", *more]
+    sizes = (f"--steps={STEPS}", f"--micro-batches={MICRO_BATCHES}", f"--batch={BATCH}")
+    return [f"--width={WIDTH}", f"--layers={LAYERS}", *sizes, f"--data={text}", f"--out={out}", *more]
 
 
 def run_json(out: Path) -> dict[str, Any]:
@@ -80,15 +77,10 @@ def trained_by_command(text: Path, out: Path, *more: str) -> dict[str, Any]:
     return run_json(out)
 
 
-def plain_sha256(
-    text: Path, clip: float | None = None, precision: str = "", muon: bool = False, **arguments: Any
-) -> str:
-    """Train with a loop without this library: model and data of `zero train`, torch's optimizer."""
-    torch.set_num_threads(1)
-    corpus, model = load_corpus(text, SEQUENCE), build_model("tiny", SEQUENCE, seed=0)
-    mixed = MixedPrecision({"bf16": torch.bfloat16, "fp16": torch.float16}[precision]) if precision else None
-    variant = Variant("", clip=clip, precision=mixed, scaled=precision == "fp16", muon=muon)
-    return trained_sha256(corpus, model, STEPS, MICRO_BATCHES, (BATCH, SEQUENCE), variant, **arguments)
+def plain_sha256(text: Path, **changes: Any) -> str:
+    """Train with a plain loop, and return the hash of the parameters."""
+    sizes = {"width": WIDTH, "layers": LAYERS}
+    return train_command.parameters_sha256(plain_example(text, STEPS, MICRO_BATCHES, BATCH, **sizes, **changes))
 
 
 def saved_steps(folder: Path) -> list[int]:
@@ -125,7 +117,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_rank(text: Path, tmp_path_factory: pytest.TempPathFactory) -> RunOutput:
     """Return a run on one rank at stage 2, with a checkpoint after steps 2 and 3."""
     folder, shown, threads = tmp_path_factory.mktemp("one"), io.StringIO(), torch.get_num_threads()
-    more = ("--ranks=1", f"--checkpoint={folder / 'checkpoints'}", "--checkpoint-every=2")
+    more = ("--ranks=1", f"--checkpoint={folder / 'checkpoints'}", "--save-every=2")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown):
         for name in LAUNCHER:
             patch.delenv(name, raising=False)

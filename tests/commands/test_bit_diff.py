@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict
 
 import pytest
 import torch
 from torch import Tensor
 
 from zero.commands.verify.bit_diff import Difference, Run, first_difference, ulps_between
+from zero.job import load, save
 
 
 def from_bits(pattern: int, dtype: torch.dtype) -> Tensor:
@@ -117,4 +117,5 @@ def test_a_difference_in_words_and_as_bytes(plain: float, other: float, ulps: in
     assert said in str(difference)
     run = Run(2, 3, 4, 5678, (1,), difference)
     assert str(run) == f"stage 2, 3 ranks: DIFFERS after step 4 on rank 1 alone: {difference}"
-    assert repr(Run.from_json(json.loads(json.dumps(asdict(run))))) == repr(run)
+    save(run, written := io.BytesIO())
+    assert repr(load(io.BytesIO(written.getvalue()))) == repr(run)

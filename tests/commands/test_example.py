@@ -5,22 +5,22 @@ Wrong input of an example is one line.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
-from torch.utils.data import DataLoader, TensorDataset
 
 import zero
+from collectives import Transport, on_threads
 from zero.checkpoint.read.reader import Checkpoint
 from zero.examples import finetune_lora, train
 
-from ..support.loops import PlainLoop
+from ..support.example import plain_example, samples_of
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
 
@@ -44,38 +44,9 @@ def run(monkeypatch: pytest.MonkeyPatch, text: Path, folder: Path, *more: str) -
     return {int(path.name[5:]): zero.open_checkpoint(path) for path in sorted(folder.glob("step-*"))}
 
 
-def plain(text: Path, precision: zero.MixedPrecision | None) -> nn.Module:
-    """Train with a loop without the optimizer of this library: torch's AdamW, and micro-batches of one process."""
-    length = train.LENGTH
-    found = torch.frombuffer(bytearray(text.read_bytes()), dtype=torch.uint8).long()
-    samples = found[: len(found) // (length + 1) * (length + 1)].view(-1, length + 1)
-    data = TensorDataset(samples[:, :-1], samples[:, 1:])
-    sampler = zero.MicroBatchSampler(len(samples) * 9 // 10, BATCH, 0, 1, per_step=MICRO_BATCHES, drop_last=True)
-    batches = []
-    for epoch in range(EPOCHS):
-        sampler.set_epoch(epoch)
-        batches += [tuple(batch) for batch in DataLoader(data, batch_sampler=sampler)]
-    torch.manual_seed(0)
-    model = train.ByteModel()
-
-    def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
-        decayed = [p for p in parameters if p.ndim > 1]
-        others = [p for p in parameters if p.ndim <= 1]
-        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=3e-3)
-
-    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(batch[0]).flatten(0, 1).float(), batch[1].flatten())
-
-    total = len(batches) // MICRO_BATCHES
-    PlainLoop(
-        loss_of,
-        MICRO_BATCHES,
-        precision=precision,
-        scheduler=lambda optimizer: OneCycleLR(optimizer, 3e-3, total),
-        optimizer_of=optimizer_of,
-    ).run(model, batches)
-    return model
+def plain(text: Path, precision: torch.dtype | None) -> nn.Module:
+    steps = EPOCHS * (samples_of(text) // (BATCH * MICRO_BATCHES))
+    return plain_example(text, steps, MICRO_BATCHES, BATCH, precision=precision)
 
 
 @pytest.mark.parametrize("more", rows([("--stage=3",)], [("--stage=1", "--bf16")]))
@@ -84,7 +55,7 @@ def test_the_example_has_the_bits_of_the_plain_loop_also_after_it_was_resumed(
 ) -> None:
     saved = run(monkeypatch, text, tmp_path / "saved", *more)
     *_, before, last = saved
-    expected = plain(text, zero.MixedPrecision(torch.bfloat16) if "--bf16" in more else None)
+    expected = plain(text, torch.bfloat16 if "--bf16" in more else None)
     weights = saved[last].model_state_dict()
     plainly_saved = torch.load(tmp_path / "model.pt", weights_only=True)  # it has plain tensors alone
     assert list(plainly_saved) == list(expected.state_dict())
@@ -97,13 +68,50 @@ def test_the_example_has_the_bits_of_the_plain_loop_also_after_it_was_resumed(
     assert resumed[last].content == saved[last].content
 
 
-@pytest.mark.parametrize("other", ["--epochs=3", "--micro-batches=2"])
+@pytest.mark.parametrize("other", ["--epochs=3", "--steps=5", "--micro-batches=2"])
 def test_a_run_does_not_go_on_with_other_steps_than_it_began_with(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
 ) -> None:
     saved = run(monkeypatch, text, tmp_path / "saved")
-    with pytest.raises(SystemExit, match=rf"has a run of {max(saved)} steps, not \d+: give the --epochs and --micro"):
+    with pytest.raises(SystemExit, match=rf"has a run of {max(saved)} steps, not \d+: give the --steps, --epochs"):
         run(monkeypatch, text, tmp_path / "saved", other)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("--lr=0.01", "--lr is 0.01, but {} has a run with 0.003: give the same"),
+        ("--clip=0.5", "--clip is 0.5, but {} has a run with 1.0: give the same"),
+        ("--bf16", "--bf16 is True, but {} has a run with False: give the same"),
+        ("--data=other", "--data is text of SHA-256 "),
+    ],
+)
+def test_a_run_does_not_go_on_with_what_would_change_its_bits(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").write_text(text.read_text().replace("beer", "wine"))
+    run(monkeypatch, text, tmp_path / "saved")
+    with pytest.raises(SystemExit, match=re.escape(said.format(tmp_path / "saved"))):
+        run(monkeypatch, text, tmp_path / "saved", other)
+
+
+def test_ranks_that_read_other_text_are_an_error_on_each(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").write_text(text.read_text().replace("beer", "wine"))
+
+    def program(transport: Transport) -> str:
+        data = str((text, text, tmp_path / "other")[transport.rank])
+        args = Namespace(data=data, batch=BATCH, micro_batches=MICRO_BATCHES, lr=1e-3, clip=1.0, steps=1)
+        model = train.ByteModel(8, 1)
+        optimizer = train.build(args, model, process_group=transport)
+        with pytest.raises(SystemExit) as caught:
+            train.train(args, "cpu", model, optimizer)
+        return str(caught.value)
+
+    remedy = "give every host the same file"
+    assert on_threads(3, program) == [
+        f"rank {other} reads another --data than rank {rank}: {remedy}" for rank, other in ((0, 2), (1, 2), (2, 0))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -113,11 +121,15 @@ def test_a_run_does_not_go_on_with_other_steps_than_it_began_with(
         (["--data={}/empty"], "--data '{}/empty' must be a file that is not empty"),
         (["--data={}/short"], "--data {}/short has 1000 bytes, so 13 samples to train on, and a step needs 64: give a"),
         (["--epochs=0"], "--epochs is 0: it must be at least 1"),
+        (["--steps=0"], "--steps is 0: it must be at least 1"),
         (["--micro-batches=-1"], "--micro-batches is -1: it must be at least 1"),
         (["--checkpoint="], "--checkpoint '': name a folder"),
         (["--out="], "--out '': name a file in a folder that exists"),
         (["--out={}/no/model.pt"], "--out '{}/no/model.pt': name a file in a folder that exists"),
-        (["--device=cuda"], "--device cuda: torch finds 0 GPU(s) here for 1 rank(s); take --device cpu"),
+        (
+            ["--device=cuda"],
+            "--device cuda needs one GPU per rank that torch finds, and this host has 0 GPU(s) for 1 rank(s): start",
+        ),
     ],
 )
 def test_wrong_input_ends_with_one_line_that_names_the_flag(
@@ -170,4 +182,4 @@ def test_ranks_train_on_gpus_if_each_has_its_own_unless_asked_otherwise(
     assert found == device
     assert bool(remark) == (asked is None and 0 < gpus < ranks)
     if remark:
-        assert remark == "2 ranks on this host, but 1 GPU(s): they train on the CPU, over gloo"
+        assert remark.startswith("this host has 1 GPU(s) for 2 rank(s), so they compute on the CPU, over gloo; at")

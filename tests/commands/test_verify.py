@@ -23,7 +23,7 @@ from zero import verify
 from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
-from zero.commands.verify.spec import reference, resolve
+from zero.job import reference, resolve
 
 from ..support.by_module import BY_MODULE
 from ..support.models import odd_loss
@@ -34,6 +34,7 @@ from .verified import alone
 
 ODD = {"build_model": verified.build_odd, "batches": verified.batches, "loss_fn": odd_loss, "micro_batches": 6}
 SGD = torch.optim.SGD
+IN_BF16 = {"mixed_precision": PRECISIONS["bf16"]}
 ALIKE: tuple[dict[str, Any], ...] = (
     {"batches": verified.pairs},
     {"batches": torch.ones(4, 2, 3)},
@@ -49,7 +50,13 @@ ALIKE: tuple[dict[str, Any], ...] = (
     {"ignored": verified.the_first_layer, "max_norm": 0.5},
     {**ODD, "ignored": verified.the_scale, "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
     {"build_model": verified.Experts, "param_groups": verified.in_blocks, "mixed_precision": PRECISIONS["bf16"]},
+    {"param_groups": verified.the_last_layer_alone, "max_norm": 0.1, "optimizer_class": SGD, "lr": 0.5},
+    {"param_groups": verified.the_last_layer_alone, "max_norm": 0.1, "optimizer_class": SGD, "lr": 0.5, **IN_BF16},
     {**ODD, "rounding": zero.StochasticRounding(3), "max_norm": 0.5, "mixed_precision": PRECISIONS["bf16"]},
+    {"batches": [list(pair) for pair in verified.pairs()], "loss_fn": verified.changes_its_batch},
+    {"param_groups": verified.as_generators, **IN_BF16},
+    {"param_groups": verified.in_blocks_of_the_main_class, **IN_BF16},
+    {"param_groups": verified.in_blocks_of_the_main_class},
 )
 FAILURES: tuple[tuple[dict[str, Any], str], ...] = (
     (
@@ -84,6 +91,11 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"build_model": verified.pairs.__get__(1)}, "build_model is pairs, which other processes"),
     ({"build_model": functools.partial(verified.pairs, 3)}, "build_model is functools.partial(<function pairs"),
     ({"build_model": 3}, "build_model must be a function or a class, not 3"),
+    ({"loss_fn": "loss"}, "loss_fn must be a function or a class, not 'loss'"),
+    ({"loss_fn": verified.Loss(2.0)}, "loss_fn is Loss(scale=2.0), which other processes cannot import by name"),
+    ({"units": 3}, "units must be a function of a module that returns a bool, not 3"),
+    ({"collective": 3}, "collective must be one of auto, "),
+    ({"sharding_factor": 3}, "sharding_factor must divide the number of ranks, 1"),
     ({"build_model": nn.Linear(1, 1)}, "build_model is Linear("),
     ({"optimizer_class": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
     (
@@ -103,6 +115,12 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ({"batches": verified.pairs(7)}, "batches has 7 micro-batches, and a step takes 2 of them: give a multiple of"),
     ({"batches": 3}, "batches must be a sequence of micro-batches, or a function that returns one, not int"),
     ({"batches": [(object(), 1)] * 2}, "batches must hold only tensors, numbers, text, lists, tuples and dicts"),
+    (
+        {"optimizer_kwargs": {"foreach": object()}},
+        "the optimizer's arguments must hold only tensors, numbers, text, lists, tuples and",
+    ),
+    ({"mesh": (1, 1), "sharding_factor": 1}, "mesh= with sharding_factor=: both say which ranks share a copy"),
+    ({"sharding_factor": 2, "world_sizes": (2, 3)}, "sharding_factor must divide the number of ranks, 3, so be one of"),
     ({"max_norm": -1.0}, "max_norm must be at least 0"),
     ({"bucket_cap_mb": 0}, 'bucket_cap_mb must be a positive number of MiB, None or "auto", not 0'),
     ({"collective": "telepathy"}, "collective must be one of auto, pairwise, "),
@@ -112,11 +130,11 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
     ),
     ({"mixed_precision": lambda *_: PRECISIONS["bf16"]}, "mixed_precision is <lambda>, which other processes cannot"),
     ({"prefetch_depth": -1}, "prefetch_depth must be a number of units, at least 0, not -1"),
-    ({"prefetch_depth": 2, "stages": (1, 2)}, "prefetch_depth=2 with stage 2, where every rank holds whole parameters"),
+    ({"prefetch_depth": 2, "stages": (1, 2)}, "prefetch_depth=2 with stage 2: no unit is gathered: leave it out"),
     ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False, a function of a unit's module, or a"),
     ({"reshard_after_forward": lambda _: True}, "reshard_after_forward is <lambda>, which other processes cannot"),
     ({"device": "tpu"}, "device must be 'cpu' or 'cuda', not 'tpu'"),
-    ({"offload": ON_HOST}, "offload: parameters='cpu' with stage 0, where forwards use whole parameters in place"),
+    ({"offload": ON_HOST}, 'Offload(parameters="cpu") with stage 0: forwards use whole parameters where they lie'),
     ({"timeout": 0}, "timeout must be a positive number of seconds, not 0"),
 )
 
@@ -125,7 +143,7 @@ WRONG: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.usefixtures("in_this_process")
-@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16, 18))
+@pytest.mark.parametrize("changes", placed("changes", ALIKE, 2, 5, 11, 16, 18, 21, 22, 23, 24))
 def test_a_deterministic_model_of_any_batches_and_precision_is_alike(
     changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -335,6 +353,6 @@ def test_a_script_is_found_by_its_path_and_runs_once(monkeypatch: pytest.MonkeyP
     )
     text = reference(as_main(monkeypatch, script), "build_model")
     assert text == f"{script}:build"
-    monkeypatch.setitem(sys.modules, "__zero_verify_script__", None)  # so that it is removed at the end
-    monkeypatch.delitem(sys.modules, "__zero_verify_script__")
+    monkeypatch.setitem(sys.modules, "__zero_job_script__", None)  # so that it is removed at the end
+    monkeypatch.delitem(sys.modules, "__zero_job_script__")
     assert resolve(text)() == resolve(text)() == (False, 1)

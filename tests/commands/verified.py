@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -133,6 +134,11 @@ def penalty(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     return model(*batch) + slope.square().sum()
 
 
+def changes_its_batch(model: nn.Module, batch: list[Any]) -> Tensor:
+    """A loss that takes the scale out of its micro-batch, and doubles the inputs in place."""
+    return model(batch[0].mul_(2), batch.pop())
+
+
 def no_loss(model: nn.Module, batch: tuple[Tensor, float]) -> Tensor:
     return model(*batch).detach()
 
@@ -165,6 +171,24 @@ class Experts(Squares):
         return super().forward(inputs, scale) + (inputs @ self.experts[0]).square().mean()
 
 
+def the_last_layer_alone(model: Squares) -> list[dict[str, Any]]:
+    """A param group without the other layers, which get gradients, too."""
+    return [{"params": list(model.layers[3].parameters())}]
+
+
+def as_generators(model: nn.Module) -> list[dict[str, Any]]:
+    """Groups as torch takes them: an iterator, and one tensor."""
+    first, *rest = model.parameters()
+    return [{"params": first}, {"params": iter(rest)}]
+
+
+def in_blocks_of_the_main_class(model: nn.Module) -> list[dict[str, Any]]:
+    """Named parameters of one class, one of them in blocks."""
+    named = dict(model.named_parameters())
+    fused = [("layers.0.weight", named.pop("layers.0.weight"))]
+    return [{"params": fused, "blocks": [2, 3]}, {"params": list(named.items())}]
+
+
 def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
     """Muon for the stack and for a fused matrix, block by block."""
     named = dict(model.named_parameters())
@@ -175,6 +199,17 @@ def in_blocks(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [fused], "blocks": [2, 3], **muon},
         {"params": list(named.items())},
     ]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss with a setting."""
+
+    scale: float = 1.0
+
+    def __call__(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(*batch) * self.scale
+        return loss
 
 
 # -- targets of `zero verify`, and their arguments ---------------------------------------------------------------------
@@ -194,6 +229,11 @@ def not_deterministic() -> dict[str, Any]:
 
 def unknown_arguments() -> dict[str, Any]:
     return {**right_arguments(), "stage": 3, "learning_rate": 1.0}
+
+
+def build_misnamed() -> dict[str, Any]:
+    given = right_arguments()
+    return {"build": given.pop("build_model"), **given}
 
 
 def a_lambda() -> dict[str, Any]:

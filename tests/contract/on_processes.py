@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -12,6 +16,7 @@ from collectives import Pairwise, Tag, Work
 from zero import ZeroOptimizer
 
 from ..support.offloaded import copied_from_the_host
+from ..support.pool import GROUP_TIMEOUT, WITHOUT_GLOO, register_unmoving
 from ..support.programs import Program, run_rank
 
 
@@ -81,3 +86,36 @@ def different_calls(group: dist.ProcessGroup, rank: int) -> None:
         optimizer.step()
     else:
         optimizer.consolidate_state_dict()
+
+
+def without_gloo(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
+    """Train in process groups that overlap and have no gloo: {0, 1}, {1, 3} and {1, 2, 3}, of which rank 1 is in all.
+
+    Return the results in {1, 3}, and how many sockets are open after the groups that were not there before.
+    """
+    register_unmoving()
+    gc.collect()
+    before = _sockets()
+    parts = [[0, 1], [1, 3], [1, 2, 3]]
+    groups = [dist.new_group(part, timedelta(seconds=GROUP_TIMEOUT), WITHOUT_GLOO) for part in parts]
+    result = None
+    for part, of in zip(parts, groups, strict=True):
+        if rank in part:
+            result = run_rank(program, of) if part == [1, 3] else result
+            model = nn.Linear(2, 2)
+            for _ in range(2):
+                optimizer = ZeroOptimizer(model, process_group=of)
+                optimizer.close()
+            del optimizer
+            dist.destroy_process_group(of)
+    del groups, of
+    gc.collect()
+    return result, _sockets() - before
+
+
+def _sockets() -> int:
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder itself, which is closed by now
+            found += os.readlink(f"/proc/self/fd/{number}").startswith("socket:")
+    return found

@@ -14,8 +14,10 @@ names of the recipes' table:
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -35,6 +37,7 @@ from ..support.loops import (
     SAMPLES,
     Conditioned,
     PlainLoop,
+    TextOrImage,
     WithExperts,
     autocast_loss,
     code_of,
@@ -49,6 +52,7 @@ from ..support.loops import (
     second_loss,
     seeded,
     sum_of_losses,
+    text_and_images,
     tokens_of,
     total_loss,
     two_layers,
@@ -68,6 +72,26 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSc
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-2, total_steps=4)
 
 
+def to_float8(model: nn.Module) -> None:
+    torchao = pytest.importorskip("torchao.float8")
+    torchao.convert_to_float8_training(model, config=torchao.Float8LinearConfig(emulate=True))
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Put back what the block sets for the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+        patch.setattr(torch.backends.cudnn, "benchmark", True)
+        try:
+            yield
+            assert torch.are_deterministic_algorithms_enabled()
+            assert not torch.backends.cudnn.benchmark
+            assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 @dataclass(frozen=True)
 class Example:
     """The inputs of a block, and the plain loop over them."""
@@ -77,13 +101,17 @@ class Example:
     given: Callable[[int], list[tuple[Tensor, Tensor]]] = even
     count: int = 8
     compiled: bool = False
+    changed: Callable[[nn.Module], object] | None = None  # by the block, before it trains
     everywhere: bool = False  # the loader has all micro-batches on each rank
+    setting: Callable[[], AbstractContextManager[None]] = nullcontext  # around the block
 
     def model(self) -> nn.Module:
         return seeded(7, self.build)
 
     def expected(self) -> nn.Module:
         model = self.model()
+        if self.changed is not None:
+            self.changed(model)
         if self.compiled:
             blocks: Any = model.blocks
             for block in blocks:
@@ -122,9 +150,13 @@ EXAMPLES = {
     "Stochastic rounding": Example(PlainLoop(precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(0))),
     "fp16 and a GradScaler": Example(PlainLoop(precision=MixedPrecision(torch.float16), scale=1024.0)),
     "Autocast": Example(PlainLoop(autocast_loss)),
+    "float8": Example(PlainLoop(), changed=to_float8),
     "Gradients of your own": Example(PlainLoop(before_clip=mask_eight_rows)),
     "Token counts": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven),
     "Uneven data": Example(PlainLoop(total_loss, divisor=tokens_of), given=uneven, count=7),
+    "Ranks with other inputs": Example(PlainLoop(), build=TextOrImage, given=text_and_images),
+    "Logging": Example(PlainLoop()),
+    "Determinism on a GPU": Example(PlainLoop(), setting=deterministic),
     "Learning rate schedulers": Example(PlainLoop(scheduler=one_cycle)),
     "Muon and AdamW": Example(PlainLoop(optimizer_of=muon_and_adamw)),
     "Muon for experts and fused projections": Example(PlainLoop(optimizer_of=muon_in_blocks), build=WithExperts),
@@ -136,7 +168,7 @@ EXAMPLES = {
     "Activation checkpointing": Example(PlainLoop()),
     "A loss in chunks": Example(PlainLoop(loss_in_chunks)),
 }
-REQUIRED = {"Schedule-free classes": "schedulefree"}  # packages that a block imports besides torch
+REQUIRED = {"Schedule-free classes": "schedulefree", "float8": "torchao"}  # packages that a block imports besides torch
 ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
 OTHERS = (
     "Start",
@@ -191,14 +223,15 @@ def trained(names: dict[str, Any]) -> nn.Module:
 
 
 def run_block(group: dist.ProcessGroup, rank: int, heading: str) -> list[Any]:
-    """Run the block at each stage; return the states of the model and of other trained objects."""
+    """Run the block at each stage; return the states of the model, and its average or what it logs."""
     results = []
     for stage in STAGES:
         torch._dynamo.reset()  # do not count graphs of earlier stages
         names = names_of(EXAMPLES[heading], stage, group, rank)
-        exec(code_of(heading), names)
-        averaged = names["average"].gather() if "average" in names else None
-        results.append((trained(names).state_dict(), averaged))
+        with EXAMPLES[heading].setting():
+            exec(code_of(heading), names)
+        further = names["average"].gather() if "average" in names else names.get("history")
+        results.append((trained(names).state_dict(), further))
     return results
 
 

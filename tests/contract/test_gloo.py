@@ -82,6 +82,15 @@ def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int, fact
     check(gloo, Program(2, stage, sharding_factor=factor, steps=CLIPPED), (1, 3))
 
 
+@pytest.mark.parametrize("stage", rows([], [0, 1, 2, 3]))
+def test_groups_without_gloo_get_one_beside_them_that_their_ranks_alone_make(gloo: GlooPool, stage: int) -> None:
+    """Once for all optimizers of a group, whatever other groups a rank is in. It is freed with the group."""
+    program = Program(2, stage, steps=CLIPPED)
+    results = gloo.run(on_processes.without_gloo, program, ranks=range(4))
+    compare(program, [result for result, _ in results if result is not None])
+    assert [sockets for _, sockets in results] == [0] * 4
+
+
 @pytest.mark.parametrize(("stage", "algorithm"), rows([(0, "native"), (1, "all_to_all")], [(2, "ring"), (2, "native")]))
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
     """And give the same bits on integers."""

@@ -139,6 +139,15 @@ def test_what_differs_in_one_replica_is_named_in_all(
         assert text in told, (rank, told)
 
 
+@pytest.mark.parametrize("given", [{"stage": 0, "sharding_factor": 1}, {"stage": 2, "reshard_after_forward": False}])
+def test_what_a_stage_has_no_use_for_is_told_to_all_ranks_if_one_alone_asks_for_it(given: dict[str, Any]) -> None:
+    def program(transport: Transport) -> None:
+        trained(transport, **(given if transport.rank == 1 else {"stage": given["stage"]}))
+
+    for told in errors_on(2, program):
+        assert "rank 0 asked for stage=" in told
+
+
 # -- the bits ----------------------------------------------------------------------------------------------------------
 
 PROGRAMS: dict[str, tuple[list[int], Program]] = {  # with the hosts of the ranks

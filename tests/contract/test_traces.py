@@ -15,7 +15,7 @@ from collectives import CollectiveError, Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import is_released
 from zero.gradients.backward_schedule import BackwardSchedule, Phase
-from zero.parameters.gathered.buffers import GatheredUnit, State
+from zero.parameters.gathered.units import GatheredUnit, State
 from zero.parameters.unit_manager import Unit
 
 from ..support.limits import BOUND

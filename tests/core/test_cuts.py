@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.core.buckets import build
-from zero.core.cuts import CUT_EVERY
 from zero.core.formulas import sharded_bytes
-from zero.core.layout import ALIGNMENT_BYTES, Dtypes, ParameterSpec, Piece
+from zero.core.layout import ALIGNMENT_BYTES, CUT_EVERY, Dtypes, ParameterSpec, Piece
 
 from .drawn import BOUNDARIES, PLAIN, bucket_sizes, lists_with_units, spec, world_sizes
 

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from collectives import solo
 from zero import ZeroOptimizer
-from zero.core.names import (
+from zero.core.parameter_specs import (
     all_without_wrappers,
     by_known_name,
     named_buffers,

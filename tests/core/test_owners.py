@@ -11,10 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zero.core.buckets import build, extended, loads
-from zero.core.cuts import OwnerCuts
 from zero.core.formulas import KeptStates, busiest_link, formula_bytes
-from zero.core.layout import Dtypes, Layout, ParameterSpec
-from zero.core.owners import share_blocks, step_work
+from zero.core.layout import Dtypes, Layout, OwnerCuts, ParameterSpec, share_blocks, step_work
 from zero.core.stage import STAGES
 
 from .drawn import BOUNDARIES, MIXED, PLAIN, spec

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zero.core.buckets import build
-from zero.core.cuts import EvenCuts, OwnerCuts
-from zero.core.layout import BucketSpec, Dtypes, ParameterSpec, Piece, Slot
+from zero.core.layout import BucketSpec, Dtypes, EvenCuts, OwnerCuts, ParameterSpec, Piece, Slot
 
 from .drawn import BF16, BOUNDARIES, MIXED, PLAIN, bucket_sizes, lists_with_units, padded, spec, world_sizes
 

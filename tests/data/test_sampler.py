@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from collectives import Transport, on_threads
 from zero import CheckpointManager, MicroBatchSampler, ZeroOptimizer
@@ -287,6 +287,12 @@ class Endless(IterableDataset[int]):
         ((8, 2, 0, 1), {"per_step": 0}, ValueError, "per_step must be at least 1, not 0"),
         ((8, 2, 0, 1), {"seed": None}, TypeError, "seed must be a whole number, not None"),
         ((Endless(), 2, 0, 1), {}, TypeError, "Endless has no length: give a dataset with __len__"),
+        (
+            (SequentialSampler(range(8)), 2, 0, 1),
+            {},
+            TypeError,
+            "data is a SequentialSampler, whose order",
+        ),
         ((0, 2, 0, 1), {}, ValueError, "data has 0 samples, too few for one step"),
         (([], 2, 0, 1), {}, ValueError, "data has 0 samples, too few for one step"),
         ((7, 2, 0, 4), {"drop_last": True}, ValueError, "data has 7 samples, too few for one step, which needs 8"),
@@ -313,7 +319,7 @@ def test_a_step_too_many_and_a_forgotten_set_epoch_are_errors() -> None:
     for _ in sampler:
         sampler.step()
     with pytest.raises(RuntimeError, match=r"epoch 0 is trained: call set_epoch\(1\)"):
-        iter(sampler)
+        next(iter(sampler))
     with pytest.raises(RuntimeError, match="more often than epoch 0 has steps of 2 micro-batches"):
         sampler.step()
     sampler.set_epoch(0)
@@ -339,6 +345,8 @@ def test_a_state_of_another_order_is_an_error_by_name(other: dict[str, Any]) -> 
     (name,) = other
     with pytest.raises(ValueError, match=f"saved with {name}={vars(case)[name]}, and this sampler has {name}="):
         sampler.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=f"has no '{name}': give load_state_dict"):
+        sampler.load_state_dict({key: value for key, value in saved.state_dict().items() if key != name})
     assert (sampler.epoch, sampler.trained) == (0, 0)
     case.rank(per_step=4, drop_last=True).load_state_dict(saved.state_dict())  # these may change
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from collectives import Chain, Work, solo
-from collectives.algorithms.aside import AddedAside, Aside
 from collectives.algorithms.base import Launched
-from collectives.algorithms.ordered_sum import ordered_sum
+from collectives.algorithms.ordered_sum import AddedAside, Aside, ordered_sum
 
 from ..support.devices import DEVICE, HAS_GPU
 from .streams import CYCLES

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero.gradients import division
-from zero.gradients.division import Division
+from zero.gradients import reducer
+from zero.gradients.reducer import Division
 
 from ..support.plain import assert_same_bits
 
@@ -46,10 +46,10 @@ def test_sums_have_the_bits_of_a_division_of_each_alone(
 ) -> None:
     monkeypatch.setattr(Tensor, "div_", alone)
     by_reciprocal = alone is _as_cuda_divides and dtype.itemsize > 2  # the CPU's list kernels round a factor to 16 bits
-    expected_way = division._by_reciprocal if by_reciprocal else division._one_by_one
+    expected_way = reducer._by_reciprocal if by_reciprocal else reducer._one_by_one
     chosen = Division()
     chosen.prepare(CPU, dtype)
-    assert chosen._ways[CPU, dtype] is (division.foreach_div_ if alone is _TORCHS else expected_way)
+    assert chosen._ways[CPU, dtype] is (reducer.foreach_div_ if alone is _TORCHS else expected_way)
     for divisor in DIVISORS:
         expected = [alone(each, divisor) for each in _sums(dtype)]
         chosen.divide(found := _sums(dtype), divisor)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from collectives import Transport
 from zero import ZeroOptimizer
-from zero.gradients.placeholder import ShardedGradient
+from zero.gradients.grad_publisher import ShardedGradient
 from zero.runtime.accumulator import GradAccumulator
 
 from ..support.late import LateBackend, on_late_threads

@@ -143,15 +143,6 @@ def test_stage_0_honours_edits_of_the_mean_also_between_clips(world_size: int, c
         assert_same_value(gradients_of(ours), gradients_of(plain), "gradients")
 
 
-def test_a_backward_that_is_refused_leaves_the_means_in_their_place() -> None:
-    model, optimizer = trained(solo(), 0, 0)
-    optimizer.clip_grad_norm_(0.1)
-    before = gradients_of(model)
-    with pytest.raises(RuntimeError, match="without zero_grad"):
-        odd_loss(model, odd_batches(1)[0]).backward()
-    assert_same_value(gradients_of(model), before, "gradients")
-
-
 def test_after_a_backward_that_raised_gradients_are_shown_or_stay_cleared() -> None:
     """From the next call of all ranks on; `torch.autograd.grad` changes nothing of it."""
     model, expected = TwoVectors(), plain_two([(2.0, False)], 1).b.grad
@@ -165,6 +156,70 @@ def test_after_a_backward_that_raised_gradients_are_shown_or_stay_cleared() -> N
         assert_same_value([model.a.grad, model.b.grad], [None, expected], "gradients")
 
 
+class Signed(nn.Module):
+    """A model of which one parameter has -0.0, and a gradient that is nothing but zeros of both signs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = nn.Parameter(torch.tensor([-0.0, -0.0, 1.0]).repeat(40))
+        self.other = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return (self.zeros * torch.tensor([-0.0, 0.0, -0.0]).repeat(40)).sum() + self.other.square().sum()
+
+
+SIGNS: dict[str, Callable[[Any], object]] = {
+    "left alone": lambda _: None,
+    "zeroed": lambda model: model.zero_grad(set_to_none=False),
+    "made negative": lambda model: model.zeros.grad.fill_(-0.0),
+    "zeroed by data": lambda model: model.zeros.grad.data.zero_(),
+}
+
+
+@pytest.mark.parametrize("world_size", rows([2], [1, 4]))
+@pytest.mark.parametrize("how", SIGNS)
+def test_stage_0_keeps_the_signs_of_a_gradient_that_is_nothing_but_zeros(how: str, world_size: int) -> None:
+    """Whether and how the user edits it: after a backward, and between a clip and a step."""
+
+    def loop(model: Any, optimizer: Any, clip: Callable[[], object]) -> nn.Module:
+        for _ in range(2):
+            model().backward()
+            SIGNS[how](model)
+            if how != "left alone":
+                model().backward()
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+            model().backward()
+            clip()
+            SIGNS[how](model)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    def program(transport: Transport) -> nn.Module:
+        model = Signed()
+        optimizer = with_sgd(model, transport, stage=0, momentum=0.5)
+        loop(model, optimizer, lambda: optimizer.clip_grad_norm_(0.5))
+        assert_same_bits(optimizer.state[model.zeros]["momentum_buffer"], kept["momentum_buffer"])
+        optimizer.close()
+        return model
+
+    plain = Signed()
+    again = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.5)
+    loop(plain, again, lambda: clip_grad_norm_(plain.parameters(), 0.5))
+    kept = again.state[plain.zeros]
+    assert any(bool((value == 0).logical_and(value.signbit()).any()) for value in (plain.zeros, *kept.values()))
+    for model in on_threads(world_size, program, timeout=BOUND):
+        assert_same_model(model, plain)
+
+
+def again(p: Any) -> None:
+    p.square().sum().backward()
+    with pytest.raises(RuntimeError, match="does not hold"):
+        p.grad.sum()
+
+
 def assign(p: Any) -> None:
     p.grad = torch.ones_like(p)
 
@@ -172,7 +227,7 @@ def assign(p: Any) -> None:
 OUTSIDE, MEMORY = "was assigned from outside", "was given other memory"
 EDITS: dict[str, tuple[int, Callable[[Any, ZeroOptimizer], object], str, str]] = {
     # stage, edit, the call that refuses it, what the error says
-    "an edit, then a backward": (0, lambda p, _: p.grad.mul_(3), "backward", "was edited"),
+    "an edit, then a backward": (0, lambda p, _: (p.grad.mul_(3), again(p)), "step", "was edited"),
     "an edit, then a divisor": (0, lambda p, o: (p.grad.mul_(3), setattr(o, "divisor", 7)), "step", "was edited"),
     "other data": (0, lambda p, _: setattr(p.grad, "data", torch.ones(p.shape)), "step", MEMORY),
     "other memory": (0, lambda p, _: p.grad.set_(torch.ones(p.shape)), "clip", MEMORY),
@@ -180,7 +235,7 @@ EDITS: dict[str, tuple[int, Callable[[Any, ZeroOptimizer], object], str, str]] =
     "assigned after a clip": (2, lambda p, o: (o.clip_grad_norm_(1.0), assign(p)), "step", OUTSIDE),
 }
 FIRST = [
-    ("an edit, then a backward", 1),
+    ("an edit, then a backward", 2),
     ("an edit, then a divisor", 2),
     ("other data", 1),
     ("assigned before", 1),
@@ -232,6 +287,22 @@ def test_a_gradient_that_a_hook_changes_after_it_was_handed_over_is_loud() -> No
     optimizer.zero_grad()
 
 
+@ALL_STAGES
+def test_a_hook_that_was_registered_late_learns_where_gradients_are(stage: int) -> None:
+    model, seen = TwoVectors(), list[Tensor]()
+    optimizer = with_sgd(model, solo(), stage=stage)
+    late = model.a.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.sum())  # type: ignore[union-attr]
+    with (
+        late,
+        pytest.raises(RuntimeError, match=r"'a', .*register it by p.register_hook, .* or read it"),
+    ):
+        model(1.0).backward()
+    optimizer.zero_grad()
+    model.a.register_hook(seen.append)
+    model(1.0).backward()
+    assert_same_bits(seen[0], optimizer.full_grad(model.a))
+
+
 def test_a_backward_that_a_broken_connection_ended_is_forgotten_without_a_wait() -> None:
     """Gradients can be cleared; calls that need the other ranks name the failure."""
     armed = [False]
@@ -274,7 +345,7 @@ def test_a_gradient_of_which_a_part_waits_or_with_another_divisor_is_not_shown(s
             model(1.0).backward()
             before = model.a.grad.clone()  # type: ignore[union-attr]
             optimizer.divisor = 8
-            with pytest.raises(RuntimeError, match="'a'"):
+            with pytest.raises(RuntimeError, match=r"'a', .* divided by another number than optimizer.divisor is now"):
                 model.a.grad.sum()  # type: ignore[union-attr]
             optimizer.clip_grad_norm_(float("inf"))
             assert_same_bits(model.a.grad, before / 4)  # type: ignore[arg-type] # 2 ranks before, 8 now

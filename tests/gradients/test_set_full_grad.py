@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads
-from zero import MixedPrecision, ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer, clip_grad_norm_
 
 from ..support.errors import error_of
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.programs import locked_build
 from ..support.rows import rows
 from ..support.sides import AsPlain, Loop, Side, same_as_plain
@@ -96,6 +97,7 @@ def surgery(precision: MixedPrecision | None) -> Loop:
     return loop
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("stage", "ranks", "precision", "run", "more"),
     rows(
@@ -185,7 +187,10 @@ def test_a_loss_scale_is_taken_out_of_it_and_it_may_overflow() -> None:
 
 Given = Callable[[Any, int], tuple[Tensor, Any]]  # of a model and a rank: a parameter, and its gradient
 WRONG: list[tuple[Given, str]] = [
-    (lambda m, _: (m.weight, torch.ones(3, 2)), "of 'weight': the gradient has shape (3, 2), the parameter (2, 3)"),
+    (
+        lambda m, _: (m.weight, torch.ones(3, 2)),
+        "has shape (3, 2), the parameter (2, 3): give a whole gradient",
+    ),
     (lambda m, _: (m.weight, torch.ones(2, 3).double()), "is torch.float64, and full_grad returns torch.float32"),
     (lambda m, _: (m.weight, torch.ones(2, 3).to_sparse()), "the gradient is torch.sparse_coo: give a dense one"),
     (
@@ -214,7 +219,8 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(stage: 
         assert gradient is not None
         assert gradient.eq(2.0).all()
         optimizer.set_full_grad(model.weight, gradient)
-        found.append(error_of(lambda: model(torch.ones(1, 3)).sum().backward()))
+        model(torch.ones(1, 3)).sum().backward()
+        found.append(error_of(optimizer.step))
         return found
 
     said = [*(words for _, words in WRONG), "set_full_grad of 'weight' inside no_sync()"]
@@ -222,3 +228,62 @@ def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(stage: 
     for messages in on_threads(2, program):
         for message, words in zip(messages, said, strict=True):
             assert words in message
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.ones(30)), nn.Parameter(torch.tensor([1.0, -0.0]).repeat(20))
+
+    def forward(self, one: float, two: float) -> Tensor:
+        return (self.one * one).sum() + (self.two * two).sum()
+
+
+@pytest.mark.parametrize(("stage", "world_size"), rows([(1, 1), (2, 2), (3, 4)], [(0, 2), (1, 2), (3, 1), (2, 4)]))
+def test_a_clip_by_nan_leaves_a_parameter_without_a_gradient_as_it_is(stage: int, world_size: int) -> None:
+    """Its place holds -0.0, to which a later gradient is added, where gradients are zeroed and not cleared."""
+
+    def loop(model: Scaled, optimizer: Any, forget: Callable[[], object], clip: Callable[[], object]) -> None:
+        for step, factor in enumerate((float("nan"), -0.0, 3.0)):
+            model(factor, -0.0 if step == 1 else 2.0).backward()
+            if step == 0:
+                forget()
+            clip()
+            if step:
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+
+    def program(transport: Transport) -> nn.Module:
+        model = Scaled()
+        ours = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=transport, lr=0.5)
+        loop(model, ours, lambda: ours.set_full_grad(model.two, None), lambda: ours.clip_grad_norm_(1.0))
+        ours.close()
+        return model
+
+    plain = Scaled()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    loop(plain, optimizer, lambda: setattr(plain.two, "grad", None), lambda: clip_grad_norm_(plain.parameters(), 1.0))
+    assert all(bool(parameter.isfinite().all()) for parameter in plain.parameters())
+    for model in on_threads(world_size, program):
+        assert_same_model(model, plain)
+
+
+@pytest.mark.parametrize("stage", rows([2], [1, 3]))
+@pytest.mark.parametrize("divisor", [-2.0, 1e-300])
+def test_a_division_leaves_a_parameter_without_a_gradient_as_it_is(divisor: float, stage: int) -> None:
+    """Also by a number that would turn -0.0 into 0.0, or, where it is rounded to fp32, into NaN."""
+
+    def program(transport: Transport) -> Tensor | None:
+        model = Scaled()
+        optimizer = ZeroOptimizer(model, stage=stage, process_group=transport, divisor=divisor)
+        model(1.0, 1.0).backward()
+        model.two.grad = None
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.divisor = 1
+        model(1.0, -0.0).backward()
+        return optimizer.full_grad(model.two)
+
+    for gradient in on_threads(2, program):
+        assert gradient is not None
+        assert_same_bits(gradient, torch.full((40,), -0.0))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
-from zero.gradients.placeholder import ShardedGradient
+from zero.gradients.grad_publisher import ShardedGradient
 
 from ..support.limits import BOUND
 from ..support.models import odd_batches, odd_loss

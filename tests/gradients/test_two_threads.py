@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Loopback, Transport
-from zero import ZeroOptimizer, whole_tensor_calls
+from zero import ZeroOptimizer, engine
 from zero.gradients import hooks
-from zero.gradients.placeholder import ShardedGradient
-from zero.gradients.reduced_grads import FoundInf
+from zero.gradients.grad_publisher import ShardedGradient
+from zero.gradients.reducer import FoundInf
 from zero.runtime import backward_tracker
 from zero.runtime.streams import Streams
 
@@ -55,7 +55,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         backward = getattr(_HERE, "backward", None)
         return -1 if backward is None else int(backward.number)
 
-    for module in (hooks, backward_tracker, whole_tensor_calls):
+    for module in (hooks, backward_tracker, engine):
         monkeypatch.setattr(module, "current_graph_task_id", current)
     monkeypatch.setattr(backward_tracker, "queue_callback", lambda callback: _HERE.backward.callbacks.append(callback))
     yield

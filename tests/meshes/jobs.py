@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zero
+from collectives import Kind, Tag, Transport
+from collectives.backends.device_mesh import connect_mesh
+from collectives.backends.gloo import connect
 from zero import CheckpointManager, ZeroOptimizer
 
 from ..support.errors import error_of
@@ -24,6 +27,20 @@ def on_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -
     """Run a program on a mesh of some processes. None on the others, which take part in making the mesh alone."""
     mesh = DeviceMesh("cpu", ranks)
     return None if mesh.get_coordinate() is None else run_rank(program, mesh)
+
+
+def on_group(group: dist.ProcessGroup, rank: int, program: Program) -> Any:
+    return run_rank(program, group)
+
+
+def parts_of(group: dist.ProcessGroup, rank: int, ranks: Any) -> Any:
+    """Let parts of a mesh, or else of the group, exchange their ranks. None on processes outside of the mesh."""
+    mesh = None if ranks is None else DeviceMesh("cpu", ranks)
+    if mesh is not None and mesh.get_coordinate() is None:
+        return None
+    backend = (connect(group) if mesh is None else connect_mesh(mesh)).backend
+    part = Transport(backend.part([[0, 2, 4], [1, 3, 5]] if ranks is None else ranks))
+    return [int(each) for each in part.exchange(str(rank).encode(), Tag(Kind.EXCHANGE, "a test"))]
 
 
 def by_groups_of_the_mesh(group: dist.ProcessGroup, rank: int, program: Program, ranks: Any) -> Any:

@@ -62,9 +62,9 @@ WORDS = {
     ),
     "a group, too": (
         "ValueError",
-        "mesh and process_group both say which ranks share a copy: leave process_group= out",
+        "mesh= with process_group=: both say which ranks share a copy: pass mesh= alone, or",
     ),
-    "a factor, too": ("ValueError", "mesh and sharding_factor both say which ranks share a copy"),
+    "a factor, too": ("ValueError", "mesh= with sharding_factor=: both say which ranks share a copy"),
     "descending": ("ValueError", "the ranks of the mesh descend along dim1, [[0, 1], [3, 2]]", "ascend along each"),
     "a DTensor": (
         "TypeError",

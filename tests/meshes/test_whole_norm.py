@@ -13,7 +13,7 @@ from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 
 from ..support.errors import error_of
-from ..support.limits import BOUND
+from ..support.limits import BOUND, at_once
 from ..support.narrowed import PRECISIONS
 from ..support.pool import GlooPool
 from ..support.rows import rows
@@ -75,7 +75,8 @@ def overflow_once(parameter: Tensor) -> None:
     handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient / 0)[1])
 
 
-def test_a_loss_scaler_skips_the_step_of_every_part_if_a_gradient_of_one_is_not_finite() -> None:
+@pytest.mark.parametrize("stage", rows([0, 2], [1, 3]))
+def test_a_loss_scaler_skips_the_step_of_every_part_if_a_gradient_of_one_is_not_finite(stage: int) -> None:
     def loop(side: Any) -> list[Any]:
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
         found = list[Any]()
@@ -97,7 +98,7 @@ def test_a_loss_scaler_skips_the_step_of_every_part_if_a_gradient_of_one_is_not_
             found.append(scaler.get_scale())
         return found
 
-    assert_same_parts(loop, 2, 2, stage=2)
+    assert_same_parts(loop, 2, 2, stage=stage)
 
 
 def other_norm(rank: int, **_: Any) -> dict[str, Any]:
@@ -282,7 +283,7 @@ def test_a_clip_that_one_part_refuses_before_it_begins_is_an_error_in_the_others
         "closed": "this optimizer is closed",
         "no_sync": "inside no_sync()",
         "max_norm": "ValueError: max_norm must be at least 0 (math.inf to measure without clipping), not -1.0",
-        "also": "clip_grad_norm_() takes over= or also=",
+        "also": "clip_grad_norm_(over=...) with also=: ",
         "no group": "ValueError: over=[] has no group",
     }
     for error in on_threads(4, program, timeout=BOUND):
@@ -323,3 +324,28 @@ def test_a_clip_in_a_part_of_a_job_warns_once_and_one_over_all_parts_never(gloo:
         assert alone.count(words) == (rank < 2), "on rank 0 of each optimizer"
         assert not over
         assert not whole
+
+
+def test_a_rank_that_leaves_out_the_group_of_its_second_clip_is_an_error_in_every_part_at_once() -> None:
+    """The other ranks of its optimizer show it. Alone in one, it may as well clip its own part."""
+
+    def program(transport: Transport) -> list[str]:
+        data, over = groups_of(transport, 2)
+        model = nn.Linear(3, 3)
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, process_group=data, lr=0.1)
+        errors = []
+        for clip in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            given = {} if clip and transport.rank == 0 else {"over": over}
+            errors.append(error_of(optimizer.clip_grad_norm_, 1.0, **given))
+            if not errors[-1].startswith("nothing"):
+                break
+            optimizer.zero_grad()
+        return errors
+
+    with at_once():
+        found = on_threads(4, program, timeout=4 * BOUND)
+    for before, error in found:
+        assert before == "nothing"
+        assert "is in clip_grad_norm_() [" in error
+        assert "is in clip_grad_norm_(over=...) [" in error

@@ -58,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if among == {}:
         print(f"no function differs from {options.changed_since}")
         return 0
-    reaching = lines.reaching()
-    if not reaching:
+    if not any(lines.FOLDER.glob("lines-*.json")):
         parser.error(f"there are no lines of tests in {lines.FOLDER}: run --map first")
+    reaching = lines.reaching()
     if options.judge is not None:
         chosen = [Site.of(text) for text in options.judge.read_text().split()]
     else:

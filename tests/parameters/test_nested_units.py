@@ -13,7 +13,7 @@ from torch import nn
 
 from collectives import Transport
 from zero.core.units import find_units
-from zero.parameters.gathered.buffers import State
+from zero.parameters.gathered.units import State
 
 from ..support.by_module import KEEP, by_kind
 from ..support.cases import (
@@ -115,6 +115,7 @@ MEASURED: dict[str, tuple[Case, dict[str, Any], bool]] = {  # whether the bound 
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", only(MEASURED, "two ahead", "three deep", "blocks end inside", "nested, experts kept"))
 def test_memory_and_traffic_are_those_of_the_formulas(name: str) -> None:
     """No bucket of a unit is here longer than it must be, and none is gathered twice for a forward or a backward."""
@@ -232,13 +233,14 @@ def test_experts_that_ranks_choose_apart_are_an_error_by_name_unless_the_ranks_s
         assert re.search(r"is in gather of unit 'blocks\.\d\.experts\.\d'", said)
 
 
-def test_a_function_of_the_user_that_fails_on_one_rank_is_an_error_of_its_kind_on_every_rank() -> None:
+def test_a_function_of_the_user_that_fails_on_one_rank_is_named_on_every_rank() -> None:
     def program(transport: Transport) -> str:
         answers = {True: {True: True, False: False}, False: {}}[transport.rank == 0]
         case = Case(units=lambda module: answers[isinstance(module, Block)])
         return error_of(sharded, case, transport)
 
-    assert on("travel", program) == ["ValueError: rank 1: KeyError: False", "KeyError: False"]
+    said = "units: the function failed for 'embed' (KeyError: False)"
+    assert on("travel", program) == [f"ValueError: rank 1: {said}", f"ValueError: {said}"]
 
 
 def test_a_predicate_of_everything_makes_each_module_a_unit() -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save
-from zero.parameters.gathered.buffers import GatheredBuffer
-from zero.runtime.staging import Staging
+from zero.parameters.gathered.units import GatheredBuffer
+from zero.runtime.offload import Staging
 
 from ..contract.space import HABITS
 from ..support.errors import error_of
@@ -71,6 +71,7 @@ IN_CI = (
 )
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("row", without(ROWS, *IN_CI))
 def test_parameters_on_the_host_change_no_bit(row: str) -> None:
     check(ROWS[row])
@@ -218,9 +219,9 @@ def test_an_edit_through_gathered_is_taken_over_and_another_one_is_refused() -> 
 
 
 def test_what_does_not_go_together_is_refused_in_one_line(tmp_path: Path) -> None:
-    assert "parameters='cpu' needs states='cpu'" in error_of(Offload, tmp_path, parameters="cpu")
+    assert 'with parameters="cpu": a step copies' in error_of(Offload, tmp_path, parameters="cpu")
     assert "parameters must be 'cpu' or None, not 'disk'" in error_of(Offload, "cpu", parameters="disk")
     for stage in (0, 1, 2):
-        assert f"parameters='cpu' with stage {stage}" in error_of(build, solo(), stage=stage)
+        assert f'Offload(parameters="cpu") with stage {stage}: ' in error_of(build, solo(), stage=stage)
     _, optimizer = build(solo())
-    assert "a ShardedAverage beside Offload(parameters=...)" in error_of(ShardedAverage, optimizer)
+    assert 'Offload(parameters="cpu") with a ShardedAverage: ' in error_of(ShardedAverage, optimizer)

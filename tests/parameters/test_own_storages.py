@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 from collections.abc import Callable
@@ -57,8 +58,13 @@ def test_each_parameter_has_a_storage_of_its_own_and_ties_have_one(world: str, s
             file = io.BytesIO()
             torch.save(model.first.weight, file)
             assert len(file.getvalue()) < 2000
+            for parameter in model.parameters():
+                unpickled = pickle.loads(pickle.dumps(parameter))
+                assert unpickled.untyped_storage().nbytes() == parameter.nbytes
         if stage < 3:
             assert len(storages(model)) < 4, "views of buckets, which share_memory_() moves as a whole"
+            unpickled = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+            assert sum(nbytes for _, nbytes in storages(unpickled)) == sum(p.nbytes for p in Odd().parameters())
 
     for _, model in on_ranks(world, act, Odd, stage=stage):
         assert_same_bits(model.turned, Odd().turned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from itertools import cycle
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 from collectives import Transport
 
-from ..support.plain import assert_same_bits, assert_same_model
-from ..support.rows import ALL
-from .stage3 import INPUTS, Net, loss_of, plain, zero
-from .worlds import on
+from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
+from ..support.rows import ALL, rows
+from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, zero
+from .worlds import on, size_of
 
 NAME = "blocks.1.weight"
 REPR = (
@@ -42,6 +44,7 @@ RAISES: dict[str, Action] = {
     "p.numpy()": lambda model, p: p.numpy(),
     "np.from_dlpack(p)": lambda model, p: np.from_dlpack(p),
     "p.data = ...": lambda model, p: setattr(p, "data", torch.ones(3, 3)),
+    "vector_to_parameters": lambda model, p: nn.utils.vector_to_parameters(torch.ones(9), [p]),
     "p.mul_()": lambda model, p: p.mul_(2),
     "p.to(float64)": lambda model, p: p.to(torch.float64),
     "p.data_ptr()": lambda model, p: p.data_ptr(),
@@ -52,6 +55,8 @@ RAISES: dict[str, Action] = {
         torch.ones(3, 3, requires_grad=True), p, inputs=[p]
     ),
     "model.to(float64)": lambda model, p: model.to(torch.float64),
+    "p.expand_as(p)": lambda model, p: p.expand_as(p),
+    "p.view_as(p)": lambda model, p: p.view_as(p),
     "model.share_memory()": lambda model, p: model.share_memory(),
 }
 """A `RuntimeError` that names a parameter and `gathered()`."""
@@ -59,6 +64,7 @@ RAISES: dict[str, Action] = {
 RIGHT: dict[str, Action] = {
     "repr(p)": lambda model, p: repr(p) == REPR,
     "p.to(float32)": lambda model, p: p.to(torch.float32) is p,
+    "get_gradient_edge(p)": lambda model, p: type(get_gradient_edge(p).node).__name__ == "AccumulateGrad",
     "repr(model)": lambda model, p: repr(model) == repr(Net()),
     "model.to(float32)": lambda model, p: model.to(torch.float32) is model,
     "model.to(memory_format=...)": lambda model, p: model.to(memory_format=torch.channels_last) is model,
@@ -78,7 +84,10 @@ FIRST = (
     "p.mul_()",
     "p.numpy()",
     "p.data = ...",
+    "vector_to_parameters",
     "repr(p)",
+    "p.expand_as(p)",
+    "get_gradient_edge(p)",
     "autograd.backward(x, p)",
     "autograd.grad(p, p)",
     "copy.deepcopy(p)",
@@ -93,6 +102,8 @@ def assert_outcome(name: str, world: str, model: Net, values: dict[str, Tensor])
         with pytest.raises(RuntimeError, match=r"'(first|blocks\.\d)\.(weight|scalar)' is released") as caught:
             RAISES[name](model, parameter)
         assert "gathered(" in str(caught.value)
+        if name in ("p.data = ...", "vector_to_parameters"):
+            assert ". There, p.copy_(t) under torch.no_grad() edits it" in str(caught.value)
     elif name in RIGHT:
         assert RIGHT[name](model, parameter) is True
     else:
@@ -136,3 +147,47 @@ def test_what_is_done_outside_of_its_unit_has_its_outcome_and_training_goes_on(n
     for moments, model in on(world, program):
         assert moments == (5 if "model" in name else 9)
         assert_same_model(model, plain(1))
+
+
+@pytest.mark.parametrize(("world", "mode"), rows([("travel", "all")], [("one", "any"), ("common", "all")]))
+def test_hooks_of_several_gradients_are_registered_between_steps(world: str, mode: Any) -> None:
+    def act(model: Net, _: Any) -> list[Any]:
+        seen = list[Any]()
+        handle = register_multi_grad_hook(list(model.parameters()), seen.append, mode=mode)
+        torch.autograd.backward(loss_of(model, INPUTS))
+        handle.remove()
+        return seen
+
+    expected = act(Net(), None)
+    assert len(expected) == 1
+    for seen, model in on_ranks(world, act):
+        assert_same_value(seen, expected, "what the hook was given")
+        assert_same_model(model, plain(1))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("world", rows(["travel"], ["one", "common"]))
+def test_script_modules_are_copied_and_saved_inside_gathered_alone(world: str) -> None:
+    """The methods that do so in C++ never ask the class of a parameter."""
+
+    def saved(model: Any) -> Any:
+        stream = io.BytesIO()
+        torch.jit.save(model, stream)
+        stream.seek(0)
+        return torch.jit.load(stream)
+
+    def act(model: Any, optimizer: Any) -> list[nn.Module]:
+        copying: list[Callable[[Any], Any]] = [saved, copy.deepcopy, lambda model: model.save_to_buffer()]
+        for copied in copying:
+            with pytest.raises(RuntimeError, match=r"'first\.weight' is released") as caught:
+                copied(model)
+            assert "gathered()" in str(caught.value)
+        with optimizer.gathered():
+            return [saved(model), copy.deepcopy(model)]
+
+    made: list[Any] = [torch.jit.script(Net()) for _ in range(size_of(world))]
+    for copies, model in on_ranks(world, act, made.pop):
+        for each in copies:
+            assert_same_model(each, Net())
+        assert_same_model(model, plain(1))
+        assert_same_model(saved(model), plain(1))

@@ -43,6 +43,7 @@ class NoEvents(gloo_backend._UnderWay):
         self._not_awaited -= 1
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", only(PROGRAMS, "all_to_all", "kept by few for the backward", "by parameter"))
 def test_training_has_the_plain_loops_bits(name: str) -> None:
     """On the paths of a device, with collectives of the backend that finish at their wait."""

@@ -6,18 +6,19 @@ import copy
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport
+from collectives import Transport, on_threads
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import as_plain
 from zero.parameters import edit_detector
 
 from ..support.errors import error_of
+from ..support.limits import BOUND
 from ..support.plain import assert_same_bits, assert_same_model
 from .stage3 import INPUTS, Net, loss_of, on_blocks, on_ranks, plain, plain_blocks, train, zero
 from .worlds import on
@@ -283,6 +284,67 @@ def test_an_embedding_that_renormalises_is_told_on_every_rank_and_undone(
     for message, model in on_ranks(world, act, build):
         assert "'0.weight' was edited while its unit was gathered (as an Embedding with max_norm" in message
         assert_same_model(model, expected)
+
+
+class Codebook(nn.Module):
+    """Its forward moves a parameter, as the running means of a vector quantiser do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.code = nn.Linear(3, 3), nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, inputs: Tensor) -> Any:
+        hidden = self.linear(inputs)
+        self.code.data.mul_(0.5).add_(hidden.detach().mean(0))
+        return hidden
+
+
+@pytest.mark.parametrize("world", ["travel", "common"])
+def test_a_codebook_that_a_forward_moves_is_told_to_be_ignored(world: str) -> None:
+    def program(transport: Transport) -> tuple[str, str, Tensor]:
+        sharded, ignoring = (nn.Sequential(Codebook()) for _ in range(2))
+        first = error_of(train, sharded, zero(sharded, transport.fork()))
+        code = cast(Codebook, ignoring[0]).code
+        second = error_of(train, ignoring, zero(ignoring, transport.fork(), ignored=code))
+        return first, second, code.detach()
+
+    for first, second, code in on(world, program):
+        assert "'0.code' was edited while its unit was gathered" in first
+        assert "where a forward moves it (a codebook), list it in ignored=" in first
+        assert second == "nothing"
+        assert not code.eq(1).any()
+
+
+def put_data(model: Net) -> None:
+    model.block(1).weight.data = torch.ones(3, 3)
+
+
+def put_a_vector(model: Net) -> None:
+    nn.utils.vector_to_parameters(torch.ones(9), [model.block(1).weight])
+
+
+def put_a_state_dict(model: Net) -> None:
+    model.load_state_dict({"blocks.1.weight": torch.ones(3, 3)}, strict=False, assign=True)
+
+
+@pytest.mark.parametrize("put", [put_data, put_a_vector, put_a_state_dict])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_memory_that_is_put_in_the_place_of_a_parameters_is_told_with_what_copies_it(
+    stage: int, put: Callable[[Net], None]
+) -> None:
+    def act(optimizer: ZeroOptimizer, model: Net) -> None:
+        with optimizer.gathered(write=True):
+            put(model)
+        train(model, optimizer)
+
+    def program(transport: Transport) -> str:
+        model = Net()
+        return error_of(act, zero(model, transport, stage, collective="pairwise"), model)
+
+    for message in on_threads(2, program, timeout=BOUND):
+        assert "'blocks.1.weight' was replaced after the optimizer was built" in message
+        assert "by p.copy_(t) under torch.no_grad()" in message
+        assert ("load_state_dict(assign=True)" in message) == (put is put_a_state_dict)
 
 
 @pytest.mark.usefixtures("whenever_seen")

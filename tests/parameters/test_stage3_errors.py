@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
 
 from ..support.errors import error_of, is_plain
-from ..support.plain import assert_same_model
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
@@ -22,7 +22,8 @@ def linears(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
 
 
-NEEDS_A_MODULE = "ValueError: stage 3 gathers parameters for the forwards of their modules: pass the"
+FP32 = MixedPrecision(torch.float32)
+NEEDS_A_MODULE = "ValueError: stage 3 without a module: it needs the modules that hold the parameters: pass the"
 DIFFERENT = "the ranks built different models or optimizers"
 STRANGER = "ValueError: 'stranger' is not a parameter of the module that the optimizer was built"
 BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], dict[str, Any]], str]] = {
@@ -53,6 +54,16 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], dict
         Net,
         lambda _, rank: {"units": lambda module: rank == 0 and linears(module)},
         "the predicate matches no module",
+    ),
+    "a function that raises on one rank": (
+        Net,
+        lambda _, rank: {"reshard_after_forward": lambda module: bool([1][rank])},
+        "reshard_after_forward: the function failed for 'blocks.0' (IndexError: ",
+    ),
+    "a precision that raises on one rank": (
+        Net,
+        lambda _, rank: {"mixed_precision": lambda name, _: ([FP32] * (2 - rank))[name != ""]},
+        "mixed_precision: the function failed for 'first' (IndexError: ",
     ),
     "another predicate on one rank": (Net, lambda _, rank: {"units": linears if rank else None}, DIFFERENT),
 }
@@ -179,3 +190,20 @@ def test_after_a_group_was_added_nothing_shows_or_uses_an_old_value() -> None:
         assert bool(seen.isnan().all())
         assert "was laid out anew" in messages[0]
         assert "which this backward needs, was changed by a step" in messages[1]
+
+
+def test_a_graph_from_before_the_optimizer_raises_or_has_the_plain_gradients() -> None:
+    expected = torch.autograd.grad(loss_of(model := Net(), INPUTS), list(model.parameters()))
+
+    def program(transport: Transport, collective: str) -> tuple[str, list[Tensor | None]]:
+        model = Net()
+        loss = loss_of(model, INPUTS)
+        optimizer = zero(model, transport, collective=collective)
+        message = error_of(torch.autograd.backward, loss)
+        return message, [optimizer.full_grad(p) for p in model.parameters()] if message == "nothing" else []
+
+    for message, _ in on_threads(2, lambda transport: program(transport, "pairwise")):
+        assert "modified by an inplace operation" in message, "what is left of a released parameter is NaN"
+    for one, other in zip(program(solo(), "auto")[1], expected, strict=True):
+        assert one is not None
+        assert_same_bits(one, other)

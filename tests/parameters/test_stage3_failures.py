@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from collectives import Loopback, Transport, on_threads
+from collectives import Loopback, Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..support.cases import manager_of
@@ -192,3 +193,27 @@ def test_an_optimizer_that_goes_without_close_takes_the_values_along_and_errors_
         assert all("optimizer that held this parameter's values is gone" in message for message in found[:3])
         assert "this graph belongs to an optimizer that is gone" in found[3]
         assert_same_model(model, plain(2))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["", "join"])
+def test_ranks_that_use_other_units_learn_what_helps(inside: bool) -> None:
+    def program(transport: Transport) -> str:
+        model = Net()
+        optimizer = zero(model, transport, collective="pairwise")
+
+        def act() -> None:
+            with optimizer.join() if inside else nullcontext():
+                loss_of(model.block(transport.rank), INPUTS)
+
+        return error_of(act)
+
+    for found in on_threads(2, program, timeout=BOUND):
+        assert ("inside join(), rank 0 calls gather()" if inside else "but rank ") in found
+        assert "at stage 2 ranks may train different parts of the model" in found
+
+
+def test_model_state_dict_names_first_the_call_that_returns_it() -> None:
+    model = Net()
+    optimizer = zero(model, solo())
+    assert "to save, all ranks call optimizer.full_state_dict(to=0), which" in error_of(model.state_dict)
+    optimizer.close()

@@ -166,7 +166,7 @@ WORKS: dict[str, Callable[[Any], Any]] = {
     "jacobian": lambda model: functional.jacobian(model, X, vectorize=True),
     "hessian": lambda model: functional.hessian(lambda y: model(y).square().mean(), X),
 }
-"""What the error and CONTRACT.md name as working, with the results of the plain model."""
+"""What the error and contract/stage3.md name as working, with the results of the plain model."""
 
 
 def tensors(found: Any) -> list[Tensor]:

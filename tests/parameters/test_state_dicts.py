@@ -129,12 +129,12 @@ def test_what_does_not_fit_the_state_dict_is_refused_at_once(case: str) -> None:
 
 @pytest.mark.parametrize("source", [net(), None, 3, [{}]], ids=["a module", "None", "a number", "dicts"])
 def test_a_source_of_another_kind_is_refused(source: Any) -> None:
-    with pytest.raises(TypeError, match="a state dict is a mapping from names to tensors, or the path or"):
+    with pytest.raises(TypeError, match=r"^LazyStateDict: a state dict is a mapping from names to tensors"):
         LazyStateDict(source)
 
 
 def test_a_folder_is_no_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"cannot be read \(it is a folder: list its files\)"):
+    with pytest.raises(ValueError, match=r"^LazyStateDict: .* cannot be read \(it is a folder: list its files\)"):
         LazyStateDict(tmp_path)
 
 

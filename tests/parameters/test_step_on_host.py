@@ -20,8 +20,8 @@ from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, Offload, ShardedAverage, ZeroOptimizer, load, save
 from zero.core.layout import Dtypes, ParameterSpec
 from zero.core.stage import step_device
-from zero.runtime.staging import Staging
-from zero.state.older import completed
+from zero.runtime.offload import Staging
+from zero.state.plain_dicts import completed
 from zero.step.classes import UserOptimizers
 from zero.step.partition import choose_partitions
 
@@ -67,6 +67,7 @@ ROWS = {
 IN_CI = ("two by parameter", "two in bf16, evaluated", "six", "alone, kept whole", "five", "two, lent")
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("row", without(ROWS, *IN_CI))
 def test_a_step_on_the_host_has_the_bits_of_the_plain_loop(row: str) -> None:
     check(ROWS[row])
@@ -145,8 +146,8 @@ def test_a_checkpoint_goes_on_on_the_host_and_on_the_device_and_elsewhere(before
 
 def test_the_plain_loop_is_the_one_that_the_contract_writes_out() -> None:
     names: dict[str, Any] = {"zero": zero, "torch": torch}
-    page = (ROOT / "zero" / "CONTRACT.md").read_text()
-    exec(blocks_of(page.partition("### Not promised")[0])["The step on the host"], names)
+    page = (ROOT / "zero" / "contract" / "plain-loop.md").read_text()
+    exec(blocks_of(page)["The step on the host"], names)
     (model, plain), steps = (two_layers() for _ in range(2)), [[sample(n) for n in (2 * s, 2 * s + 1)] for s in (0, 1)]
     plain.load_state_dict(model.state_dict())
     options: dict[str, Any] = {"lr": 1e-2, "fused": True}
@@ -207,11 +208,11 @@ def test_an_older_dict_is_completed_on_the_host() -> None:
 
 
 def test_what_does_not_go_together_is_refused_in_one_line() -> None:
-    assert "step='cpu' needs parameters='cpu'" in error_of(Offload, "cpu", step="cpu")
+    assert 'Offload(step="cpu") without parameters="cpu": ' in error_of(Offload, "cpu", step="cpu")
     assert "step must be 'cpu' or None, not 'host'" in error_of(Offload, "cpu", parameters="cpu", step="host")
-    assert "parameters='cpu' with stage 2" in error_of(build, solo(), stage=2)
+    assert 'Offload(parameters="cpu") with stage 2: ' in error_of(build, solo(), stage=2)
     _, optimizer = build(solo())
-    assert "a ShardedAverage beside Offload(parameters=...)" in error_of(ShardedAverage, optimizer)
+    assert 'Offload(parameters="cpu") with a ShardedAverage: ' in error_of(ShardedAverage, optimizer)
 
 
 def test_ranks_that_step_in_different_places_learn_of_it() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from collectives import Transport
 from zero import ZeroOptimizer
-from zero.parameters.gathered.buffers import State
+from zero.parameters.gathered.units import State
 from zero.parameters.unit_manager import UnitManager
 
 from ..support.cases import (

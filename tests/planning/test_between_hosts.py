@@ -19,7 +19,7 @@ from zero.planning.hardware import presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer
 from zero.planning.plan import Planner, Training
-from zero.planning.seconds.wires import RankGroup, Wires
+from zero.planning.seconds.compute import RankGroup, Wires
 
 from ..support.rows import only
 from .configs import llama

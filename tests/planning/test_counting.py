@@ -12,9 +12,8 @@ from torch import Tensor, nn
 from benchmarks.plan.rows import from_numbers
 from zero.planning.hardware import presets
 from zero.planning.model import Transformer, UnitWork
-from zero.planning.models.reference import TransformerBlock
 from zero.planning.models.shapes import from_config
-from zero.planning.models.works import count_module, count_transformer, products_in_fp32
+from zero.planning.models.works import TransformerBlock, count_module, count_transformer, products_in_fp32
 from zero.planning.seconds.compute import Compute
 from zero.precision import MixedPrecision, Patterns
 

@@ -16,9 +16,7 @@ from zero import MixedPrecision, Offload, StochasticRounding, ZeroOptimizer
 from zero.planning.hardware import PRESETS, hardware_of, presets, read_hardware
 from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model
-from zero.planning.models.families import FAMILIES
-from zero.planning.models.parameter_lists import of_parameter_list
-from zero.planning.models.shapes import from_config, model_of, of_config
+from zero.planning.models.shapes import FAMILIES, from_config, model_of, of_config, of_parameter_list
 from zero.planning.setting import PlanSetting
 from zero.precision import checked
 
@@ -49,15 +47,15 @@ WRONG_SETTINGS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"optimizer": "adamw8bit"}, "not None for 'adamw8bit'"),
     (
         {"optimizer": "adamw4bit", "partition": "block", "offload": Offload("elsewhere")},
-        "offload: states for blocks of elements stay beside the parameters",
+        "Offload with a class of torchao in zero plan, 'adamw4bit': .*: leave offload= out",
     ),
     (
         {"optimizer": "adamw8bit", "partition": "block", "rounding": StochasticRounding()},
-        "rounding: a class with states for blocks of elements rounds them itself",
+        'rounding= with partition="block": a class with states for blocks of elements keeps them in fewer bits',
     ),
     (
         {"stage": 3, "device": "cuda", "optimizer": "muon", "offload": Offload("cpu", parameters="cpu", step="cpu")},
-        "a plan has no rate for products of matrices on the host",
+        "the plan has no rate for products of matrices on the host: leave step= out",
     ),
     ({"optimizer": "lion"}, "optimizer must be one of 'adamw', .*, not 'lion'"),
     ({"world_size": 8, "ranks_per_host": 3}, "ranks_per_host must divide the number of ranks, 8, not 3"),
@@ -80,7 +78,15 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     assert {config["model_type"] for config, _ in PUBLISHED.values()} == FAMILIES.keys()
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     model = of_config(tmp_path)
-    assert model == of_config(tmp_path / "config.json") == from_config(LLAMA_3_8B, tmp_path.name)
+    assert model == from_config(LLAMA_3_8B, tmp_path.name)
+    assert of_config(tmp_path / "config.json") == replace(model, name="config"), "nothing names it"
+    for file, config, name in (
+        ("config.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ("llama8b.json", {**LLAMA_3_8B, "architectures": ["LlamaForCausalLM"]}, "llama8b"),
+        ("llama8b.json", {**LLAMA_3_8B, "_name_or_path": "meta-llama/Llama-3.1-8B"}, "meta-llama/Llama-3.1-8B"),
+    ):
+        (tmp_path / file).write_text(json.dumps(config))
+        assert of_config(tmp_path / file).name == name
     assert (model.hidden, model.vocabulary, model.units[1]) == (4096, 128256, "model.layers.0")
     assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
 
@@ -139,7 +145,7 @@ WRONG_VALUES = (
 )
 WRONG_CLUSTERS: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("h10:8x2", {}, r"no GPU is called 'h10': did you mean 'h100'\?"),
-    ("h100:0x2", {}, "give GPU, GPUs a host and hosts, as in h100:8x16"),
+    ("h100:0x2", {}, "give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in h100:8x16"),
     ("rtx4090:8x2", {}, "2 hosts of 'rtx4090', and no network is usual for it: give the Gb/s of a host"),
 )
 WRONG_HARDWARE: tuple[tuple[dict[str, Any], str], ...] = (

@@ -22,7 +22,7 @@ from zero.planning.memory import MemoryPlan
 from zero.planning.model import Model, ParameterShape
 from zero.planning.models.shapes import model_of
 from zero.planning.setting import PlanSetting
-from zero.runtime.staging import Staging
+from zero.runtime.offload import Staging
 
 from ..support.pairs import pair_rows
 from ..support.rows import placed

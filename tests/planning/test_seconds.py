@@ -16,12 +16,19 @@ from hypothesis import strategies as st
 from zero import Offload
 from zero.planning.hardware import Cluster, HostCalls, presets
 from zero.planning.memory import MemoryPlan
-from zero.planning.models.parameter_lists import in_units
-from zero.planning.seconds.compute import Compute, PassSeconds
-from zero.planning.seconds.program import AFTER_THE_LAST, Reduction, StepProgram, UnitStep, UpdateStep
-from zero.planning.seconds.schedule import UnitLoad, bucket_loads, program_of
+from zero.planning.models.shapes import in_units
+from zero.planning.seconds.compute import NOTHING, Compute, PassSeconds, WireCost, Wires
+from zero.planning.seconds.schedule import (
+    AFTER_THE_LAST,
+    Reduction,
+    StepProgram,
+    UnitLoad,
+    UnitStep,
+    UpdateStep,
+    bucket_loads,
+    program_of,
+)
 from zero.planning.seconds.simulate import simulate
-from zero.planning.seconds.wires import NOTHING, WireCost, Wires
 from zero.planning.setting import PlanSetting
 from zero.precision import PRECISIONS
 

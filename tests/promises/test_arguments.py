@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from collectives import solo
 from collectives.backends.gloo import connect
@@ -115,6 +116,10 @@ def clip(*arguments: Any, **named: Any) -> Callable[[], object]:
     return lambda: zero(build(), solo()).clip_grad_norm_(*arguments, **named)
 
 
+def fails(*_: Any) -> bool:
+    raise KeyError("x")
+
+
 def call(name: str, *arguments: Any) -> Callable[[], object]:
     """Return a function that makes a call of an optimizer of one rank."""
     return lambda: getattr(zero(build(), solo()), name)(*arguments)
@@ -125,6 +130,7 @@ OVERLAPPING = torch.zeros(1, 4).expand(5, 4)
 TOGETHER = r"LBFGS cannot be sharded: .*closure.*\. A rank steps the parameters that it owns"
 UNITS = "units must be a function of a module that returns a bool, not 'blocks'"
 FACTOR = r"must divide the number of ranks, 1, so be one of \[1\]"
+FAILED = "the function failed for"
 KEPT = "divides the 1 ranks that share a copy, so one of"
 NO_SUCH_RANK = "consolidate_state_dict: rank 9 is not one of the 1 ranks"
 CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
@@ -136,7 +142,13 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (element(OddState), ValueError, r"OddState is not .*its state 'history' has shape \(2, 2\)"),
     (new(MODEL, torch.optim.LBFGS), ValueError, TOGETHER),
     (new(MODEL, torch.optim.AdamW, lr=-1), ValueError, "Invalid learning rate: -1"),
-    (new(MODEL, torch.optim.AdamW, momentum=0.9), TypeError, "momentum"),
+    (new(MODEL, torch.optim.AdamW, momentum=0.9), TypeError, "nor AdamW has an argument 'momentum'$"),
+    (new(MODEL, zero_stage=3), TypeError, "neither ZeroOptimizer nor AdamW .* 'zero_stage': did you mean 'stage'"),
+    (new(MODEL, bucket_cap=1), TypeError, "has an argument 'bucket_cap': did you mean 'bucket_cap_mb'"),
+    (new(MODEL, mixed_precision="bf16"), TypeError, r"not 'bf16' .*: give zero.MixedPrecision\(torch.bfloat16\)$"),
+    (new(MODEL, mixed_precision="fp16"), TypeError, r": give zero.MixedPrecision\(torch.float16\)$"),
+    (new(MODEL, offload="cpu"), TypeError, r"not 'cpu': give zero.Offload\(\"cpu\"\) or zero.Offload\(folder\)$"),
+    (new(MODEL, offload=CPUOffloadPolicy()), TypeError, r'give zero.Offload\("cpu", parameters="cpu", step="cpu"\)$'),
     (new(GROUPS, module=MODEL), ValueError, "'weight' is listed twice"),
     (new([WEIGHT, WEIGHT]), ValueError, "'parameter 1' is listed twice"),
     (new(linear(torch.zeros(3).to(torch.complex128))), TypeError, "'more' is torch.complex128.*or freeze"),
@@ -164,7 +176,17 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     *((new(MODEL, stage=v, reshard_after_forward=False), ValueError, "is for stage 3") for v in (0, 2)),
     *((new(MODEL, stage=3, prefetch_depth=v), ValueError, "at least 0, not ") for v in (-1, 1.0, True, None)),
     (new(MODEL, stage=2, prefetch_depth=0), ValueError, "is for stage 3"),
-    (new(MODEL, stage=0, sharding_factor=1), ValueError, "stage 0 shards nothing: leave sharding_factor=1 out"),
+    *(
+        (new(MODEL, stage=v, units=fails), ValueError, f"units= with stage {v}: no .*: leave it out, since it is for")
+        for v in (0, 2)
+    ),
+    (new(MODEL, mixed_precision=fails), ValueError, f"mixed_precision: {FAILED} the outermost module \\(KeyError: 'x'"),
+    (new(build(), stage=3, units=fails), ValueError, f"units: {FAILED} '0' \\(KeyError: 'x'"),
+    (
+        new(MODEL, stage=0, sharding_factor=1),
+        ValueError,
+        "sharding_factor=1 with stage 0: .* leave sharding_factor= out",
+    ),
     (lambda: zero(build(), solo()).consolidate_state_dict(9), ValueError, NO_SUCH_RANK),
     (clip(1.0, 0), ValueError, "norm_type"),
     *((call("full_state_dict", v), TypeError, "full_state_dict: to must be the number of") for v in ("0", 0.0, True)),
@@ -177,7 +199,7 @@ CALLS: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: save("nowhere", MODEL), TypeError, "a ZeroOptimizer is needed, whose states are saved, not a Linear"),
     (clip(math.nan), ValueError, "max_norm"),
     *((clip(v, 1.0), TypeError, "max_norm must be a number, not ") for v in (None, "", [WEIGHT, BIAS])),
-    (clip(1.0, replicated=[WEIGHT]), ValueError, r"\(replicated=...\) .* has: pass over=, too"),
+    (clip(1.0, replicated=[WEIGHT]), ValueError, r"\(replicated=...\) without over=: .* has: pass over=, too"),
     (clip(1.0, also=zero(build(), solo())), TypeError, "also must be a list of .*, not a ZeroOptimizer"),
 ]
 
@@ -188,12 +210,6 @@ def test_what_cannot_be_is_an_error_that_names_it(
 ) -> None:
     with pytest.raises(error, match=words):
         call()
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-def test_a_script_module_is_refused() -> None:
-    scripted: Any = torch.jit.script(linear())
-    assert error_of(ZeroOptimizer, scripted).startswith("ValueError: 'the module' is a ScriptModule")
 
 
 def test_several_ranks_of_a_launcher_need_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

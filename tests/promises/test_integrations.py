@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,35 @@ def test_a_plain_optimizer_of_two_modes_is_converted_in_its_mode() -> None:
     assert_same_model(model, plain)
 
 
+class OfItsFirstGroup(torch.optim.SGD):
+    """Steps with what its first group has."""
+
+    def step(self, closure: Any = None) -> Any:
+        first = self.param_groups[0]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data.add_(parameter.grad, alpha=-first["lr"])
+
+
+def test_a_class_that_reads_its_first_group_in_a_step_is_converted() -> None:
+    trained = []
+    for converts in (False, True):
+        model = network()
+        optimizer: Any = OfItsFirstGroup(model.parameters(), lr=0.5)
+        scheduler = ExponentialLR(optimizer, 0.5)
+        ours = convert(optimizer, model, {}) if converts else optimizer
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(2):
+                step(model, ours)
+                scheduler.step()
+        trained.append(model)
+        if converts:
+            ours.close()
+    assert_same_model(*trained)
+
+
 class Keeping(torch.optim.SGD):
     """Keeps an argument for itself."""
 
@@ -91,14 +121,14 @@ class Keeping(torch.optim.SGD):
 
 
 def of_another_model() -> None:
-    conversions = Conversions({}, "X")
+    conversions = Conversions({}, "X", "set it up")
     conversions.add(network())
     conversions.convert(adamw(network()))
 
 
 def with_options_twice() -> None:
     model = network()
-    conversions = Conversions({"stage": 3}, "X")
+    conversions = Conversions({"stage": 3}, "X", "set it up")
     conversions.add(model)
     conversions.convert(ZeroOptimizer(model))
 
@@ -117,7 +147,7 @@ def with_a_hook() -> None:
 
 def clip_of_a_part() -> None:
     model = network()
-    conversions = Conversions({}, "X")
+    conversions = Conversions({}, "X", "set it up")
     conversions.add(model)
     conversions.convert(adamw(model))
     assert conversions.of(model.parameters()) is conversions.optimizers[0]
@@ -127,7 +157,7 @@ def clip_of_a_part() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (of_another_model, ValueError, "no model that was set up has all parameters of the AdamW"),
+        (of_another_model, ValueError, "models that were set up do not have all parameters of the AdamW"),
         (with_options_twice, ValueError, "X got stage, and an optimizer that is a ZeroOptimizer already"),
         (with_an_argument_that_is_lost, TypeError, "Keeping does not keep its arguments patience in its defaults"),
         (with_a_hook, ValueError, r"the AdamW has hooks \(_optimizer_step_post_hooks\), .* register them on the Zero"),
@@ -147,11 +177,18 @@ def test_a_copied_state_dict_keeps_ties() -> None:
     assert [states["b"].tolist(), states["none"]] == [[2, 3, 4, 5], None]
 
 
+def test_a_copied_state_dict_keeps_the_versions_by_which_modules_load() -> None:
+    """A batch norm without statistics takes a dict without a version for one of before 0.4.1, and adds a count."""
+    norm = nn.BatchNorm1d(2, track_running_stats=False)
+    norm.track_running_stats = True  # as Lightning's BaseFinetuning sets it
+    norm.load_state_dict(on_cpu(norm.state_dict()))
+
+
 # -- Lightning's Trainer -----------------------------------------------------------------------------------------------
 
 
-def fit_with(arguments: dict[str, Any], optimizers: int = 1) -> None:
-    """Set up a fit as `Trainer.fit` does, without a process group."""
+def fit_with(arguments: dict[str, Any], optimizers: int = 1, configure: Callable[[Any], Any] = adamw) -> Any:
+    """Set up a fit as `Trainer.fit` does, without a process group. Return the strategy."""
     import pytorch_lightning as pl
 
     from zero.integrations.lightning import ZeroStrategy
@@ -166,7 +203,7 @@ def fit_with(arguments: dict[str, Any], optimizers: int = 1) -> None:
         def training_step(self, *_: Any) -> None: ...
 
         def configure_optimizers(self) -> Any:
-            return [adamw(self) for _ in range(optimizers)]
+            return [configure(self) for _ in range(optimizers)]
 
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy=ZeroStrategy(), **quiet, **arguments)
@@ -175,6 +212,36 @@ def fit_with(arguments: dict[str, Any], optimizers: int = 1) -> None:
     trainer.state.fn = "fit"
     trainer.strategy.connect(module)
     trainer.strategy.setup(trainer)
+    return trainer.strategy
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_checkpoint_of_lightning_names_parameters_if_the_module_did(named: bool) -> None:
+    """A plain optimizer that loads names takes no param group without names, as callbacks add them."""
+    pytest.importorskip("pytorch_lightning")
+
+    def configure(module: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(module.named_parameters()) if named else list(module.parameters()))
+
+    strategy = fit_with({}, configure=configure)
+    (group,) = strategy.optimizer_state(strategy.optimizers[0])["param_groups"]
+    assert ("param_names" in group) is named
+
+
+def test_a_checkpoint_with_param_groups_that_a_callback_has_added_is_refused() -> None:
+    callbacks = pytest.importorskip("pytorch_lightning").callbacks
+
+    class Unfreezing(callbacks.BaseFinetuning):  # type: ignore[misc, name-defined]
+        def freeze_before_training(self, pl_module: Any) -> None: ...
+
+    unfreezing = Unfreezing()
+    for groups in (2, 3):
+        unfreezing.load_state_dict({"internal_optimizer_metadata": {0: [{}] * groups}})
+        if groups == 2:
+            fit_with({"callbacks": [unfreezing]})
+            continue
+        with pytest.raises(ValueError, match="has param groups that Unfreezing has added: resume from one"):
+            fit_with({"callbacks": [unfreezing]})
 
 
 def another_precision() -> Any:
@@ -243,17 +310,6 @@ def test_a_strategy_takes_no_argument_of_distributed_data_parallel() -> None:
 # -- accelerate --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def accelerator_class() -> Iterator[Any]:
-    """Yield `ZeroAccelerator`, and let accelerate forget the process afterwards."""
-    state = pytest.importorskip("accelerate.state")
-    from zero.integrations.accelerate import ZeroAccelerator
-
-    yield ZeroAccelerator
-    state.AcceleratorState._reset_state(reset_partial_state=True)
-    state.GradientState._reset_state()
-
-
 def for_ddp() -> Any:
     from accelerate import DistributedDataParallelKwargs
 
@@ -280,7 +336,7 @@ def test_arguments_of_an_accelerator_that_cannot_be_obeyed_are_errors(
 def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_class: Any) -> None:
     accelerator = accelerator_class(cpu=True, gradient_accumulation_steps=2)
     model = network()
-    with pytest.raises(ValueError, match="set up the model before its optimizer"):
+    with pytest.raises(ValueError, match="set up each model before its optimizer"):
         accelerator.prepare(adamw(model), model)
     optimizer = accelerator.prepare(model, adamw(model))[1]
     with pytest.raises(NotImplementedError, match="clips by norm, not by value"):
@@ -293,6 +349,46 @@ def test_calls_of_an_accelerator_that_cannot_be_obeyed_are_errors(accelerator_cl
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
     with accelerator.accumulate(model), pytest.raises(ValueError, match="give all of them"):
         accelerator.clip_grad_norm_(model[0].parameters(), 1.0)
+    optimizer.optimizer.close()
+
+
+def test_an_accelerator_that_finds_fewer_processes_than_were_started_is_an_error(
+    accelerator_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a tracker that asked which process it is, before accelerate was told that there is no GPU."""
+    from accelerate import PartialState
+
+    PartialState()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"2 processes were started, but accelerate has found 1: .*PartialState\(cpu="):
+        accelerator_class(stage=1)
+
+
+def test_a_prepared_scheduler_is_held_back_by_a_step_that_its_own_optimizer_skipped(accelerator_class: Any) -> None:
+    accelerator = accelerator_class(cpu=True, stage=1)
+    models = [network(), network()]
+    plain = [adamw(model) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.5) for each in plain]
+    _, _, *prepared = accelerator.prepare(*models, *plain, *schedulers)
+    optimizers, schedulers = prepared[:2], prepared[2:]
+    before = schedulers[0].get_last_lr()
+    optimizers[1]._is_overflow = True  # as after an overflow, which needs a GPU
+    for each in schedulers:
+        each.step()
+    assert [each.get_last_lr() for each in schedulers] == [[rate / 2 for rate in before], before]
+    for each in optimizers:
+        each.optimizer.close()
+
+
+def test_a_hook_of_save_state_reads_whole_parameters_at_stage_3(accelerator_class: Any, tmp_path: Path) -> None:
+    """As those of diffusers' scripts, which save each model in its own format."""
+    accelerator = accelerator_class(cpu=True, stage=3)
+    expected, model = network(), network()
+    found = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    accelerator.register_save_state_pre_hook(lambda models, *_: found.load_state_dict(models[0].state_dict()))
+    _, optimizer = accelerator.prepare(model, adamw(model))
+    accelerator.save_state(str(tmp_path))
+    assert_same_model(found, expected)
     optimizer.optimizer.close()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Loopback, Transport, on_threads
+from collectives import Kind, Loopback, Tag, Transport, on_threads
 from zero import ZeroOptimizer, clip_grad_norm_
 
 from ..support.errors import error_of, is_plain
@@ -45,7 +45,8 @@ class Training:
     def __init__(self, stage: int) -> None:
         self.kind = nn.Linear
         self.model = locked_build(0)
-        self.optimizer = ZeroOptimizer(self.model, stage=stage, units=lambda part: isinstance(part, self.kind))
+        units = (lambda part: isinstance(part, self.kind)) if stage == 3 else None
+        self.optimizer = ZeroOptimizer(self.model, stage=stage, units=units)
 
     def step(self) -> weakref.ref[Tensor]:
         """Take a step; return its activations."""
@@ -91,6 +92,31 @@ def test_after_a_failure_every_call_names_it_and_close_frees_the_model() -> None
         assert "step()" in first
         assert "check_replicas()" in first
         assert all("closed since an earlier failure" in message for message in later)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_after_a_group_failed_half_way_close_frees_the_model(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory is left for the gradients of the group, say, when its parameters have been stored already."""
+
+    def program(transport: Transport) -> list[str]:
+        model = TwoVectors()
+        optimizer = ZeroOptimizer(
+            [model.a], torch.optim.SGD, module=model, stage=stage, process_group=transport, lr=0.1
+        )
+        transport.exchange(b"", Tag(Kind.EXCHANGE, "all are built"))
+        monkeypatch.setattr("zero.setup.GradAccumulator", None)
+        messages = [error_of(optimizer.add_param_group, {"params": [model.b]})]
+        assert optimizer.describe().bytes["optimizer"] == 0
+        messages.append(error_of(optimizer.step))
+        optimizer.close()
+        assert is_plain(model)
+        assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 2
+        assert_same_model(model, TwoVectors())
+        return messages
+
+    for first, second in on_threads(2, program, timeout=BOUND):
+        assert "NoneType" in first
+        assert "closed since an earlier failure" in second
 
 
 def test_an_interrupt_inside_a_wait_loses_nothing() -> None:

@@ -8,7 +8,7 @@ import itertools
 import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +27,49 @@ from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
 pytestmark = pytest.mark.contract
+
+# -- models that cannot be trained -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
+def test_tensors_made_in_inference_mode_are_refused_and_a_clone_is_the_remedy(stage: int) -> None:
+    def made(model: nn.Sequential, name: str) -> nn.Sequential:
+        with torch.inference_mode():
+            if name == "1.bias":
+                model[1].bias = nn.Parameter(torch.ones(4))
+            else:
+                model.register_buffer(name, torch.ones(3))
+        return model
+
+    def program(transport: Transport) -> None:
+        for name in ("1.bias", "seen"):
+            model = build() if transport.rank else made(build(), name)
+            said = error_of(zero, model, transport, stage)
+            assert f"{name!r} was made under torch.inference_mode()" in said
+        model = made(made(build(), "1.bias"), "seen")
+        model[1].bias, model.seen = nn.Parameter(model[1].bias.detach().clone()), model.seen.clone()
+        train(model, zero(model, transport, stage))
+
+    on_threads(2, program, timeout=BOUND)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_what_script_modules_cannot_do_is_refused_by_name() -> None:
+    model = build()
+    model[1] = cast(nn.Module, torch.jit.script(nn.Sequential(model[1])))
+    fp32 = MixedPrecision(torch.float32)
+    said = error_of(zero, model, solo(), 0, mixed_precision={"*": MixedPrecision(torch.bfloat16), "1.0": fp32})
+    assert "'1.0' has another precision than the ScriptModule around it" in said
+    with torch.device("meta"):
+        scripted = cast(nn.Module, torch.jit.script(nn.Linear(3, 3)))
+    values = {"weight": torch.ones(3, 3), "bias": torch.ones(3)}
+    assert "a ScriptModule's never can" in error_of(zero, scripted, solo(), 0, init_state_dict=values)
+    plainly = build()
+    optimizer = zero(plainly, solo(), 3)
+    assert "script it before the optimizer is built, or after its close()" in error_of(torch.jit.script, plainly)
+    optimizer.close()
+    assert isinstance(torch.jit.script(plainly), torch.jit.ScriptModule)
+
 
 # -- parameters that are no longer those of the optimizer --------------------------------------------------------------
 
@@ -187,8 +230,8 @@ def test_a_model_inside_ddp_is_named_at_construction_or_at_the_first_backward(gl
 # -- whole models and states -------------------------------------------------------------------------------------------
 
 SAVE = (
-    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
-    "model.state_dict() is whole and rank 0 saves it"
+    "to save, all ranks call optimizer.full_state_dict(to=0), which returns the whole one on rank 0, or "
+    "zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where model.state_dict() is whole"
 )
 LOAD = "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built"
 WHOLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {

@@ -147,6 +147,21 @@ def test_ranks_that_train_differently_learn_where(
         assert all(word in message for word in words), message
     if train_apart is frozen_before_a_backward:
         assert any("frozen on rank 1: '2.bias'" in message for message in messages), messages
+        assert all("rank 1 is in backward 1 (frozen: '2.bias') since" in message for message in messages), messages
+        assert all("rank 0 is in backward 1 since" in message for message in messages), messages
+
+
+@ALL_STAGES
+def test_a_rank_that_saves_alone_is_asked_whether_it_did(stage: int) -> None:
+    def program(transport: Transport) -> None:
+        model = build()
+        optimizer = zero(model, transport, stage, collective="pairwise")
+        backward(model)
+        optimizer.full_state_dict() if transport.rank == 0 else optimizer.step()
+
+    for message in errors_on(2, program):
+        assert "rank 0 is in full_state_dict(to=0, masters=False)" in message
+        assert "Did one rank alone evaluate, generate or save? All ranks call full_state_dict(), too" in message
 
 
 @ALL_STAGES

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from zero.integrations.trainer_arguments import (
+from zero.integrations.transformers import (
     REFUSALS,
     check_accelerator,
     check_arguments,
@@ -18,7 +15,6 @@ from zero.integrations.trainer_arguments import (
     check_process,
     check_ranks,
     choices_of,
-    process_group_of,
 )
 
 from ..support.errors import error_of
@@ -62,20 +58,6 @@ def test_what_the_environment_of_accelerate_chooses_is_an_error_too() -> None:
         assert f"ZeroTrainer does not take Accelerator's {plugin}" in error_of(check_accelerator, chosen)
     said = error_of(check_accelerator, SimpleNamespace(state=SimpleNamespace(), mixed_precision="fp8"))
     assert "ZeroTrainer does not take ACCELERATE_MIXED_PRECISION=fp8" in said
-
-
-def test_on_gpus_the_optimizer_has_a_process_group_with_gloo_beside_the_backend_of_trainers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = []
-    monkeypatch.setattr(dist, "new_group", lambda **given: made.append(given))
-    monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
-    limit = timedelta(seconds=7)
-    for world_size, backend in ((1, "cuda:nccl"), (2, "cpu:gloo,cuda:nccl"), (2, "cuda:nccl")):
-        monkeypatch.setattr(dist, "get_backend_config", lambda backend=backend: backend)
-        args = SimpleNamespace(world_size=world_size, device=torch.device("cuda", 1), ddp_timeout_delta=limit)
-        assert process_group_of(args) is None
-    assert made == [{"backend": "cpu:gloo,cuda:nccl", "timeout": limit}]
 
 
 def test_ranks_with_other_arguments_or_datasets_of_other_lengths_are_an_error() -> None:

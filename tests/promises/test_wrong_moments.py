@@ -40,21 +40,52 @@ def test_calls_inside_no_sync_are_refused_and_an_error_ends_it(stage: int) -> No
     assert_same_model(model, plain())
 
 
+def unscale(_: Any, optimizer: ZeroOptimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+USES: dict[str, Callable[[Any, ZeroOptimizer], object]] = {
+    "step()": lambda _, optimizer: optimizer.step(),
+    "clip_grad_norm_()": lambda _, optimizer: optimizer.clip_grad_norm_(1.0),
+    "clip_grad_norm_(also=...)": lambda _, optimizer: optimizer.clip_grad_norm_(1.0, also=[]),
+    "full_grad of '2.bias'": lambda model, optimizer: optimizer.full_grad(model[2].bias),
+    "set_full_grad of '2.bias'": lambda model, optimizer: optimizer.set_full_grad(model[2].bias, None),
+    "GradScaler.unscale_()": unscale,
+}
+
+
 @pytest.mark.parametrize(("stage", "settle"), [(0, "step"), (1, "clip"), (2, "step"), (2, "clip"), (3, "step")])
-def test_a_backward_after_step_or_clip_needs_zero_grad(stage: int, settle: str) -> None:
-    def program(model: Any, optimizer: ZeroOptimizer) -> str:
+def test_what_uses_a_gradient_after_step_or_clip_and_a_further_backward_needs_zero_grad(
+    stage: int, settle: str
+) -> None:
+    """Also on a rank that has not run that backward, as it may at stages 0 to 2. It sends nothing."""
+    without_scaler = {name: use for name, use in USES.items() if use is not unscale}  # local, where p.grad is a mean
+
+    def program(model: Any, optimizer: ZeroOptimizer) -> list[str]:
         backward(model)
         optimizer.step() if settle == "step" else optimizer.clip_grad_norm_(1.0)
-        message = error_of(backward, model)
+        before = optimizer.traffic.payload_sent
+        if optimizer.rank or stage == 3:
+            backward(model)
+            with optimizer.no_sync():
+                backward(model)
+            assert "does not hold the gradient of '0.weight'" in error_of(model[0].weight.grad.sum)
+            assert stage == 3 or optimizer.traffic.payload_sent == before
+        uses = dict(USES) if stage else without_scaler
+        messages = [error_of(use, model, optimizer) for use in uses.values()]
+        optimizer.check_replicas()
         optimizer.zero_grad()
         train(model, optimizer)  # the optimizer is still usable
         optimizer.check_replicas()
-        return message
+        return messages
 
-    for message in on_ranks(program, stage):
-        assert "without zero_grad()" in message
-        assert "call optimizer.zero_grad() first" in message
-        assert "'0.weight' was already divided" in message
+    for messages in on_ranks(program, stage):
+        for message, use in zip(messages, USES if stage else without_scaler, strict=True):
+            assert message.startswith(f"RuntimeError: {use} on rank ")
+            assert f"backward() after {'step' if settle == 'step' else 'clip_grad_norm_'}() without zero" in message
+            assert "the gradient of '0.weight' was already divided; call optimizer.zero_grad() before" in message
 
 
 def test_a_divisor_is_set_before_gradients_are_divided() -> None:
@@ -150,5 +181,5 @@ def test_a_call_in_a_hook_waits_for_the_end_of_the_backward_and_changes_nothing_
         for name, message in zip((*names, *names[:2]), (*ended[:-1], *went_on), strict=True):
             assert message.startswith(f"RuntimeError: {name} inside a backward"), message
             assert ("stages 2 and 3 shard gradients while the backward runs" in message) is (name == "step()")
-        assert "of '2.bias', which is sharded or not reduced yet; something else asks for it inside the" in ended[-1]
+        assert "of '2.bias', which is sharded, not reduced yet, " in ended[-1]
         assert_same_model(model, plain())

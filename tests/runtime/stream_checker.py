@@ -36,13 +36,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from collectives import pool
-from collectives.algorithms import aside
-from zero.gradients import early_means, hooks
-from zero.gradients.placeholder import ShardedGradient
-from zero.runtime import accumulator, staging, streams
+from collectives.algorithms import ordered_sum
+from zero.gradients import backward_schedule, hooks
+from zero.gradients.grad_publisher import ShardedGradient
+from zero.runtime import accumulator, offload, streams
 from zero.runtime.offload import OffloadedStates
 from zero.runtime.streams import Streams
-from zero.step import step_groups
+from zero.step import user_optimizer
 
 from .stream_autograd import Backward
 
@@ -379,13 +379,13 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Streams, "use", use)
     monkeypatch.setattr(streams, "_is_recorded", lambda device: False)
     monkeypatch.setattr(streams, "_number", lambda device: id(here().current()))
-    for module in (step_groups, hooks, early_means):
+    for module in (user_optimizer, hooks, backward_schedule):
         monkeypatch.setattr(module, "is_launched", lambda device: True)
     monkeypatch.setattr(pool, "_current_stream", lambda device: here().current() if is_on() else None)
     for module in (pool, accumulator):
         monkeypatch.setattr(module, "worth_keeping", lambda device: False)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: here().current())
-    monkeypatch.setattr(aside, "_made", lambda device: here().stream("aside"))
-    monkeypatch.setattr(staging, "_line_on", lambda device: here().stream(f"copies {len(here().streams)}"))
+    monkeypatch.setattr(ordered_sum, "_made", lambda device: here().stream("aside"))
+    monkeypatch.setattr(offload, "_line_on", lambda device: here().stream(f"copies {len(here().streams)}"))
     monkeypatch.setattr(OffloadedStates, "wait_for_copies", lambda self: here().synchronize())
     monkeypatch.setattr(Tensor, "record_stream", lambda self, stream: here().record_stream(self, stream))

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from collectives import Chain, Choice, Collective, Transport, solo
-from collectives.algorithms.aside import AddedAside, Aside
 from collectives.algorithms.base import Launched
+from collectives.algorithms.ordered_sum import AddedAside, Aside
 from collectives.topology import _fold_by_nccl, _replicas_by_nccl
 from zero import Offload, ShardedAverage, load, save, setup
 from zero.core.layout import BucketSpec
 from zero.gradients import reducer
-from zero.gradients.division import Division
-from zero.parameters.gathered.buffers import GatheredBuffer, GatheredUnit
-from zero.parameters.gathered.units import GatheredUnits
+from zero.gradients.reducer import Division
+from zero.parameters.gathered.units import GatheredBuffer, GatheredUnit, GatheredUnits
 from zero.runtime.offload import HostOffload, OffloadedStates
 from zero.state import device_memory
 from zero.state.device_memory import DeviceMemory
@@ -82,6 +81,7 @@ def adds_aside(training: Training) -> None:
     assert aside.clock[aside]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("stage", only(range(4), 0, 3))
 def test_programs_that_add_aside_have_the_bits_of_the_plain_loop(stage: int) -> None:
     program = Program(2, stage, "adamw fused", collective="all_to_all", steps=STEPS)
@@ -205,6 +205,7 @@ ON_HOST: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu")}
 STEPPED_THERE: dict[str, Any] = {"offload": Offload("cpu", parameters="cpu", step="cpu")}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("world_size", "options"),
     rows([(1, {}), (2, BF16)], [(1, BF16), (2, {}), (2, {"prefetch_depth": 2}), (4, {"reshard_after_forward": 2})]),
@@ -220,6 +221,7 @@ def test_copies_of_parameters_on_the_host_are_ordered(world_size: int, options: 
     check(world_size, 3, program, **ON_HOST, **options)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("world_size", "options"), rows([(1, {}), (2, BF16)], [(1, BF16), (2, {})]))
 @pytest.mark.usefixtures("parameters_on_the_host")
 def test_a_step_on_the_host_comes_behind_every_copy_and_before_the_next(

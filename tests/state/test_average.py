@@ -17,13 +17,61 @@ from zero import ShardedAverage, ZeroOptimizer
 
 from ..support.models import odd_batches, odd_loss
 from ..support.narrowed import PRECISIONS
-from ..support.plain import assert_same_bits
+from ..support.plain import assert_same_bits, assert_same_model
 from ..support.programs import locked_build
 from ..support.rows import rows
-from ..support.sides import AsPlain, Side
+from ..support.sides import AsPlain, OnRank, Side
 from .training import average_of, same, train, values
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize(("world_size", "stage"), rows([(2, 3)], [(1, 0), (3, 1), (2, 2), (1, 3)]))
+def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, stage: int) -> None:
+    """The optimizer itself, its loaded states, and an average. Evaluations come first, as a sanity check does."""
+
+    def loop(side: Side) -> Any:
+        average = None
+        for step in range(4):
+            with torch.inference_mode(step % 2 == 0) if isinstance(side, OnRank) else nullcontext():
+                if isinstance(side, OnRank) and step == 2:
+                    side.optimizer.consolidate_state_dict(to=None)
+                    side.optimizer.load_state_dict(side.optimizer.state_dict())
+                if step == 1:
+                    average = average_of(side, "mean")
+                with torch.no_grad():
+                    side.model(odd_batches(1, 9)[0][0])
+            train(side, range(step, step + 1))
+            with torch.inference_mode(step == 1 and isinstance(side, OnRank)):
+                if average is not None:
+                    average.update_parameters(side.model)
+        return values(average)
+
+    same(loop, world_size, stage)
+
+
+@pytest.mark.parametrize("stage", rows([0, 3], [1, 2]))
+def test_an_optimizer_that_is_built_and_closed_in_inference_mode_trains_and_leaves_a_plain_model(stage: int) -> None:
+    expected, model = locked_build(0), locked_build(0)
+    sgd = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.5)
+    with torch.inference_mode(), torch.device("meta"):
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, stage=stage, process_group=solo(), lr=0.1, momentum=0.5)
+        average = ShardedAverage(optimizer)
+        average.update_parameters()
+    for number in range(3):
+        for each, its in ((model, optimizer), (expected, sgd)):
+            odd_loss(each, odd_batches(3, 9)[number]).backward()
+            its.step()
+            its.zero_grad()
+        if number == 0:
+            average.update_parameters()
+            assert average.n_averaged == 2
+        if number == 1:
+            with torch.inference_mode():
+                optimizer.close()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            sgd = torch.optim.SGD(expected.parameters(), lr=0.1)
+    assert_same_model(model, expected)
 
 
 @pytest.mark.parametrize(

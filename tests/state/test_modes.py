@@ -34,6 +34,7 @@ BF16 = PRECISIONS["bf16"]
 OFFLOAD = Offload(tempfile.gettempdir())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "program",
     rows(
@@ -60,6 +61,7 @@ def test_weights_that_are_rounded_where_they_are_read_are_those_of_the_mode() ->
     check(Program(2, 3, "schedule-free", collective="pairwise", precision=BF16, steps=HABITS["clips"]))
 
 
+@pytest.mark.first(1)
 @pytest.mark.filterwarnings("ignore:not restored from")
 @pytest.mark.parametrize(("mode", "cls"), [("train", ScheduleFree), ("eval", ScheduleFree), ("eval", Averaged)])
 def test_a_training_goes_on_from_a_checkpoint_of_either_mode_at_another_topology(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zero
 from collectives import on_threads
 from zero import ZeroOptimizer
 
@@ -17,7 +19,7 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_states
 from ..support.programs import CLASSES, locked_build
 from ..support.rows import rows
-from ..support.sides import AsPlain, OnRank
+from ..support.sides import AsPlain, OnRank, Side, same_as_plain
 from ..support.trainings import SGD, Two
 from .training import TOGETHER, train
 
@@ -131,13 +133,13 @@ class Narrow(torch.optim.SGD):
 def test_a_state_may_be_narrower_than_its_parameter() -> None:
     model, plain = locked_build(0), locked_build(0)
     arguments: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "foreach": False}
-    zero, sgd = ZeroOptimizer(model, Narrow, **arguments), Narrow(plain.parameters(), **arguments)
+    ours, theirs = ZeroOptimizer(model, Narrow, **arguments), Narrow(plain.parameters(), **arguments)
     for step in range(2):
-        for each, by in ((model, zero), (plain, sgd)):
+        for each, by in ((model, ours), (plain, theirs)):
             by.zero_grad()
             odd_loss(each, odd_batches(1, step)[0]).backward()  # type: ignore[no-untyped-call]
             by.step()
-    assert_same_states(zero.state_dict(), sgd.state_dict())
+    assert_same_states(ours.state_dict(), theirs.state_dict())
 
 
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
@@ -193,3 +195,96 @@ def test_states_of_parameters_without_elements_are_told_apart() -> None:
     saved = optimizer.state_dict()
     assert saved["param_groups"][0]["param_names"] == ["first", "second", "third"]
     assert [int(saved["state"][index]["step"]) for index in range(3)] == [1, 2, 2]
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.unused = (nn.Parameter(torch.arange(1.0, 40.0) / n) for n in (3, 7, 9))
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return ((self.first + self.late) * scale).sin().sum()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_adagrad_makes_the_states_of_a_later_group_in_the_step(stage: int) -> None:
+    """So a parameter that is never used has none, as in torch. Nor has one whose states were reset."""
+
+    def loop(side: Side) -> Any:
+        model, optimizer, found = side.model, side.optimizer, list[Any]()
+        optimizer.add_param_group({"params": [model.late, model.unused], "lr": 0.05})
+        for step in range(3):
+            side.train(lambda model, rank, step=step: model(step + rank))  # type: ignore[misc]
+            side.step()
+            side.clear()
+            if step == 1 and isinstance(optimizer, ZeroOptimizer):
+                optimizer.reset_states([model.late])
+            elif step == 1:
+                del optimizer.state[model.late]
+            if isinstance(optimizer, ZeroOptimizer):
+                optimizer.consolidate_state_dict(to=None)
+            states = copy.deepcopy(optimizer.state_dict()["state"])
+            found.append([(index, states[index]["step"], states[index]["sum"]) for index in sorted(states)])
+        return found
+
+    given = {"settings": {"stage": stage}, "groups": lambda model: [model.first], "initial_accumulator_value": 0.1}
+    same_as_plain(loop, Three, torch.optim.Adagrad, 1 + stage % 3, lr=0.1, **given)
+
+
+class MadeAtOnce(SGD):
+    """Makes its states in the constructor, and those of later groups when they are added."""
+
+    def add_param_group(self, param_group: Any) -> None:
+        super().add_param_group(param_group)
+        for p in self.param_groups[-1]["params"]:
+            self.state[p]["momentum_buffer"] = torch.ones_like(p)
+
+
+class NeedsStates(SGD):
+    """Makes its states in the constructor, and none in a step."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["momentum_buffer"] = torch.ones_like(p)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.data.sub_(self.state[p]["momentum_buffer"] * p.grad)
+
+
+@pytest.mark.parametrize("cls", [MadeAtOnce, NeedsStates])
+def test_a_class_that_makes_all_states_before_a_step_makes_those_of_a_later_group_at_once(cls: Any) -> None:
+    model = Three()
+    optimizer = ZeroOptimizer([model.first], cls, lr=0.1, momentum=0.9)
+    optimizer.add_param_group({"params": [model.late]})
+    assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+    optimizer.close()
+
+
+def test_groups_that_share_a_learning_rate_share_the_loaded_one(tmp_path: Path) -> None:
+    """In a dict, and in a checkpoint. One that is only equal stays another."""
+    cls = torch.optim.AdamW
+
+    def groups_of(model: Any) -> list[dict[str, Any]]:
+        return [
+            {"params": [model.first]},
+            {"params": [model.late]},
+            {"params": [model.unused], "lr": torch.tensor(0.3)},
+        ]
+
+    def shared(groups: Any) -> list[bool]:
+        return [groups[n]["lr"] is groups[0]["lr"] for n in range(3)]
+
+    plain, model = cls(groups_of(Three()), lr=torch.tensor(0.3)), Three()
+    plain.load_state_dict(plain.state_dict())
+    optimizer = ZeroOptimizer(groups_of(model), cls, module=model, lr=torch.tensor(0.3))
+    saved = optimizer.state_dict()
+    zero.save(tmp_path / "saved", optimizer)
+    for load in (optimizer.load_state_dict, lambda _: zero.load(tmp_path / "saved", optimizer)):
+        before = optimizer.param_groups[0]["lr"]
+        load(saved)
+        found = [shared(groups) for groups in (plain.param_groups, saved["param_groups"], optimizer.param_groups)]
+        assert found == 3 * [[True, True, False]]
+        assert all(optimizer.param_groups[0]["lr"] is not other for other in (before, saved["param_groups"][0]["lr"]))
+    optimizer.close()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import zero
-from collectives import Transport, solo
+from collectives import Transport, on_threads, solo
 from zero import ZeroOptimizer
 
 from ..support import blockwise
@@ -261,6 +261,23 @@ class Scaled(torch.optim.Optimizer):
                     rows = p.grad.reshape(-1, group["block"] if p.numel() % group["block"] == 0 else p.numel())
                     self.state[p]["most"] = rows.abs().amax(1).clamp_min(1e-3)
                     p.sub_((rows / self.state[p]["most"][:, None]).view_as(p), alpha=group["lr"])
+
+
+def test_the_blocks_of_a_group_that_was_not_added_are_forgotten() -> None:
+    """One rank had a problem, when the other had tried the class."""
+
+    def program(transport: Transport) -> list[str]:
+        model = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(64, 128))])
+        optimizer = ZeroOptimizer([model[0]], Scaled, module=model, process_group=transport, partition="block", stage=1)
+        model[1].grad = None if transport.rank else torch.ones(64, 128)
+        told = [error_of(optimizer.add_param_group, {"params": [model[1]], "block": 128})]
+        model[1].grad = None
+        optimizer.add_param_group({"params": [model[1]], "block": 256})
+        optimizer.close()
+        return told
+
+    for (message,) in on_threads(2, program):
+        assert "has a gradient already" in message
 
 
 def test_blocks_have_one_size_in_all_groups_and_keep_it() -> None:

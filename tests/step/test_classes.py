@@ -153,6 +153,7 @@ class Flagged(torch.optim.Optimizer):
                     p.sub_(momentum.mul_(0.9).add_(p.grad) * group["lr"])
 
 
+@pytest.mark.first(2)
 @pytest.mark.filterwarnings("ignore:Flagged is not element-wise")
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 4), (2, 3), (3, 3)])
 def test_a_class_that_wants_an_option_in_each_group_is_sharded(stage: int, ranks: int) -> None:

@@ -40,6 +40,7 @@ STEPS = (Step(clips=clips(0.3, 0.2, INF)), Step((Round(), Round(sync=False)), cl
 OVERFLOWS = (Step(clips=clips(0.1)), Step(overflow=(1, 0), clips=clips(0.1)), Step(clips=clips(0.1)))
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "program",
     rows(
@@ -72,6 +73,24 @@ def test_gradients_that_are_not_finite_are_scaled_as_by_the_host(value: float) -
         expected = on_threads(2, lambda transport: clipped(transport, value))
     for ours, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(mine.nan_to_num(7), its.nan_to_num(7)) for mine, its in zip(ours, theirs, strict=True))
+
+
+def test_a_parameter_without_a_gradient_is_not_scaled(launched: list[str]) -> None:
+    """Later gradients are added to -0.0 in its place, also where the factor was NaN."""
+
+    def program(transport: Transport) -> bool:
+        model = blocks()
+        optimizer = ZeroOptimizer(model, torch.optim.SGD, lr=0.1, stage=2, process_group=transport)
+        model(torch.full((4, 4), float("nan"))).sum().backward()
+        optimizer.set_full_grad(model[0].weight, None)
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(4, 4)).sum().backward()
+        gradient = optimizer.full_grad(model[0].weight)
+        return gradient is not None and bool(gradient.isfinite().all())
+
+    assert on_threads(2, program) == [True, True]
+    assert "scale" in launched
 
 
 @pytest.mark.parametrize("case", ["another norm", "fp64", "an error if it is not finite"])

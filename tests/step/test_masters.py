@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from collectives import Transport, on_threads, solo
 from zero import MixedPrecision, ZeroOptimizer
-from zero.runtime.master_weights import MasterWeights
+from zero.runtime.flat_states import MasterWeights
 
 from ..support.built_kernels import built_kernels, put_in
 from ..support.narrowed import BF16
 from ..support.parts import parts_of
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.rows import rows
+from ..support.sides import AsPlain, OnRank, Side
 from .narrow import WIDTH, build, loss_of, plain_loop, step, step_plainly, zero
 
 
@@ -40,6 +41,54 @@ def test_masters_are_rank_0s_wide_values_and_can_be_read(stage: int) -> None:
     for masters in on_threads(3, program):
         for master, value in zip(masters, build(0).parameters(), strict=True):
             assert_same_bits(master, value)
+
+
+F32, F64 = torch.float32, torch.float64
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "dtype"),
+    rows([(0, 3, F64), (1, 1, F64), (2, 2, F64), (3, 1, F64), (1, 2, F32)], [(1, 2, F64), (3, 2, F64), (3, 1, F32)]),
+)
+def test_a_weight_that_is_listed_later_has_a_master_of_its_dtype_with_the_digits_of_its_cast(
+    stage: int, ranks: int, dtype: torch.dtype
+) -> None:
+    """As it was cast with the model. Its states, too, are those of a weight in its own dtype."""
+
+    def made() -> nn.Sequential:
+        return build(0, 2).to(dtype)
+
+    def loop(side: Side) -> dict[str, Any]:
+        for number in range(7):  # RAdam's own steps begin with the sixth
+            side.train(lambda model, rank, number=number: loss_of(model, 10 * number + rank))  # type: ignore[misc]
+            side.step()
+            side.clear()
+        if isinstance(side.optimizer, ZeroOptimizer):
+            side.optimizer.consolidate_state_dict(to=None)
+        found: dict[str, Any] = side.optimizer.state_dict()
+        return found
+
+    model, mixed = made(), MixedPrecision(BF16)
+    for p in model[1].parameters():
+        p.data = p.to(BF16).to(dtype)
+    plain = AsPlain(model, lambda masters: torch.optim.RAdam(masters, lr=0.05), ranks, mixed)
+    expected = loop(plain)
+
+    def program(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:
+        ours = made()
+        given = {"module": ours, "stage": stage, "process_group": transport, "mixed_precision": mixed, "lr": 0.05}
+        optimizer = ZeroOptimizer(list(ours[0].parameters()), torch.optim.RAdam, **given)
+        optimizer.add_param_group({"params": list(ours[1].parameters())})
+        found = loop(OnRank(ours, optimizer))
+        optimizer.close()
+        return ours, found
+
+    for ours, found in on_threads(ranks, program):
+        assert_same_model(ours, model)
+        assert_same_states(found, expected)
+        assert {master.dtype for master in found["masters"].values()} == {dtype}
+        for index, master in enumerate(plain.numbers.updated):
+            assert_same_bits(found["masters"][index], master)
 
 
 @pytest.mark.parametrize(("stage", "with_kernels"), [(2, False), (2, True), (3, False)])

@@ -49,6 +49,7 @@ ROWS = {
 SLOW = ("2-sent in bf16-W1", "3-fp16-W2", "cleared", "frozen", "by patterns, 0", "outputs alone")
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("row", without(ROWS, *SLOW))
 def test_training_is_that_of_the_plain_loop(row: str) -> None:
     check(ROWS[row])

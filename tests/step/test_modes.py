@@ -16,6 +16,7 @@ from ..support.rows import rows
 pytestmark = pytest.mark.contract
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "program",
     rows(

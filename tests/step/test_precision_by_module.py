@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from ..support.errors import error_of
 from ..support.loops import seeded
 from ..support.narrowed import BF16, FP16, FP32
 from ..support.plain import assert_same_bits
+from ..support.rows import rows
 
 pytestmark = pytest.mark.contract
 ALL = MixedPrecision(BF16)
@@ -221,6 +223,50 @@ def test_a_module_that_is_added_later_is_asked_too() -> None:
     optimizer.close()
 
 
+def facts_of(model: nn.Module) -> Any:
+    hooks = [(len(part._forward_pre_hooks), len(part._forward_hooks)) for part in model.modules()]
+    return hooks, [tensor.dtype for tensor in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize("problem", ["raises", "differs", "raises alone"])
+@pytest.mark.parametrize("stage", rows([1, 3], [0, 2]))
+def test_a_group_that_cannot_be_added_changes_nothing(stage: int, problem: str) -> None:
+    """A user's function raises, or each rank has an answer and they differ."""
+    ranks = 1 if problem == "raises alone" else 2 + (stage == 1)
+
+    def program(transport: Transport, fails: bool) -> list[Tensor]:
+        model, answers = seeded(0, Stack), dict[str, Any](first=KEEP, last=KEEP)
+        model.last.register_buffer("kept", torch.ones(4))
+
+        def of(name: str, module: nn.Module) -> Any:
+            return answers.get(name, MixedPrecision(BF16, buffer_dtype=BF16))
+
+        listed = [*model.first.parameters(), *model.layers[1][0].parameters()]
+        given = {"module": model, "stage": stage, "process_group": transport, "lr": 0.1, "momentum": 0.9}
+        optimizer = ZeroOptimizer(listed, torch.optim.SGD, mixed_precision=of, **given)
+        before = facts_of(model)
+        model.last.kept.fill_(transport.rank)  # each rank has its own, as of a batch norm
+        if fails:
+            answers["first"] = answers["last"] = ALL
+            if transport.rank == ranks - 1:
+                answers["layers.0"] = KEEP if problem == "differs" else None
+            with pytest.raises((TypeError, ValueError), match=r"layers\.0"):
+                optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+            answers = {"first": KEEP, "last": KEEP}
+        assert facts_of(model) == before
+        assert model.last.kept.tolist() == 4 * [transport.rank]
+        for step in range(2):
+            model(torch.full((2, 4), 0.5 + step + transport.rank)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return list(model.parameters())
+
+    for ours, other in zip(*(on_threads(ranks, partial(program, fails=each)) for each in (True, False)), strict=True):
+        for mine, theirs in zip(ours, other, strict=True):
+            assert_same_bits(mine, theirs)
+
+
 def test_ranks_whose_borders_differ_learn_the_first_one() -> None:
     def program(transport: Transport) -> str:
         cast = BF16 if transport.rank else FP16
@@ -293,5 +339,7 @@ def test_what_a_dtype_or_a_policy_cannot_be() -> None:
     with pytest.raises(TypeError, match="param_dtype must be one of"):
         built(MixedPrecisionPolicy(torch.float64))
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="mixed_precision by patterns or by a function is about modules: pass the mod"):
+    with pytest.raises(
+        ValueError, match=r"mixed_precision= by patterns or by a function without a module: it needs .*: pass the mod"
+    ):
         ZeroOptimizer(model.parameters(), mixed_precision={"*": ALL}, process_group=solo())

@@ -23,7 +23,7 @@ from ..support.narrowed import BF16, PRECISIONS
 from ..support.offloaded import copied_from_the_host
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from ..support.programs import Program, Round, Step, check
-from ..support.rows import without
+from ..support.rows import rows, without
 from ..support.two_modes import TWO_MODES
 
 ROUNDING = StochasticRounding(7)
@@ -49,6 +49,7 @@ ROWS: dict[str, Program] = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("row", without(ROWS, "1-W2", "2-W6", "3-W1", "lent", "made in the constructor"))
 def test_training_is_that_of_the_plain_loop(row: str) -> None:
     check(ROWS[row])
@@ -277,12 +278,51 @@ def test_with_several_classes_parameters_are_numbered_over_all_groups() -> None:
         assert_same_model(model, plain)
 
 
+@pytest.mark.parametrize("stage", rows([1, 3], [0, 2]))
+def test_a_class_makes_the_states_of_a_later_group_from_copies_in_fp32(stage: int) -> None:
+    """Adagrad's 0.1 is no number of bf16. So it is when states are reset."""
+    arguments: dict[str, Any] = {"lr": 0.1, "initial_accumulator_value": 0.1}
+
+    def trained(model: nn.Module, optimizer: Any, rank: int, ranks: int) -> dict[str, Any]:
+        optimizer.add_param_group({"params": list(model[2].parameters())})
+        for step in range(3):
+            for number in (rank,) if ranks == 1 else range(2):
+                net_loss(model, 2 * step + number).backward()
+            optimizer.step() if ranks == 1 else ROUNDING.step(optimizer)
+            optimizer.zero_grad()
+            if step == 1 and ranks == 1:
+                optimizer.reset_states([model[0].weight])
+            elif step == 1:
+                del optimizer.state[model[0].weight]
+        if ranks == 1:
+            optimizer.consolidate_state_dict(to=None)
+        found: dict[str, Any] = optimizer.state_dict()
+        return found
+
+    plain = net()
+    adagrad = torch.optim.Adagrad([*plain[0].parameters(), *plain[1].parameters()], **arguments)
+    expected = trained(plain, adagrad, 0, 2)
+
+    def program(transport: Transport) -> tuple[nn.Module, dict[str, Any]]:
+        model = net()
+        given = {"module": model, "stage": stage, "process_group": transport, "divisor": 1, "rounding": ROUNDING}
+        listed = [*model[0].parameters(), *model[1].parameters()]
+        optimizer = ZeroOptimizer(listed, torch.optim.Adagrad, **arguments, **given)
+        found = trained(model, optimizer, transport.rank, 1)
+        optimizer.close()
+        return model, found
+
+    for model, found in on_threads(2, program):
+        assert_same_model(model, plain)
+        assert_same_states(found, expected)
+
+
 def test_the_plain_step_needs_a_used_parameter_with_a_dimension() -> None:
     """Of a single number, a step count has its parameter's shape, too."""
     scale, matrix = nn.Parameter(torch.ones((), dtype=BF16)), nn.Parameter(torch.ones(2, 2, dtype=BF16))
     optimizer = torch.optim.AdamW([scale, matrix])
     scale.square().backward()  # type: ignore[no-untyped-call]
-    with pytest.raises(ValueError, match="no parameter that was used has a dimension"):
+    with pytest.raises(ValueError, match="every parameter that was used has 0 dimensions"):
         ROUNDING.step(optimizer)
     assert not optimizer.state
     (matrix * scale).sum().backward()
@@ -307,7 +347,11 @@ REFUSED: dict[str, tuple[torch.dtype, dict[str, Any], str]] = {
     "fp16": (torch.float16, {}, "'scale' is in fp16"),
     "nothing in bf16": (torch.float32, {}, "no parameter is in bf16"),
     "blocks": (BF16, {"partition": "block"}, "leave out rounding= or partition="),
-    "modes": (BF16, {"optimizer_class": TWO_MODES["schedule-free"][0]}, "exchange the weights"),
+    "modes": (
+        BF16,
+        {"optimizer_class": TWO_MODES["schedule-free"][0]},
+        "exchanging weights of 16 bits would lose digits: leave out rounding=",
+    ),
     "no rounding": (BF16, {"rounding": 7}, "must be a zero.StochasticRounding, not 7"),
 }
 
@@ -359,7 +403,9 @@ def test_the_plain_step_and_the_rounding_of_a_tensor_refuse_what_they_are_not_fo
 
 def test_a_parameter_that_is_stepped_block_by_block_is_not_rounded() -> None:
     stack = torch.nn.Parameter(torch.ones(3, 8, 8, dtype=BF16))
-    with pytest.raises(ValueError, match=r"'experts' is stepped block by block.*leave out rounding= or blocks="):
+    with pytest.raises(
+        ValueError, match=r"rounding= with blocks= of a param group \('experts'\): .*leave out rounding= or blocks="
+    ):
         ZeroOptimizer(
             [{"params": [("experts", stack)], "blocks": 0}],
             torch.optim.Muon,

@@ -11,7 +11,7 @@ from torch import nn
 
 from collectives import Transport, solo
 from zero import MixedPrecision, Offload, ZeroOptimizer
-from zero.step.step_groups import GROUPS_BESIDE_GATHERS
+from zero.step.user_optimizer import GROUPS_BESIDE_GATHERS
 
 from ..support.loops import Several
 from ..support.plain import assert_same_model, assert_same_states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -11,14 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from collectives import solo
-from zero import ZeroOptimizer
+from zero import MixedPrecision, ZeroOptimizer
 from zero.core.layout import Dtypes, ParameterSpec
+from zero.step.arguments import same
 from zero.step.classes import UserOptimizers
-from zero.step.equality import same
 from zero.step.partition import check_classes, choose_partitions
 from zero.step.trial import Trial
 
+from ..support.errors import error_of, errors_on
+from ..support.models import seeded
+from ..support.narrowed import BF16, FP32
+from ..support.rows import rows
 from ..support.shampoo import Shampoo
+from ..support.sides import Side, same_as_plain
 from .refused import OPTIONS, TOGETHER, Draws, OwnCounter, net
 
 pytestmark = pytest.mark.usefixtures("every_trial_runs")
@@ -125,3 +131,73 @@ def test_a_refused_group_on_cpu_and_gpu_shall_name_a_loop(monkeypatch: pytest.Mo
             choose_partitions(user_optimizers, groups, specs, {1: None})
         with pytest.raises(ValueError, match=words):
             check_classes(user_optimizers, groups, specs)
+
+
+class TwoDtypes(nn.Module):
+    """Vectors and matrices in bf16 and in fp32, and a loss with small gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shapes = [((33, 5), BF16), ((33,), BF16), ((33,), FP32), ((3, 33), BF16), ((2, 3), FP32)]
+        self.of = nn.ParameterList([nn.Parameter(torch.randn(shape).to(dtype)) for shape, dtype in shapes])
+
+    def forward(self, rank: int) -> Tensor:
+        return 1e-5 * torch.stack([(rank + p).square().sum().float() for p in self.of]).sum()
+
+
+def by_dtype(model: nn.Module) -> list[dict[str, Any]]:
+    known = list(model.parameters())
+    return [{"params": [p for p in known if p.dtype is dtype]} for dtype in (BF16, FP32)]
+
+
+def eps_of_the_first(parameters: list[Any], group: dict[str, Any], _: Any) -> None:
+    """Take a lower bound from the dtype of the first parameter for all, as Adafactor does."""
+    for p in parameters:
+        if p.grad is not None:
+            p.sub_(group["lr"] * p.grad / p.grad.abs().clamp(min=torch.finfo(parameters[0].dtype).eps))
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adafactor, steps("KeepsEps", eps_of_the_first)])
+@pytest.mark.filterwarnings("ignore:.* is not element-wise")
+def test_a_class_that_keeps_something_of_one_dtype_for_others_is_refused_if_a_group_has_several(cls: Any) -> None:
+    words = f"{cls.__name__} steps '.*', in torch.float32, in another way if its param group has other dtypes, too"
+    for ranks in rows([2], [1, 3]):
+        for message in errors_on(ranks, lambda t: ZeroOptimizer(TwoDtypes(), cls, lr=0.1, process_group=t)):
+            assert re.search(words, message)
+    optimizer = ZeroOptimizer(nn.Linear(5, 33), cls, lr=0.1, process_group=solo())
+    assert re.search(words, error_of(optimizer.add_param_group, {"params": list(TwoDtypes().parameters())}))
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
+
+
+BY_DTYPE, BY_EPS = (by_dtype, {}), (None, {"eps": (1e-7, 1e-3)})
+FURTHER = [(0, BY_DTYPE), (0, BY_EPS), (1, BY_DTYPE), (2, BY_DTYPE), (2, BY_EPS), (3, BY_EPS)]
+
+
+@pytest.mark.parametrize(("stage", "given"), rows([(1, BY_EPS), (3, BY_DTYPE)], FURTHER))
+@pytest.mark.filterwarnings("ignore:.* is not element-wise")
+def test_with_a_group_for_each_dtype_or_its_eps_adafactor_has_the_plain_bits(stage: int, given: Any) -> None:
+    groups, options = given
+
+    def loop(side: Side) -> None:
+        for _ in range(3):
+            side.train(lambda model, rank: model(rank))
+            side.step()
+            side.clear()
+
+    named = {"settings": {"stage": stage}, "groups": groups, "lr": 0.1, **options}
+    same_as_plain(loop, lambda: seeded(0, TwoDtypes), torch.optim.Adafactor, 1 + stage % 3, **named)
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_a_kernel_that_leaves_elements_out_is_refused_by_name(dtype: torch.dtype) -> None:
+    """Torch's fused SGD in 16 bits: it reads momentum beyond the end of a tensor, so no rank could have its bits."""
+    model, given = nn.Linear(40, 3).to(dtype), {"lr": 0.1, "fused": True, "process_group": solo()}
+    for options in ({"momentum": 0.9}, {}):
+        with pytest.raises(
+            ValueError, match=r"SGD steps \d+ of 33 elements of a tensor in .* as 'weight' is: .*fused="
+        ):
+            ZeroOptimizer(model, torch.optim.SGD, **given, **options)
+    ZeroOptimizer(model, torch.optim.AdamW, **given).close()
+    mixed = MixedPrecision(dtype)
+    ZeroOptimizer(nn.Linear(40, 3), torch.optim.SGD, mixed_precision=mixed, momentum=0.9, **given).close()

@@ -20,7 +20,7 @@ from collectives import Transport
 from collectives.pool import holders
 from zero import ZeroOptimizer
 from zero.core.parameter_specs import FLOATS, is_released
-from zero.parameters.gathered.buffers import State
+from zero.parameters.gathered.units import State
 from zero.parameters.sharded import ShardedStorage
 from zero.parameters.unit_manager import UnitManager
 

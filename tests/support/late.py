@@ -3,6 +3,8 @@
     launch    the bytes of the input are copied; every byte of the output becomes 255, which is NaN in any float dtype
     wait      the input must have the same bytes, the output must still be 255: then the received data is written to it
 
+A rank may send what lies in the output of a receive by messages: the peer answers only after it has that.
+
 If an output is read too early, its NaN reaches the result. If an input or an output is written too early, the wait
 raises an `AssertionError` with the rank, the operation and the tag. NCCL may read and write at any moment between the
 two. On one stream there are no other races.
@@ -17,6 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -61,9 +64,17 @@ class LateTransfer:
         self._backend, self._sides, self._arrived, self._held = backend, sides, arrived, held
         self._source, self._out = backend.bytes_of(source), backend.bytes_of(out)
         self._copy, self._poisoned = self._source.clone(), _apart(self._out, self._source)
+        self._overwritten = [part.clone() for part in self._poisoned]
         for part in self._poisoned:
             part.fill_(POISON)
         self._done = False
+
+    def answers(self, sent: Tensor) -> None:
+        """Restore the output if it has the memory of a message that is sent now."""
+        if not self._done and self._out.numel() and 0 <= sent.data_ptr() - self._out.data_ptr() < self._out.numel():
+            for part, before in zip(self._poisoned, self._overwritten, strict=True):
+                part.copy_(before)
+            self._poisoned = self._overwritten = []
 
     def wait(self, timeout: float | None = None) -> None:
         if self._done:
@@ -100,19 +111,24 @@ class LateBackend(ThreadBackend):
         super().__init__(world, rank, world_size, timeout)
         self.launched = set[LateTransfer]()  # collectives before their wait
         self.most_launched = 0
+        self._receives = WeakSet[LateTransfer]()  # by messages
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Return a tensor's memory as bytes, without keeping it alive."""
         return self.map_peer(self.rank, tensor.data_ptr(), tensor.nbytes, torch.uint8) if tensor.nbytes else NOTHING
 
     def send(self, tensor: Tensor, to: int, slot: int) -> Pending:
+        for receive in self._receives:
+            receive.answers(tensor)
         side = super().send(tensor.clone(), to, slot)
         return LateTransfer(self, f"send to rank {to}", tensor, NOTHING, [side], lambda: NOTHING, tensor)
 
     def recv(self, tensor: Tensor, source: int, slot: int) -> Pending:
         there = torch.empty_like(tensor)
         side = super().recv(there, source, slot)
-        return LateTransfer(self, f"receive from rank {source}", NOTHING, tensor, [side], lambda: there, tensor)
+        made = LateTransfer(self, f"receive from rank {source}", NOTHING, tensor, [side], lambda: there, tensor)
+        self._receives.add(made)
+        return made
 
     def device_backend(self, device: torch.device) -> str:
         return self.name

@@ -23,8 +23,9 @@ ECOSYSTEM = (
     "A transformers model without memory",
     "To a transformers folder",
     "Trainer",
+    "Other trainers",
 )
-"""The blocks of `test_ecosystem`, which need more than torch; all others are those of `test_loops`."""
+"""The blocks of `test_ecosystem` and of `habits`, which need more than torch; all others are those of `test_loops`."""
 
 Batch = Any
 LossOf = Callable[[nn.Module, Batch], Tensor]
@@ -66,6 +67,21 @@ def network() -> nn.Module:
 
 def two_layers() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+class TextOrImage(nn.Module):
+    """Two towers, of which a micro-batch reaches one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = nn.Linear(WIDTH, 16)
+        self.image = nn.Sequential(nn.Conv2d(1, 16, 2), nn.Flatten(), nn.Linear(16, 16))
+        self.head = nn.Linear(16, CLASSES)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        tower = self.text if inputs.ndim == 2 else self.image
+        logits: Tensor = self.head(tower(inputs))
+        return logits
 
 
 class Halves(nn.Module):
@@ -154,6 +170,13 @@ def even(count: int) -> list[tuple[Tensor, Tensor]]:
 def uneven(count: int) -> list[tuple[Tensor, Tensor]]:
     """Return micro-batches of several sizes."""
     return [(x[: 1 + j % SAMPLES], y[: 1 + j % SAMPLES]) for j, (x, y) in enumerate(even(count))]
+
+
+def text_and_images(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Return micro-batches for `TextOrImage`, texts and images in turn."""
+    generator = torch.Generator().manual_seed(2)
+    images = [torch.randn(SAMPLES, 1, 2, 2, generator=generator) for _ in range(count)]
+    return [(images[j] if j % 2 else x, y) for j, (x, y) in enumerate(even(count))]
 
 
 # -- plain loops -------------------------------------------------------------------------------------------------------

@@ -58,14 +58,14 @@ def cast_at_borders(model: nn.Module, given: Any) -> None:
     for name, module in model.named_modules():
         own = around[name] = precision_of(given, name, module)
         above = name.rpartition(".")[0]
-        while name and isinstance(model.get_submodule(above), nn.ModuleList):  # which has no forward
+        while name and isinstance(nn.Module.get_submodule(model, above), nn.ModuleList):  # which has no forward
             above = above.rpartition(".")[0]
         if (name and own == around[above]) or isinstance(module, nn.ModuleList):
             continue
         if own.cast_forward_inputs and own.param_dtype is not None:
-            module.register_forward_pre_hook(_entering(own.param_dtype), with_kwargs=True)
+            nn.Module.register_forward_pre_hook(module, _entering(own.param_dtype), with_kwargs=True)
         if getattr(own, "output_dtype", None) is not None:  # older commits, on which `tests.net` runs, have none
-            module.register_forward_hook(_leaving(own.output_dtype))
+            nn.Module.register_forward_hook(module, _leaving(own.output_dtype))
 
 
 def _entering(dtype: torch.dtype) -> Callable[..., Any]:

@@ -98,6 +98,7 @@ class PlainRanks:
         for index, parameter in enumerate(self.parameters):
             if parameter.grad is not None:
                 local[index] = self.numbers.contributed(index, local.get(index), parameter.grad, travels=sync)
+                self.replaced.pop(index, None)  # it was, but there is a gradient again
         for parameter, gradient in zip(self.parameters, shown, strict=True):
             parameter.grad = gradient
         if sync:
@@ -165,7 +166,8 @@ def clear(model: nn.Module, optimizer: torch.optim.Optimizer, how: Clear) -> Non
 
 def bits(tensor: Tensor) -> Tensor:
     """Return a tensor as bytes, so that a comparison respects -0.0 and NaN."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    dense = tensor.detach().cpu().contiguous()
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
 
 
 def assert_same_bits(ours: Tensor, theirs: Tensor, what: str = "tensor") -> None:

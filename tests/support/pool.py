@@ -32,6 +32,9 @@ IMPORTS = ["torch.distributed", "torch._dynamo"]  # the second is imported by th
 PATIENCE = 10.0  # seconds in which an idle process returns, including the end of a coverage measurement
 
 
+WITHOUT_GLOO = "cuda:unmoving"
+"""A backend that moves no tensors of the CPU, as NCCL does not."""
+
 MADE: dict[tuple[int, ...], Any] = {}
 """In a process of the pool: its process groups, by their ranks."""
 
@@ -52,6 +55,8 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> N
         os.environ.update(NCCL_HOSTID=f"host-{rank}", NCCL_NET="Socket", NCCL_SOCKET_IFNAME="lo")
     faulthandler.enable()  # a process that torch ends says where
     torch.set_num_threads(1)
+    if backend == WITHOUT_GLOO:
+        register_unmoving()
     dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_TIMEOUT))
     known = dict.fromkeys((*GROUPS, tuple(range(size))))
     MADE.update({ranks: dist.new_group(ranks, timeout=timedelta(seconds=GROUP_TIMEOUT)) for ranks in known})
@@ -67,6 +72,17 @@ def _serve(rank: int, port: int, pipe: Connection, backend: str, size: int) -> N
             pipe.send(("result", program(group, dist.get_rank(group), *arguments)))
         except BaseException as error:
             pipe.send(("error", (type(error).__name__, str(error), traceback.format_exc())))
+
+
+def register_unmoving() -> None:
+    """Let torch know the backend of `WITHOUT_GLOO` in this process."""
+
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        time = (store.add("unmoving", 1) - 1) // size
+        return dist.ProcessGroupGloo(dist.PrefixStore(f"unmoving/{time}", store), rank, size, timeout)  # type: ignore[attr-defined]
+
+    if not hasattr(dist.Backend, "UNMOVING"):
+        dist.Backend.register_backend("unmoving", make, devices=["cuda"])
 
 
 class GlooPool:

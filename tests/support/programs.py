@@ -181,14 +181,12 @@ class Plain(AsPlain):
         self.norms, self.trace = follow(self.program, self, scaler, self._ready, lambda: self.step(scaler))
 
     def _ready(self, step: Step) -> None:
-        """Put the states of the class's constructor in place of those of parameters; most classes make none there."""
+        """Forget the states of parameters: the class makes them anew in its next step."""
         self.settle()
-        cls, arguments = self.program.optimizer_class()
         chosen = dict(self.model.named_parameters()) if step.reset is None else step.reset
         for p, updated in zip(self.parameters, self.numbers.updated, strict=True):
             if any(self.model.get_parameter(name) is p for name in chosen):
                 self.optimizer.state.pop(updated, None)
-                self.optimizer.state.update(cls([updated], **arguments).state)
 
 
 locked_build = build

@@ -61,5 +61,6 @@ REFUSED = (
     Refused("train_sampling_strategy", "group_by_length", 'give "batch_rebalance"', "sequential"),
     Refused("accelerator_config", {"even_batches": False}, "dataloader_drop_last=True", {"even_batches": True}),
     Refused("enable_jit_checkpoint", True, 'save_strategy="steps"', False),
+    Refused("activation_offloading", True, "it needs a GPU", False),  # of TRL
     Refused("debug", ["tpu_metrics_debug"], "there is no TPU", ["underflow_overflow"]),
 )

@@ -6,6 +6,7 @@ The first rows are those that show most: three ranks, mixed settings, and each p
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -42,3 +43,15 @@ def placed(name: str, table: Iterable[T], *first: int) -> list[Any]:
 def count(first: int, all_of_them: int) -> int:
     """Return how many examples a property has in the default run, or with ``TESTS_ROWS=all``."""
     return all_of_them if ALL else first
+
+
+def further_rows(items: Iterable[Any]) -> dict[Any, None]:
+    """Return the items of pytest that only ``TESTS_ROWS=all`` runs: rows of a test behind those of its mark `first`."""
+    seen: Counter[str] = Counter()
+    further: dict[Any, None] = {}
+    for item in () if ALL else items:
+        mark, name = item.get_closest_marker("first"), item.nodeid.partition("[")[0]
+        seen[name] += 1
+        if mark is not None and seen[name] > mark.args[0]:
+            further[item] = None
+    return further

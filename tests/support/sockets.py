@@ -16,10 +16,8 @@ from torch import Tensor
 
 from collectives import Collective, CollectiveError, Kind, Loopback, Tag, Transport, topology
 from collectives.backend import Backend, Pending
-from collectives.backends.arena import Arena, Window
-from collectives.backends.hybrid import HybridBackend
 from collectives.backends.rendezvous import HostListener, RankInfo, exchange_infos, join
-from collectives.backends.shared_memory import PeerProcess, SharedMemoryBackend
+from collectives.backends.shared_memory import Arena, HybridBackend, PeerProcess, SharedMemoryBackend, Window
 
 T = TypeVar("T")
 ARENA = 1 << 26

@@ -209,6 +209,14 @@ class StreamedThread(_Streamed, ThreadBackend):
         self._parts.append(part)
         return part
 
+    def board(self) -> dist.Store:
+        with _MAKING:
+            store: dist.Store = vars(self._world).setdefault("store", dist.HashStore())
+        return store
+
+    def is_closed(self, rank: int) -> bool:
+        return rank in vars(self._world).setdefault("ended", set())
+
     def end(self) -> None:
         """End the streams."""
         self.stream.end()

@@ -31,7 +31,7 @@ MOST = 5  # agents at a time
 LIMIT = 600.0  # seconds for one run, on a machine that is busy; agents may wait for each other for 300 at the end
 PAUSE = 0.05  # seconds between two looks
 STOPPED = re.compile(r"stopped: rank (\d+) got SIGTERM: all ranks have saved step (\d+) and end")
-BEGUN = re.compile(r"goes on from step (\d+) on (\d+) rank")
+BEGUN = re.compile(r"on (\d+) cpu rank\(s\): step ([1-9]\d*) of")
 
 
 @dataclass(frozen=True)
@@ -46,12 +46,12 @@ class Cadence:
     def flags(self, folder: Path, stage: int) -> list[str]:
         """Return the flags of a run with its checkpoints, record and output in a folder."""
         return [
-            "--preset=tiny",
+            "--width=64",
+            "--layers=2",
             f"--steps={self.steps}",
             f"--micro-batches={self.micro_batches}",
             f"--checkpoint={folder / 'checkpoints'}",
-            f"--checkpoint-every={self.every}",
-            "--resume=auto",
+            f"--save-every={self.every}",
             f"--stage={stage}",
             f"--out={folder / 'out'}",
             *self.more,
@@ -63,14 +63,14 @@ class TrainedRun:
     """What a run that has ended leaves. ``contents``: of each checkpoint, by step."""
 
     params_sha256: str
-    losses: tuple[float, ...]
+    losses: dict[str, float]
     contents: dict[int, str]
 
 
 def outcome(folder: Path) -> TrainedRun:
     """Return what the run of a folder has left."""
     record: dict[str, Any] = json.loads((folder / "out" / "run.json").read_text())
-    return TrainedRun(record["params_sha256"], tuple(record["losses"]), verified(folder))
+    return TrainedRun(record["params_sha256"], record["losses"], verified(folder))
 
 
 def verified(folder: Path) -> dict[int, str]:
@@ -87,7 +87,7 @@ def check_outcome(folder: Path, expected: TrainedRun, about: str) -> None:
     """Compare all that a run has left with the undisturbed run. A checkpoint that was saved on a signal may be more."""
     result = outcome(folder)
     assert result.params_sha256 == expected.params_sha256, f"other parameters: {about}"
-    assert result.losses == expected.losses, f"other losses: {about}"
+    assert result.losses.items() <= expected.losses.items(), f"other losses: {about}"
     common = {step: result.contents.get(step) for step in expected.contents}
     assert common == expected.contents, f"other checkpoints: {about}"
     left = {path.name for path in (folder / "checkpoints").iterdir()}

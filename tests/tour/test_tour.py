@@ -29,9 +29,9 @@ def test_a_line_that_moved_and_a_name_that_is_gone_are_found() -> None:
     assert moved != text == renewed(moved)
     for old, new, error in (
         ("EvenCuts", "OddCuts", "OddCuts is defined 0 times"),
-        ("cuts.py: EvenCuts", "cuts.py: bound", "bound is defined 5 times"),
+        ("layout.py: EvenCuts", "layout.py: bound", "bound is defined 5 times"),
         ("`match`", "`no match`", "'no match' is in no line"),
-        ("(core/cuts.py", "(core/layout.py", "is not cuts"),
+        ("(core/layout.py", "(core/buckets.py", "is not layout"),
     ):
         with pytest.raises(LookupError, match=error):
             renewed(text.replace(old, new))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from collectives.algorithms.ordered_sum import ordered_sum
 from collectives.kernels import LIMBS
-from collectives.launches.verdict import Verdict
+from collectives.launches.ledger import Verdict, count
 
 _HERE = threading.local()  # what a rank keeps, which is a thread
 
@@ -30,7 +29,7 @@ def the_total_goes_to_the_next_owner(real: Any, self: Any) -> Any:
 
 def a_verdict_names_one_rank_only(real: Any, *arguments: Any) -> Verdict:
     verdict: Verdict = real(*arguments)
-    return replace(verdict, text=verdict.text.partition(", but")[0])
+    return verdict._replace(text=verdict.text.partition(", but")[0])
 
 
 def an_edit_is_told_for_ever(real: Any, self: Any) -> Any:
@@ -69,6 +68,7 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
     "frozen-parameters-on-the-host-get-masters": lambda real, self: (self._flats(), real(self))[1],
     "a-digest-without-bounds": lambda real, digest, bounds, dtype: real(digest, [], dtype),
+    "a-rank-outside-is-lost": lambda real, self, other: other.waits[0] > count(self.launches),
     "limbs-overflow-32-bits": lambda real, self, limbs, max_norm: real(self, limbs & 0xFFFFFFFF, max_norm),
     "shards-are-even-for-the-ranks-of-all-replicas": lambda real, end, spec, world_size: real(
         end, spec, 2 * world_size

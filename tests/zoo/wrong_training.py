@@ -18,7 +18,7 @@ import torch
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
 from zero.core.rounding import Stream
-from zero.runtime import master_weights
+from zero.runtime import flat_states
 from zero.runtime.backward_tracker import in_backward
 
 
@@ -110,7 +110,7 @@ def tied_parameters_count_twice_in_the_norm(real: Any, self: Any, pieces_of: Any
 
 def an_overflow_enters_the_moments(real: Any, self: Any, *arguments: Any, **options: Any) -> None:
     real(self, *arguments, **options)
-    self._step_supports_amp_scaling = True
+    type(self)._step_supports_amp_scaling = True
 
 
 def unscaled_by_the_scale_of_another_step(real: Any, self: Any, inverse: Any) -> Any:
@@ -367,5 +367,5 @@ def weights_and_states_share_their_random_bits(
     real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int
 ) -> None:
     of = Stream.of
-    with mock.patch.object(master_weights, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
+    with mock.patch.object(flat_states, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
         real(self, piece, names, kept, step)

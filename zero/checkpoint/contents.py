@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.bits import kept_stride, noted_stride, other_stride, same_bits
-from ..core.names import child_name, named_parts
-from ..core.parameter_specs import as_plain, flattened
+from ..core.parameter_specs import as_plain, child_name, flattened, named_parts
 from ..core.runs import PieceState, Rules, whole_like
 from ..core.statetree import BLOCKS, NAMES, encode_options, encode_states
 from ..runtime.bucket import Bucket

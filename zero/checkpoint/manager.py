@@ -1,6 +1,8 @@
 """`CheckpointManager`: the checkpoints of one training run in one folder.
 
-Knows: the public calls, which save is under way. Does not know: how a save or a load works, which ones are kept.
+Which checkpoints of a folder are kept after a commit.
+
+Knows: the public calls, which save is under way, which checkpoints are kept. Does not know: how a save or a load works.
 """
 
 from __future__ import annotations
@@ -8,27 +10,130 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from collectives import Kind, Tag
 
-from ..core.names import Rename
+from ..core.parameter_specs import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
 from .files import weaker
-from .folder.directory import LockedDirectory, complete_steps, step_name
-from .folder.model_parts import ModelParts
-from .folder.visibility import check_visible
+from .folder.directory import LockedDirectory, check_free, check_visible, complete_steps, is_ours, step_name, steps_in
+from .folder.model_parts import ModelParts, marks_of
+from .format.manifest import Manifest
 from .options import check_step, parse_size, read_assets, require, warn_caller
-from .read.differences import Differences, Resize
+from .read.loader import Differences, Resize
+from .read.reader import open_checkpoint
 from .read.restorer import Reshard, Restored, Restorer
-from .retention import Retention, StepDestination
 from .sharded_optimizer import ShardedOptimizer
-from .write.save_thread import Saving
+from .write.save_folder import SaveFolder
+from .write.save_thread import Destination, Saving
 from .write.saver import Saver, SaveRequest
+
+
+class Retention:
+    """Keeps the newest checkpoints, and those of some steps for good.
+
+    Beside the one that was just written, the newest that is left is whole: if it is of an earlier run, its blocks are
+    read before, and if it is broken, nothing is removed after this save. A broken one is neither counted nor removed.
+    """
+
+    def __init__(self, max_to_keep: int | None, keep_period: int | None) -> None:
+        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good.
+
+        Raises `ValueError` if one of them is not positive.
+        """
+        for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
+            whole = number is None or isinstance(number, int)
+            require(whole and (number is None or number >= 1), f"{name} is {number!r}: it must be at least 1, or None")
+        self._max_to_keep, self._keep_period = max_to_keep, keep_period
+        self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
+        self._kept: Callable[[int], bool] = lambda step: False  # of steps that must stay for now
+        self._last: int | None = None  # the step that this run has restored or saved last
+
+    def goes_on_from(self, step: int) -> None:
+        """Note that training goes on from a checkpoint, of which this run has written, or read, every block."""
+        self._whole[step], self._last = True, step
+
+    def last_before(self, step: int) -> int:
+        """Return the step above which checkpoints are none of this training, when it saves ``step``: it went back."""
+        return step if self._last is None else min(step, self._last)
+
+    def keep_from(self, step: int | None) -> None:
+        """Let this checkpoint and newer ones stay, whatever their number; None: all. It is the newest one that all
+        parts of a model have."""
+        self._kept = lambda other: step is None or other >= step
+
+    def apply(self, directory: LockedDirectory, step: int) -> list[str]:
+        """Remove what is not kept, after the commit of ``step``. Return, as text, what was left instead, and why."""
+        if self._max_to_keep is None:
+            return directory.remove([])
+        others = [
+            other
+            for other in reversed(complete_steps(directory.path))
+            if other != step
+            and self._whole.get(other, True)
+            and (self._keep_period is None or other % self._keep_period)
+        ]
+        if self._max_to_keep > 1 and others and not self._is_whole(directory.path, others[0]):
+            return directory.remove([])
+        return directory.remove([other for other in others[self._max_to_keep - 1 :] if not self._kept(other)])
+
+    def _is_whole(self, directory: Path, step: int) -> bool:
+        if step not in self._whole:
+            try:
+                open_checkpoint(steps_in(directory)[step]).verify()
+                self._whole[step] = True
+            except (ValueError, OSError, KeyError):
+                self._whole[step] = False
+        return self._whole[step]
+
+
+class StepDestination(Destination):
+    """The folder of one step, in a locked folder with a rule of retention."""
+
+    def __init__(
+        self, target: Path, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool
+    ) -> None:
+        super().__init__(target, overwrite=overwrite)
+        self._directory, self._retention, self._step = directory, retention, step
+        self._last = retention.last_before(step)
+        self._aside: list[Path] = []
+
+    def check(self) -> None:
+        there = steps_in(self._directory.path).get(self._step)
+        if there is None or self._overwrite or self._step == self._last or not is_ours(there):  # else it is set aside
+            check_free(there or self._target, overwrite=self._overwrite)
+        self._directory.check()
+
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        above = self._directory.above(self._last, folder.nonce, but=self._step if self._overwrite else None)
+        folder.commit(manifest, self._overwrite, self._directory.check, above)
+        self._aside = [place for _, place in above]
+        self._retention.goes_on_from(self._step)
+
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        left = [_set_aside(folder.target, self._last, self._aside)] if self._aside else []
+        if folder.unsynced is not None:
+            return [*left, folder.unsynced]
+        if os.path.lexists(folder.trash):
+            left += self._directory.remove_trash(folder.trash)
+        left += self._retention.apply(self._directory, manifest.step)
+        self._directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
+        return left
+
+
+def _set_aside(newest: Path, last: int, folders: Sequence[Path]) -> str:
+    names = ", ".join(folder.name for folder in folders)
+    return (
+        f"{newest} is the newest checkpoint now; what was there of steps above {last} is set aside in the same folder: "
+        f"{names}; zero.load() and zero.open_checkpoint() read these by path, nothing removes them, and one that is "
+        "renamed to its step, once no other folder has that name, counts again"
+    )
+
 
 _GRACE = 2.0  # seconds in which a save may still be completed after an error; a restart waits for it
 
@@ -122,8 +227,8 @@ class CheckpointManager:
         """Save a checkpoint. All ranks, with equal arguments, between two steps. Waits for the previous save.
 
         Args:
-            step: the checkpoint's number, at least 0. It becomes the newest one: higher steps are set aside, with a
-                warning.
+            step: the checkpoint's number, at least 0. It becomes the newest one: higher steps, and those above the one
+                that was restored, are set aside, with a warning.
             state: what training needs besides the model and the optimizer, equal on all ranks: schedulers, a
                 `GradScaler`, any object with ``state_dict``, and plain values. It can be restored at any number of
                 ranks.
@@ -163,6 +268,7 @@ class CheckpointManager:
             max_shard_bytes=self._max_shard_bytes,
             assets=assets,
             in_parts=self._in_parts,
+            mark=self._model_parts.mark,
             problem=problem,
         )
         lock = self._lock
@@ -182,7 +288,8 @@ class CheckpointManager:
     def _compare_parts(self) -> None:
         """Let the checkpoint stay that is the newest one of the whole model until all parts have a newer one."""
         if self._model_parts.name and self._optimizer.rank == 0:
-            self._retention.keep_from(next(iter(self._model_parts.common(self.all_steps(), may_differ=True)), None))
+            common = self._model_parts.common(marks_of(steps_in(self.directory)), may_differ=True)
+            self._retention.keep_from(next(iter(common), None))
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +364,7 @@ class CheckpointManager:
         restored = restorer.restore(self.directory, step)
         self._broken.update(path.name for path in restorer.broken)
         if restored is not None:
-            self._retention.note_whole(restored.step)
+            self._retention.goes_on_from(restored.step)
         return restored
 
     # -- facts --------------------------------------------------------------------------------------------------------

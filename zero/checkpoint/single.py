@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.names import Rename
+from ..core.parameter_specs import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 from . import files
+from .folder.directory import check_visible
 from .folder.model_parts import ModelParts
-from .folder.visibility import check_visible
 from .options import check_step, parse_size, read_assets, warn_caller
-from .read.differences import Differences, Resize
+from .read.loader import Differences, Resize
 from .read.restorer import Reshard, Restored, Restorer
 from .write.save_thread import Destination, Saving
 from .write.saver import Saver, SaveRequest

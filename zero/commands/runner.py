@@ -1,44 +1,39 @@
 """What all commands share: they start ranks, join a process group, check the output folder, and fail in one line.
 
-Knows: torch's elastic launcher, its environment variables, the beginning and the end of a process group. Does not
-know: what the ranks do. Torch is imported when ranks are: an error of the command line does not wait for it.
+Knows: the environment variables of torch's launchers, the beginning and the end of a process group. Does not know:
+what the ranks do. Torch is imported when ranks are: an error of the command line does not wait for it.
 
-    zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.rank SETTINGS`
+    zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.command SETTINGS`
     torchrun -m zero.train  -> the agent of torchrun -> N x `python -m zero.train`
 
-`zero.verify` starts its ranks in the first way. The settings are one argument, in JSON.
-
-An error travels in elastic's error file: the rank that fails writes one line and the traceback to it, and the
-parent prints the line of the rank that failed first, once.
+`zero.verify` starts its ranks in the first way. The settings are one argument, in JSON. A rank that fails writes its
+error in one line, and the traceback, to the file that its launcher names. Ranks that are started here have one file
+together: that of the first to fail. The parent prints its line, once.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
-import logging
-import math
 import os
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
-import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec
+from typing import Any, ParamSpec
 
 from ..runtime.process_group import process_group as joined_group
 from ..runtime.process_group import under_launcher
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 RUN_PREFIX = "zero-"
-WRONG_INPUT = 2
+WRONG_INPUT, STOPPED = 2, 128 + signal.SIGTERM  # exit codes; the second of ranks that have saved on a signal
+PATIENCE = 30.0  # seconds in which ranks may end that were asked to
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # of the process group, by the device of the ranks
 P = ParamSpec("P")
 
@@ -55,108 +50,89 @@ class WrongInputError(Exception):
     """The input of a command is wrong. Its exit code is 2, that of a command line that cannot be read."""
 
 
-class StoppedError(Exception):
-    """A signal has ended a run that goes on where it was left. Says where that is."""
+def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
+    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them. They get the SIGTERM of
+    this process.
 
-    EXIT_CODE = 128 + signal.SIGTERM  # as shells have it
-
-    def report(self) -> int:
-        """Print it, once for all ranks. Return the exit code."""
-        if os.environ.get("RANK", "0") == "0":
-            print(f"stopped: {self}", file=sys.stderr, flush=True)
-        return self.EXIT_CODE
-
-
-def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int, patience: int = 5) -> None:
-    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them. ``patience``: seconds in
-    which ranks may end that were asked to.
-
-    Raises RankError for the rank that failed first (the others are stopped), StoppedError if all ranks raised that,
-    KeyboardInterrupt when interrupted.
+    Raises `RankError` for the rank that failed first (the others are ended), SystemExit with `STOPPED` if all ranks
+    have stopped on a signal.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    import torch.distributed as dist
 
-    _silence_agent()
-    known = {field.name for field in dataclasses.fields(LaunchConfig)}
-    patient: dict[str, Any] = {"shutdown_timeout": patience} if "shutdown_timeout" in known else {}  # not in torch 2.11
-    with tempfile.TemporaryDirectory(prefix="zero-launch-") as errors:  # elastic's own folder would stay
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=f"{RUN_PREFIX}{uuid.uuid4()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            local_addr="localhost",
-            logs_specs=DefaultLogsSpecs(log_dir=errors),
-            **patient,
-        )
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    command = [sys.executable, "-m", module, json.dumps(settings, default=str)]
+    shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": f"{RUN_PREFIX}{os.getpid()}"}
+    started: list[subprocess.Popen[bytes]] = []
+    if in_main := threading.current_thread() is threading.main_thread():
+        before = signal.signal(signal.SIGTERM, lambda *_: list(map(subprocess.Popen.terminate, started)))
+    with tempfile.TemporaryDirectory(prefix="zero-launch-") as folder:
+        shared["TORCHELASTIC_ERROR_FILE"] = error = Path(folder, "error")
         try:
-            elastic_launch(config, sys.executable)("-m", module, json.dumps(settings, default=str))
-        except ChildFailedError as error:
-            first = _first_failure(error.failures)
-            ends = {failure.exitcode for failure in error.failures.values()}
-            stopped = StoppedError.EXIT_CODE in ends and ends <= {StoppedError.EXIT_CODE, -signal.SIGTERM}
-            raise (StoppedError(first.line) if stopped else first) from None
-        except SignalException:
-            raise KeyboardInterrupt from None
+            for rank in range(ranks):
+                variables = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
+                started.append(subprocess.Popen(command, env={**os.environ, **variables}))
+            while not any(ended := [each.poll() for each in started]) and None in ended:
+                time.sleep(0.02)
+        finally:
+            late = _end(started)
+            if in_main:
+                signal.signal(signal.SIGTERM, before)
+        codes = [-signal.SIGTERM if each in late else each.returncode for each in started]
+        if STOPPED in codes and set(codes) <= {STOPPED, -signal.SIGTERM}:
+            raise SystemExit(STOPPED)
+        written = json.loads(error.read_text())["message"]["extraInfo"] if error.exists() else None
+        if any(codes):
+            raise _first_failure(codes, written)
 
 
-def _silence_agent() -> None:
-    """Switch off the agent's log: it has a page for each failed rank, of which RankError holds the facts."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
+def _end(processes: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Ask processes to end, and wait for them. Kill those that are late, and return them."""
+    for each in processes:
+        each.terminate()
+    end, late = time.monotonic() + PATIENCE, list[subprocess.Popen[bytes]]()
+    for each in processes:
+        try:
+            each.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(each)
+            each.kill()
+            each.wait()
+    return late
 
 
-def _first_failure(failures: dict[int, ProcessFailure]) -> RankError:
-    rank = min(failures, key=lambda rank: (_when(failures[rank]), rank))
-    failure = failures[rank]
-    how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with code {failure.exitcode}"
-    memory = ": often a lack of memory" if failure.exitcode == -signal.SIGKILL else ""
-    details = _details(failure)
-    return RankError(
-        rank,
-        details.get("line", f"the process {how} and left no message{memory}"),
-        details.get("py_callstack", ""),
-    )
-
-
-def _when(failure: ProcessFailure) -> float:
-    """Return a sort key: causes come before consequences. A crash comes first: it has no recorded time, and the other
-    ranks fail because of it. Recorded errors follow by their time. A process that the agent ended (SIGTERM) is last."""
-    if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
-        return -math.inf
-    return float(_details(failure).get("time", math.inf))
-
-
-def _details(failure: ProcessFailure) -> dict[str, Any]:
-    message = failure.error_file_data["message"]
-    return message["extraInfo"] if isinstance(message, dict) else {}
+def _first_failure(codes: list[int], written: dict[str, Any] | None) -> RankError:
+    """Return the error of the rank whose failure is the cause of the others: of one that crashed, or else the one that
+    was ``written`` first. The crash may also have come of that one, so its line has both. A process that was ended here
+    (SIGTERM) is the last that may be the cause."""
+    failed = [rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGTERM)]
+    crashed = [rank for rank in failed if codes[rank] < 0]
+    if written is not None and (not crashed or written["rank"] in crashed):
+        return RankError(written["rank"], written["line"], written["py_callstack"])
+    rank = (crashed or failed or [codes.index(-signal.SIGTERM)])[0]
+    code = codes[rank]
+    how = f"ended with code {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    memory = ": often a lack of memory" if code == -signal.SIGKILL else ""
+    other = "" if written is None else f"; rank {written['rank']}: {written['line']}"
+    trace = "" if written is None else written["py_callstack"]
+    return RankError(rank, f"the process {how} and left no message{memory}{other}", trace)
 
 
 def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
-    """Call ``work`` with the settings that `launch_ranks` gave to this process. Return the exit code. The launcher gets
-    the error, if there is one."""
-    try:
+    """Call ``work`` with the settings that `launch_ranks` gave to this process. Return the exit code."""
+
+    @reports_errors
+    def rank() -> int:
         work(json.loads(sys.argv[1]))
-    except KeyboardInterrupt:
-        return 130
-    except StoppedError as stopped:
-        record_error(stopped)
-        return stopped.EXIT_CODE if started_by_us() else stopped.report()
-    except (Exception, SystemExit) as error:
-        record_error(error)
-        return 1 if started_by_us() else fail(error)
-    return 0
+        return 0
+
+    return rank()
 
 
 def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
-    """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, which
-    it prints in one line, 2 if that is a `WrongInputError`, or 130 after an interrupt."""
+    """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, 2 if
+    that is a `WrongInputError`, 130 after an interrupt, or `STOPPED`. The error is for the launcher, and printed in one
+    line unless that is `launch_ranks`, which prints it."""
 
     @functools.wraps(run)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -166,28 +142,30 @@ def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
             if not under_launcher():  # the launcher reports it
                 print("interrupted", file=sys.stderr)
             return 130
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            if getattr(error, "code", None) == STOPPED:
+                return STOPPED
             record_error(error)
-            code = fail(error)
+            code = 1 if started_by_us() else fail(error)
             return WRONG_INPUT if isinstance(error, WrongInputError) else code
 
     return command
 
 
 @contextmanager
-def checking_input(*kinds: type[Exception]) -> Iterator[None]:
+def checking_input(*kinds: type[BaseException]) -> Iterator[None]:
     """Make errors of the block, in which a command checks its input, a `WrongInputError`. ``kinds``: by default all."""
-    caught = kinds or (Exception,)
+    caught = kinds or (Exception, SystemExit)
     try:
         yield
     except caught as error:
         raise WrongInputError(one_line(error)) from error
 
 
-def fail(error: BaseException | str, note: str = "") -> int:
-    """Print an error in one line, and a note behind it; under a launcher with the rank. Return the exit code."""
+def fail(error: BaseException | str) -> int:
+    """Print an error in one line; under a launcher with the rank. Return the exit code."""
     rank = f"rank {os.environ['RANK']}: " if under_launcher() else ""
-    print(f"error: {rank}{one_line(error)}{note}", file=sys.stderr, flush=True)
+    print(f"error: {rank}{one_line(error)}", file=sys.stderr, flush=True)
     return 1
 
 
@@ -197,34 +175,17 @@ def one_line(error: BaseException | str) -> str:
 
 
 def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, str | None]:
-    """Return the device on which the ranks of a host compute, "cpu" or "cuda", and a line to print: why GPUs of the
-    host are not used; None if there is nothing to say.
+    """Return what `zero.examples.train.choose_device` does, and None if there is nothing to print. Raises ValueError if
+    "cuda" is asked for and the GPUs are too few, or if the device is neither "cpu" nor "cuda"."""
+    from ..examples import train
 
-    ``asked``: the value of --device, None if it is omitted: then the GPUs are taken if each rank gets its own.
-    ``local_ranks`` and ``gpus``: how many the host has. Raises ValueError if "cuda" is asked for and they are too few.
-    """
     if asked not in (None, "cpu", "cuda"):
         raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
-    if asked == "cuda" and gpus == 0:
-        raise ValueError(
-            "--device cuda: this torch finds no GPU. Install a build of torch with CUDA, on a host that has one, or "
-            "take --device cpu"
-        )
-    if asked == "cuda" and gpus < local_ranks:
-        raise ValueError(
-            f"--device cuda needs one GPU per rank, and this host has {counted(gpus, 'GPU')} for "
-            f"{counted(local_ranks, 'rank')}: start fewer ranks, or take the CPU"
-        )
-    if asked is not None:
-        return asked, None
-    if gpus >= local_ranks:
-        return "cuda", None
-    if gpus == 0:
-        return "cpu", None
-    return "cpu", (
-        f"this host has {counted(gpus, 'GPU')} for {counted(local_ranks, 'rank')}, so they compute on the CPU, over "
-        f"gloo; with at most {counted(gpus, 'rank')} each would have its own GPU"
-    )
+    try:
+        device, remark = train.choose_device(asked, local_ranks, gpus)
+    except SystemExit as error:
+        raise ValueError(str(error)) from None
+    return device, remark or None
 
 
 def counted(number: int, noun: str) -> str:
@@ -254,17 +215,19 @@ def check_alone(command: str) -> None:
 
 def record_error(error: BaseException) -> None:
     """Write this rank's error where its launcher, if there is one, looks for it. The first error recorded stays."""
-    path = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if not path.name or path.exists():
+    if not (path := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return
-    now = time.time()
     details = {
+        "rank": int(os.environ.get("RANK", "0")),
         "line": one_line(error),
         "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(now)),
-        "time": now,
+        "timestamp": str(int(time.time())),
     }
-    path.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}))
+    own = Path(f"{path}-{os.getpid()}")  # has the name when it is complete: this process may be ended at any moment
+    own.write_text(json.dumps({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": details}}))
+    with suppress(FileExistsError):
+        os.link(own, path)
+    own.unlink()
 
 
 def started_by_us() -> bool:

@@ -93,7 +93,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the elements of a contiguous tensor as 1-D uint8, a view."""
-    return tensor.detach().view(-1).view(torch.uint8)
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # of one element strides say nothing
 
 
 def memory_of(data: Tensor) -> memoryview:

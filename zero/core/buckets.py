@@ -13,9 +13,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .cuts import BlockCuts, Cuts, EvenCuts, OwnerCuts
-from .layout import BucketSpec, Layout, ParameterSpec, Slot, is_accelerator
-from .owners import choose_owners, share_blocks, step_work
+from .layout import (
+    BlockCuts,
+    BucketSpec,
+    Cuts,
+    EvenCuts,
+    Layout,
+    OwnerCuts,
+    ParameterSpec,
+    Slot,
+    choose_owners,
+    is_accelerator,
+    share_blocks,
+    step_work,
+)
 
 MIB = 1 << 20
 DEFAULT_CAP_MB = 25  # as in DistributedDataParallel

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from .buckets import loads
-from .cuts import Cuts
-from .layout import BucketSpec, Layout, ParameterSpec
+from .layout import BucketSpec, Cuts, Layout, ParameterSpec
 from .runs import CUT, adjoins, in_blocks, part_begins, runs
 from .stage import FOLDS_IN_FLIGHT, Placement, Stage, keeps_masters_alone, step_device
 from .units import ONE_AHEAD, UnitSchedule

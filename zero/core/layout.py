@@ -1,27 +1,220 @@
 """The geometry: parameters lie in slots, slots in buckets, and each rank owns an interval of each bucket.
 
-Knows: names, shapes, strides, dtypes, param groups and the number of ranks. Does not know: values of tensors, running
-ranks, stages, torch.distributed. Every class is frozen. Numbers count elements, not bytes, unless the name says so.
-They are Python integers, so nothing overflows at 2^31.
-
     registration order     a  b  c  d  e
     layout (reversed)      e  d  c  b  a           the order in which a backward completes their gradients
     bucket 0               | e ....| d ..| c ....|      each slot starts on a boundary (`slot_bytes`); dots are padding
     cuts, 3 ranks          0         ^         ^      n   at 64-byte multiples, also inside slots; even on accelerators
+
+The cuts of a bucket: which interval of its elements each rank owns.
+
+Which rank owns which parameter, or which block of one, where these have one owner because a class steps them by
+their shapes.
+
+Parameters are given out one after the other, the largest first, each to the rank that has the fewest bytes so far. Then
+no rank has more than 1/W of the bytes and one largest parameter (Graham, "Bounds on Multiprocessing Timing Anomalies",
+1969: when a rank takes its last parameter, no other has less). Among ranks with equal bytes, the one whose parameters
+take the least work in a step gets the next.
+
+Blocks lie in their parameters, so within a bucket their owners ascend. First, the rank that owns most of the bucket
+owns as little of it as possible: at most 1/W and one largest block. Then each rank takes about as much as is missing to
+an equal share of everything, so that one bucket evens out another.
+
+Knows: names, shapes, strides, dtypes, param groups and the number of ranks. Does not know: values of tensors, running
+ranks, stages, torch.distributed. Every class is frozen. Numbers count elements, not bytes, unless the name says so.
+They are Python integers, so nothing overflows at 2^31.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import overload
 
 import torch
 
-from .cuts import Cuts, EvenCuts, PartOfCuts
-from .owners import step_work
+CUT_EVERY = 1 << 12  # elements: a multiple of the blocks of 8-bit and 4-bit classes, and the least that they quantize
+
+
+class Cuts(Sequence[int]):
+    """The rule of cuts. Rank r owns the elements ``[bound(r), bound(r + 1))``.
+
+    As a sequence, it is the W + 1 bounds, ascending from 0 to the number of elements: the ``bounds`` of a `Collective`.
+    """
+
+    world_size: int
+
+    @abstractmethod
+    def bound(self, rank: int) -> int:
+        """Return the first element of ``rank``, which is 0 to W. That of W is the number of elements."""
+
+    def owned(self, rank: int) -> tuple[int, int]:
+        """Return the begin and the end of the elements of ``rank``."""
+        return self.bound(rank), self.bound(rank + 1)
+
+    def largest(self) -> int:
+        """Return the most elements that one rank owns."""
+        return max(self.bound(rank + 1) - self.bound(rank) for rank in range(self.world_size))
+
+    def __len__(self) -> int:
+        return self.world_size + 1
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.bound, range(self.world_size + 1))
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        ranks = range(self.world_size + 1)[index]
+        return self.bound(ranks) if isinstance(ranks, int) else tuple(map(self.bound, ranks))
+
+
+@dataclass(frozen=True)
+class EvenCuts(Cuts):
+    """Nearly equal intervals of ``numel`` elements, at multiples of ``align``. ``numel`` is one."""
+
+    numel: int
+    world_size: int
+    align: int
+
+    def largest(self) -> int:
+        return self.align * -(-(self.numel // self.align) // self.world_size)
+
+    def bound(self, rank: int) -> int:
+        return self.align * (self.numel // self.align * rank // self.world_size)
+
+
+@dataclass(frozen=True)
+class OwnerCuts(Cuts):
+    """Cuts between whole things that lie in the order of their owners.
+
+    ``owners``: the ranks that own one, ascending. ``begins``: the first element of each of them. The other ranks own
+    nothing.
+    """
+
+    numel: int
+    world_size: int
+    owners: tuple[int, ...]
+    begins: tuple[int, ...]
+
+    def largest(self) -> int:
+        return max(end - begin for begin, end in itertools.pairwise((*self.begins, self.numel)))
+
+    def bound(self, rank: int) -> int:
+        place = bisect.bisect_left(self.owners, rank)
+        return self.begins[place] if place < len(self.begins) else self.numel
+
+
+@dataclass(frozen=True)
+class BlockCuts(Cuts):
+    """Cuts between slots, and within a slot at multiples of `CUT_EVERY` elements from its start.
+
+    The last piece of a slot has at least so many elements, too. ``offsets``, ``sizes``: the first element of each slot,
+    ascending from 0, and how many it has.
+    """
+
+    numel: int
+    world_size: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def bound(self, rank: int) -> int:
+        if rank >= self.world_size:
+            return self.numel
+        even = self.numel * rank // self.world_size
+        slot = bisect.bisect_right(self.offsets, even) - 1
+        last = max(self.sizes[slot] // CUT_EVERY - 1, 0)
+        return self.offsets[slot] + CUT_EVERY * min((even - self.offsets[slot]) // CUT_EVERY, last)
+
+
+@dataclass(frozen=True)
+class PartOfCuts(Cuts):
+    """The cuts of the elements ``[begin, end)`` of ``whole``, counted from ``begin``. Each element keeps its owner."""
+
+    whole: Cuts
+    begin: int
+    end: int
+
+    @property
+    def world_size(self) -> int:  # type: ignore[override]
+        return self.whole.world_size
+
+    def bound(self, rank: int) -> int:
+        return min(max(self.whole.bound(rank), self.begin), self.end) - self.begin
+
+
+def step_work(shape: Sequence[int]) -> int:
+    """Return the multiplications, up to a factor, with which a class steps a matrix: m * m * n, where m <= n.
+
+    So many has a product of a matrix with its transpose, of which Newton-Schulz iterations (Muon) and preconditioners
+    (Shampoo) consist. More than two dimensions count as a matrix of the first and the rest; a vector's work is its
+    size.
+    """
+    if len(shape) < 2:
+        return math.prod(shape)
+    rows = shape[0]
+    columns = math.prod(shape[1:])
+    return min(rows, columns) * rows * columns
+
+
+def choose_owners(parameters: Iterable[tuple[int, int, int]], ranks: list[tuple[int, int, int]]) -> dict[int, int]:
+    """Return the owner of each parameter.
+
+    Args:
+        parameters: of each its number, its bytes and its `step_work`, in the order in which equal ones are given out.
+        ranks: a heap with, of each rank, the bytes and the work that it owns so far, and its number; updated.
+    """
+    owners: dict[int, int] = {}
+    for number, nbytes, work in sorted(parameters, key=lambda parameter: -parameter[1]):
+        held, done, rank = ranks[0]
+        heapq.heapreplace(ranks, (held + nbytes, done + work, rank))
+        owners[number] = rank
+    return owners
+
+
+def share_blocks(sizes: Sequence[int], held: list[int]) -> list[int]:
+    """Return the owner of each block of a bucket, ascending.
+
+    Args:
+        sizes: of the blocks in their order, in bytes, each at least 1.
+        held: the bytes that each rank owns so far; updated.
+    """
+    ends, world_size = list(itertools.accumulate(sizes, initial=0)), len(held)
+
+    def after(block: int, most: int) -> int:  # the first block that a rank does not take if it begins with this one
+        return bisect.bisect_right(ends, ends[block] + most) - 1
+
+    def fits(most: int) -> bool:
+        block = 0
+        for _ in range(world_size):
+            block = after(block, most)
+        return block == len(sizes)
+
+    least = max(*sizes, -(-ends[-1] // world_size))
+    most = least + bisect.bisect_left(range(max(sizes)), True, key=lambda more: fits(least + more))
+    needed = [0] * (len(sizes) + 1)  # ranks for a block and those behind it
+    for block in reversed(range(len(sizes))):
+        needed[block] = 1 + needed[after(block, most)]
+    owners, begin, total = list[int](), 0, sum(held) + ends[-1]
+    for rank in range(world_size):
+        end, left, before = begin, world_size - rank, held[rank] - ends[begin]
+        last = after(begin, most)
+        while end < last and (needed[end] >= left or left * (2 * (before + ends[end]) + sizes[end]) <= 2 * total):
+            end += 1  # other ranks cannot take it, or half of it is missing to an equal share
+        total -= held[rank] + ends[end] - ends[begin]
+        held[rank] += ends[end] - ends[begin]
+        owners += [rank] * (end - begin)
+        begin = end
+    return owners
+
 
 ALIGNMENT_BYTES = 64  # a cache line, and a multiple of every vector register: cuts there do not change bits
 DEVICE_SLOT_BYTES = 512  # of CUDA's caching allocator

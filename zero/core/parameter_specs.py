@@ -1,31 +1,211 @@
 """Turns the user's input (a module, parameters, param groups) into the specs of the layout, and checks it.
 
-Knows: modules, parameters, names. Does not know: ranks, gradients, optimizers.
+Names of the parts and tensors of a module, as the module has them without `torch.compile` and `checkpoint_wrapper`.
+
+    torch.compile(model)                          "_orig_mod.blocks.0.weight"                   -> "blocks.0.weight"
+    model.blocks[0] = torch.compile(block)        "blocks.0._orig_mod.weight"                   -> "blocks.0.weight"
+    model.blocks[0] = checkpoint_wrapper(block)   "blocks.0._checkpoint_wrapped_module.weight"  -> "blocks.0.weight"
+
+In a module a wrapper is known by its class, so that another module may have a child of such a name. In a name from
+elsewhere (a file, a state dict) it is known by its name, and only if the name is not one of the model as it is.
+
+Finds tensors that share memory or a version counter and are different objects, and memory with gaps.
+
+Knows: modules, parameters, their names, addresses, strides and version counters. Does not know: ranks, gradients,
+optimizers.
 """
 
 from __future__ import annotations
 
-import itertools
 import reprlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from collectives.torch_internals import is_traceable_wrapper_subclass
+from collectives.torch_internals import (
+    WRAPPERS,
+    is_traceable_wrapper_subclass,
+    make_subclass,
+    set_version_counters,
+    wrapped_key,
+)
 
-from .bits import dense_stride
+from .bits import dense_stride, is_dense
 from .layout import Dtypes, ParameterSpec
-from .names import all_without_wrappers, child_name, named_parameters, named_parts, own_parameters
+
+MASTERS = "masters"  # a key of state dicts, and a folder of checkpoints: the master weights
+_Value = TypeVar("_Value")
+_DDP = "module."
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
+"""Old names -> new ones, None for what is left out."""
+
+
+def named_parts(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module, as ``module.named_modules`` does. What a wrapper wraps has the wrapper's own name."""
+    found: dict[str, tuple[str, nn.Module]] = {}  # by torch's name: that without wrappers, and the module
+    for name, part in module.named_modules(remove_duplicate=remove_duplicate):
+        above, _, key = name.rpartition(".")
+        plain = ""
+        if name:
+            prefix, holder = found.get(above, (above, None))  # None: a key with a dot, or names of the class's own
+            plain = prefix if holder is not None and key == wrapped_key(holder) else child_name(prefix, key)
+        found[name] = plain, part
+        yield plain, part
+
+
+def named_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of ``module``, whose own name is ``prefix``, as ``module.named_children`` does."""
+    inside = wrapped_key(module)
+    for key, child in module.named_children():
+        yield prefix if key == inside else child_name(prefix, key), child
+
+
+def named_parameters(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter, as ``module.named_parameters`` does."""
+    return _members(module, "_parameters", remove_duplicate)
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters that ``module.named_parameters`` yields, which a class may choose, with their names."""
+    names = {id(parameter): name for name, parameter in named_parameters(module)}
+    return [(names.get(id(parameter), name), parameter) for name, parameter in module.named_parameters()]
+
+
+def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield each buffer, as ``module.named_buffers`` does."""
+    return _members(module, "_buffers", remove_duplicate)
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield all parameters and buffers, once for each of their names."""
+    yield from named_parameters(module, remove_duplicate=False)
+    yield from named_buffers(module, remove_duplicate=False)
+
+
+def _members(module: nn.Module, registry: str, remove_duplicate: bool) -> Iterator[tuple[str, Any]]:
+    seen: set[int] = set()
+    for prefix, part in named_parts(module, remove_duplicate=remove_duplicate):
+        for key, tensor in getattr(part, registry).items():
+            if tensor is not None and id(tensor) not in seen:
+                if remove_duplicate:
+                    seen.add(id(tensor))
+                yield child_name(prefix, key), tensor
+
+
+def child_name(prefix: str, key: str) -> str:
+    """Return the name of what a module called ``prefix`` has under ``key``."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+# -- names from elsewhere ----------------------------------------------------------------------------------------------
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name without what wrappers have put into it."""
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS) or name
+
+
+def all_without_wrappers(names: Iterable[str]) -> list[str]:
+    """Return names that a user gives, without what wrappers have put into them; as they are if two would be equal."""
+    given = list(names)
+    plain = [without_wrappers(name) for name in given]
+    return plain if len(set(plain)) == len(set(given)) else given
+
+
+def known_as(name: str, known: Container[str]) -> str:
+    """Return the name under which a model knows a tensor that is called ``name`` elsewhere; ``name`` if it does not.
+
+    ``known``: the names of the model.
+    """
+    plain = without_wrappers(name)
+    return plain if name not in known and plain in known else name
+
+
+def by_known_name(values: Mapping[str, _Value], known: Container[str]) -> dict[str, _Value]:
+    """Return ``values`` by the names of the model: see `known_as`. A value whose name is taken keeps its own."""
+    found = {name: known_as(name, known) for name in values}
+    return {name if plain in values else plain: values[name] for name, plain in found.items()}
+
+
+def remark_on_prefix(names: Iterable[str], known: Container[str]) -> str:
+    """Return what an error adds if all names would be names of the model without the prefix of DistributedDataParallel;
+    else an empty text."""
+    plain = [without_wrappers(name) for name in names]
+    if not plain or not all(name.startswith(_DDP) and name.removeprefix(_DDP) in known for name in plain):
+        return ""
+    return (
+        f". Its names begin with {_DDP!r}, which DistributedDataParallel puts before those of the model: take that away"
+    )
+
+
+def renamed(
+    rename: Rename | None, saved: Iterable[str], known: Container[str], where: str, also: Container[str] = ()
+) -> dict[str, str]:
+    """Return saved name -> new name, without what is left out.
+
+    Args:
+        rename: saved name -> new name, or None to leave it out; a mapping has only the names that change.
+        saved: all saved names.
+        known: the names of the model, as far as they are known.
+        where: what has the saved names, for errors: "the checkpoint".
+        also: further names that a mapping may have.
+
+    Raises:
+        ValueError: a mapping has a name that was not saved, two saved names become one, or ``rename`` raises.
+        TypeError: a new name is no text, or ``rename`` is neither a mapping nor a function.
+    """
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise TypeError(f"rename must be a mapping from saved names to new ones, or a function, not {rename!r}")
+    there = dict.fromkeys(saved)
+    if isinstance(rename, Mapping):
+        for name in rename:
+            if name not in there and name not in also:
+                raise ValueError(f"rename: {where} has no {name!r}")
+    found: dict[str, str] = {}
+    before: dict[str, str] = {}  # the other way round
+    for name in there:
+        new = new_name(rename, name)
+        if new is None:
+            continue
+        plain = known_as(new, known)
+        new = new if plain in there and plain != name else plain  # a name that is taken keeps its own
+        if new in before:
+            raise ValueError(f"rename: {before[new]!r} and {name!r} of {where} would both become {new!r}")
+        found[name], before[new] = new, name
+    return found
+
+
+def call_given(option: str, function: Callable[..., Any], place: str, *given: Any) -> Any:
+    """Return what a user's function returns. Raises `ValueError` naming the option and the place if it raises."""
+    try:
+        return function(*given)
+    except Exception as error:
+        raise ValueError(f"{option}: the function failed for {place} ({type(error).__name__}: {error})") from error
+
+
+def new_name(rename: Rename | None, name: str) -> str | None:
+    """Return the new name of one saved name; None if it is left out. Raises like `renamed`."""
+    if isinstance(rename, Mapping):
+        new = rename.get(name, name)
+    elif rename is None:
+        return name
+    else:
+        new = call_given("rename", rename, repr(name), name)
+    if new is not None and not isinstance(new, str):
+        raise TypeError(f"rename: the new name of {name!r} is {new!r}, neither a text nor None")
+    return new
+
 
 HELD_ELSEWHERE = (
     "{what} belongs to another stage-3 optimizer, which holds the values: close() that one first, or build the model "
     "anew. To train parts of a model differently, give one optimizer param groups, each with its own optimizer_class "
     "and options, build one optimizer per submodule, or leave parts out of the first one by ignored="
 )
+COPY = "p.copy_(t) under torch.no_grad()"
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN = (Tensor, nn.Parameter)
 as_plain = torch.DisableTorchFunctionSubclass  # inside this context a released parameter behaves as an ordinary tensor
@@ -119,7 +299,16 @@ def as_groups(params: Any, ignored: Container[Tensor] = ()) -> list[dict[str, An
                 "all must be"
             )
         groups.append({**group, "params": members_of(group["params"], f"params[{number}]['params']")})
+    if any("param_names" in group or any(isinstance(one, tuple) for one in group["params"]) for group in groups):
+        name_empty(groups)
     return groups
+
+
+def name_empty(groups: Iterable[dict[str, Any]]) -> None:
+    """Give the groups without parameters the (no) names that torch.optim wants from all groups if one has names."""
+    for group in groups:
+        if not group["params"]:
+            group.setdefault("param_names", [])
 
 
 def members_of(params: Any, place: str) -> list[Any]:
@@ -174,22 +363,6 @@ def check_buffers(buffers: Iterable[tuple[str, Tensor]]) -> None:
     for name, buffer in buffers:
         if _overlaps_itself(buffer):
             raise ValueError(f"buffer {name!r} overlaps itself in memory, as expand() makes: give it its own memory")
-
-
-def check_modules(module: nn.Module | None) -> None:
-    """Raise `ValueError` naming a part of the module that cannot be used: a ScriptModule, whose parameters are not
-    Python objects, or a DistributedDataParallel, which reduces gradients itself."""
-    for name, part in () if module is None else named_parts(module):
-        if isinstance(part, nn.parallel.DistributedDataParallel):
-            raise ValueError(
-                f"{name or 'the module'!r} is a DistributedDataParallel, which would reduce gradients twice: pass the "
-                "model inside it (its .module)"
-            )
-        if isinstance(part, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{name or 'the module'!r} is a ScriptModule, whose parameters cannot be sharded: build the optimizer "
-                "first, then script"
-            )
 
 
 def check_listed(groups: Sequence[dict[str, Any]], module: nn.Module | None, ignored: Container[Tensor]) -> None:
@@ -264,8 +437,8 @@ def specs(
         meta: the device on which parameters of the meta device will get memory; None if there must be none.
 
     Raises:
-        ValueError, TypeError: a parameter shares memory with another (or is listed twice), is not a leaf, is trained
-            and cannot be laid out, or is laid out and in no unit. The message names it.
+        ValueError, TypeError: a parameter is not a leaf, is trained and cannot be laid out, or is laid out and in no
+            unit. The message names it.
     """
     names: dict[int, list[str]] = {}
     order: dict[int, int] = {}
@@ -302,7 +475,6 @@ def specs(
             found.append((order.get(id(parameter), len(order) + index), parameter, spec))
             index += 1
     found.sort(key=lambda entry: entry[0])
-    _check_apart([(parameter, spec.name) for _, parameter, spec in found if is_laid_out(parameter)])
     return [parameter for _, parameter, _ in found], [spec for _, _, spec in found]
 
 
@@ -311,6 +483,7 @@ def _check(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
         raise ValueError(f"{name!r} is not initialised yet: run a forward of its lazy module first")
     if is_released(parameter):
         raise ValueError(HELD_ELSEWHERE.format(what=repr(name)))
+    check_not_inference(parameter, name)
     if parameter.requires_grad and not is_laid_out(parameter):
         raise TypeError(_untrainable(parameter, name))
     if not parameter.is_leaf:
@@ -334,6 +507,16 @@ def _untrainable(parameter: Tensor, name: str) -> str:
             f"nn.Parameter(torch.view_as_real(z)), and use torch.view_as_complex(p) in the forward, {freeze}"
         )
     return f"{name!r} is {parameter.dtype}: train one of {', '.join(map(str, FLOATS))}, {freeze}"
+
+
+def check_not_inference(tensor: Tensor, name: str) -> None:
+    """Raise `ValueError` if a tensor was made in inference mode."""
+    with as_plain():
+        if tensor.is_inference():
+            raise ValueError(
+                f"{name!r} was made under torch.inference_mode(), where torch makes tensors with which nothing can be "
+                "trained: build the model outside of it, or put a clone() in its place"
+            )
 
 
 def check_memory(parameter: Tensor, name: str, *, may_be_meta: bool) -> None:
@@ -362,26 +545,13 @@ def _overlaps_itself(tensor: Tensor) -> bool:
     return False
 
 
-def _check_apart(parameters: Sequence[tuple[Tensor, str]]) -> None:
-    spans = []
-    for parameter, name in parameters:
-        if parameter.numel() and parameter.device.type != "meta":
-            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            begin = parameter.data_ptr()
-            spans.append((begin, begin + (reach + 1) * parameter.element_size(), name))
-    spans.sort()
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
-            raise ValueError(
-                f"{name!r} and {other!r} share memory but are different parameters: tie them by using one parameter in "
-                "both places"
-            )
-
-
 def misplaced(bound: Iterable[Binding]) -> str | None:
     """Return an error text if a module no longer holds the parameter that it had, else None."""
     for name in replaced(bound):
-        return f"the module's {name!r} was replaced after the optimizer was built: build a new optimizer"
+        return (
+            f"the module's {name!r} was replaced after the optimizer was built (as by load_state_dict(assign=True)): "
+            f"build a new optimizer; next time edit the parameter that is there, by {COPY}"
+        )
     return None
 
 
@@ -397,4 +567,88 @@ def changed(parameter: Tensor, spec: ParameterSpec) -> str | None:
 
 def replaced(bound: Iterable[Binding]) -> Iterator[str]:
     """Return the names under which a module no longer holds the parameter that it had."""
-    return (binding.name for binding in bound if binding.registry.get(binding.key) is not binding.parameter)
+    return (b.name for b in bound if b.key not in b.registry or b.registry[b.key] is not b.parameter)
+
+
+Named = tuple[str, Tensor]
+
+
+class _Memory:
+    """The addresses ``[begin, end)`` of a tensor, perhaps with gaps, on any device, as those of an array: never read.
+    ``moves``: into a bucket, 2 if it may be updated there, 1 if not; 0: it stays."""
+
+    def __init__(self, tensor: Tensor, name: str, trained: bool, moves: int) -> None:
+        self.name, self.trained, self.moves = name, trained, moves
+        self.device, self.begin = tensor.device, tensor.data_ptr()
+        strides = tuple(stride * tensor.itemsize for stride in tensor.stride())
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
+        self.end = self.begin + reach + tensor.itemsize
+        about = {"shape": tuple(tensor.shape), "strides": strides, "typestr": f"|V{tensor.itemsize}"}
+        self.__array_interface__ = {**about, "data": (self.begin, True), "version": 3}
+
+
+def check_memory_apart(listed: Sequence[Named], unlisted: Sequence[Named], others: Iterable[Named]) -> list[str]:
+    """Check tensors that move into buckets: ``listed`` ones, which may be updated there, and ``unlisted`` ones.
+
+    Raises `ValueError` naming two that share memory, if one is trained or both are listed; one may be of ``others``.
+    Returns warnings: of other such pairs, and of memory with gaps.
+    """
+    import numpy as np  # here, because an import of the library needs torch alone
+
+    known = {id(tensor): (0, name, tensor) for name, tensor in others}
+    for moves, moving in ((1, unlisted), (2, listed)):
+        known |= {id(tensor): (moves, name, tensor) for name, tensor in moving}
+    spans, near, found = [], list[_Memory](), []
+    for moves, name, tensor in known.values():
+        for part in () if is_lazy(tensor) else parts_of(tensor):
+            if part.layout is torch.strided and part.numel() and part.device.type != "meta":
+                spans.append(_Memory(part, name, tensor.requires_grad, moves))
+    for span in sorted(spans, key=lambda span: (str(span.device), span.begin)):
+        near = [other for other in near if other.device == span.device and other.end > span.begin]
+        for other in (other for other in near if other.moves or span.moves):
+            if np.shares_memory(np.asarray(other), np.asarray(span)):
+                text = f"{other.name!r} and {span.name!r} share memory"
+                if other.trained or span.trained or other.moves + span.moves == 4:
+                    raise ValueError(
+                        f"{text} but are different parameters or buffers: tie them by using one parameter in both "
+                        "places, or give one of them its own memory with .clone()"
+                    )
+                found.append(f"{text} now. After this, edits of one do not reach the other")
+        near.append(span)
+    if gaps := [name for name, p in (*listed, *unlisted) if p.numel() > 1 and not is_dense(p.shape, p.stride())]:
+        named = ", ".join(map(repr, gaps[:3])) + (f" and {len(gaps) - 3} more" if len(gaps) > 3 else "")
+        found.append(
+            f"gaps in the memory of {named}, such as big[:, ::2] has, are closed from now on. The plain loop sums over "
+            "gaps in another order, so last bits may differ: set p.data = p.data.contiguous() before both loops"
+        )
+    return found
+
+
+def give_own_counters(parameters: Sequence[Named], others: Iterable[Named]) -> None:
+    """Give parameters that share a version counter, as views of one tensor do, one each: edits are found by it.
+
+    Raises `ValueError` naming a parameter to which a graph or a weak reference holds.
+    """
+    known = {id(tensor): tensor for _, tensor in (*parameters, *others)}
+    with as_plain():
+        tensors = tuple(tensor for tensor in known.values() if not tensor.is_inference())
+        before = tuple(tensor._version for tensor in tensors)
+        set_version_counters(tensors, tuple(range(len(tensors))))
+        shared = {id(tensor) for number, tensor in enumerate(tensors) if tensor._version != number}
+        set_version_counters(tensors, before)
+    for name, parameter in parameters:
+        if id(parameter) in shared:
+            with torch.inference_mode(False):
+                made = make_subclass(type(parameter), parameter.data, parameter.requires_grad)
+            made.grad = parameter.grad
+            vars(made).update(vars(parameter))
+            try:
+                torch.utils.swap_tensors(parameter, made)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise ValueError(
+                    f"{name!r} shares a version counter with another tensor, as views of one tensor do, and cannot get "
+                    f"its own ({error}): build the optimizer before the first forward, or give it memory of its own: "
+                    "nn.Parameter(p.detach().clone())"
+                ) from error
+            parameter._backward_hooks = parameter._backward_hooks  # which registers them anew
+            parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import conflicts
 from .bits import host_readable, is_launched, other_stride
 from .layout import Dtypes, ParameterSpec
 
@@ -125,7 +126,7 @@ class StochasticRounding:
 
         Raises:
             TypeError: a parameter is in fp16, or an argument is of another kind.
-            ValueError: no parameter that was used has a dimension, so no shape tells which states are rounded; or
+            ValueError: every parameter that was used has 0 dimensions, so no shape tells which states are rounded; or
                 ``among`` lacks one.
         """
         if not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "full_grad"):
@@ -143,8 +144,8 @@ class StochasticRounding:
         used = [p for (p, _), each in pairs if each.gradient is not None or optimizer.state.get(p)]
         if any(p.dtype is NARROW for p in used) and not any(p.dim() for p in used):
             raise ValueError(
-                "StochasticRounding: no parameter that was used has a dimension, so no shape tells which states are "
-                "rounded: step them together with others, in one optimizer"
+                "StochasticRounding: every parameter that was used has 0 dimensions, so no shape tells which states "
+                "are rounded: put them into one optimizer with a larger parameter"
             )
         try:
             for each in copies:
@@ -274,21 +275,12 @@ def check_rounded(
             "mixed_precision=zero.MixedPrecision(torch.bfloat16)"
         )
     if "block" in requested:
-        raise ValueError(
-            'rounding: a class with partition="block" keeps its states in 8 bits or fewer and rounds them itself: '
-            "leave out rounding= or partition="
-        )
+        raise ValueError(conflicts.IN_BITS.text())
     for spec in specs:
         if spec.stack:
-            raise ValueError(
-                f"rounding: {spec.name!r} is stepped block by block, and random bits follow from the number of a "
-                "parameter, which a block is not: leave out rounding= or blocks="
-            )
+            raise ValueError(conflicts.BLOCKS.text(name=spec.name))
     for name in with_modes:
-        raise ValueError(
-            f"rounding: train() and eval() of {name} exchange the weights, and would lose what 16 bits lack: leave out "
-            "rounding="
-        )
+        raise ValueError(conflicts.MODES.text(name=name))
 
 
 @dataclass(frozen=True)

@@ -171,8 +171,8 @@ class BlockRule(DivisionRule):
 
 @dataclass(frozen=True)
 class StackRule(DivisionRule):
-    """Of a stack, whose pieces are its blocks: states as large as a block form one of the parameter's shape, and others
-    are stacked.
+    """The rule of a parameter that is stepped block by block: states as large as a block are joined to the parameter's
+    shape, and others are stacked.
 
     Attributes:
         shape: of the parameter.
@@ -330,10 +330,10 @@ def is_elementwise(value: Any, parameter: Tensor) -> bool:
 
 
 def lies_flat(name: str, value: Any, spec: ParameterSpec, elementwise: Mapping[int, frozenset[str]]) -> bool:
-    """Return whether a saved state of a parameter belongs into a flat tensor. ``value`` is a tensor, or None.
+    """Return whether a saved state goes into the flat tensor of its bucket. ``value`` is a tensor, or None.
 
-    ``elementwise``: the names of the states that are as large as their parameter, by the number of the class; of a
-    whole one it may differ.
+    ``elementwise``: the names of the states that are as large as their parameter, by the number of the class. A state
+    of a parameter with one owner may have another shape.
     """
     return (
         name in elementwise.get(spec.optimizer_class, ())

@@ -167,8 +167,8 @@ def units_share_buckets(ranks: int, *, in_common: bool) -> bool:
     return ranks == 1 or in_common
 
 
-def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> None:
-    """Raise `ValueError` if ``factor`` ranks cannot share one copy of the tensors that ``stage`` shards."""
+def check_sharding_factor(factor: int | None, world_size: int) -> None:
+    """Raise `ValueError` if ``factor`` ranks cannot share one copy of the tensors that are sharded."""
     if factor is None:
         return
     divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
@@ -176,22 +176,15 @@ def check_sharding_factor(factor: int | None, world_size: int, stage: Stage) -> 
         raise ValueError(
             f"sharding_factor must divide the number of ranks, {world_size}, so be one of {divisors}, not {factor!r}"
         )
-    if stage.states is Placement.WHOLE:
-        raise ValueError(f"stage {stage.number} shards nothing: leave sharding_factor={factor} out")
 
 
-def check_reshard(reshard: bool | int | Callable[..., bool], sharding_factor: int, stage: Stage) -> int:
+def check_reshard(reshard: bool | int | Callable[..., bool], sharding_factor: int) -> int:
     """Return how many ranks share the copy of a unit that is kept between its forward and its backward.
 
     That is ``sharding_factor`` if the unit is resharded after the forward (a function says for which units that is so),
     and 1 if it is kept whole. Raises `ValueError` for an invalid ``reshard``.
     """
     divisors = [number for number in range(1, sharding_factor + 1) if sharding_factor % number == 0]
-    if reshard is not True and stage.parameters is Placement.WHOLE:
-        raise ValueError(
-            f"reshard_after_forward={reshard!r} with stage {stage.number}, where every rank holds whole parameters: it "
-            "is for stage 3"
-        )
     if isinstance(reshard, bool) or callable(reshard):
         return sharding_factor if reshard else 1
     if not isinstance(reshard, int) or reshard not in divisors:
@@ -202,12 +195,7 @@ def check_reshard(reshard: bool | int | Callable[..., bool], sharding_factor: in
     return reshard
 
 
-def check_prefetch_depth(depth: int, stage: Stage) -> None:
+def check_prefetch_depth(depth: int) -> None:
     """Raise `ValueError` unless ``depth`` units can be gathered ahead of their use."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
         raise ValueError(f"prefetch_depth must be a number of units, at least 0, not {depth!r}")
-    if depth != 1 and stage.parameters is Placement.WHOLE:
-        raise ValueError(
-            f"prefetch_depth={depth} with stage {stage.number}, where every rank holds whole parameters: it is for "
-            "stage 3"
-        )

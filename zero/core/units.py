@@ -20,10 +20,19 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .names import named_children, named_parts
-from .parameter_specs import is_laid_out
+from .conflicts import IGNORED
+from .parameter_specs import (
+    call_given,
+    check_not_inference,
+    child_name,
+    is_laid_out,
+    named_children,
+    named_parts,
+    named_tensors,
+)
 
 Predicate = Callable[[nn.Module], bool]
 Given = nn.Module | Tensor | Iterable[nn.Module | Tensor]
@@ -49,7 +58,7 @@ class Ignored:
             given = [given]
         entries: list[Any] = list(given or ())
         if entries and module is None:
-            raise ValueError("ignored= has parts of the module: pass the module itself, or parameters and module=model")
+            raise ValueError(IGNORED.text())
         known = set() if module is None else {id(each) for each in (*module.parameters(), *module.buffers())}
         for number, entry in enumerate(entries):
             if isinstance(entry, nn.Module):
@@ -169,7 +178,7 @@ def find_units(root: nn.Module, predicate: Predicate | None = None, ignored: Ign
     if predicate is not None:
         found = _matching(root, predicate, left)
     else:
-        found = list(_children_of_lists(root, "", _is_list(root), left))
+        found = list(callable_children(root, "", _is_list(root), left))
     chosen = list({id(module): (name, module) for name, module in reversed(found)}.values())[::-1]
     numbers = {id(module): number for number, (_, module) in enumerate(chosen, start=1)}
     parts = [
@@ -233,7 +242,9 @@ def kept_units(units: Units, resharded: Predicate | bool) -> frozenset[int]:
     found = {}
     for entry in units.entries:
         if entry.needs and entry.needs[-1] != ROOT:
-            found[entry.needs[-1]] = answer = resharded(entry.module)
+            found[entry.needs[-1]] = answer = call_given(
+                "reshard_after_forward", resharded, repr(entry.name), entry.module
+            )
             if not isinstance(answer, bool):
                 raise TypeError(
                     f"reshard_after_forward: the function must return True or False for {entry.name!r}, not "
@@ -245,7 +256,7 @@ def kept_units(units: Units, resharded: Predicate | bool) -> frozenset[int]:
 def _outside(module: nn.Module, name: str, units: Container[int]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that are reached from ``module`` without entering a unit. A unit may contain them, too."""
     yield name, module
-    for below, child in named_children(module, name):
+    for below, child in () if is_scripted(module) else named_children(module, name):
         if id(child) not in units:
             yield from _outside(child, below, units)
 
@@ -257,13 +268,15 @@ def _sharded(module: nn.Module, left: Ignored) -> list[Tensor]:
 
 def _own(parts: Iterable[tuple[str, nn.Module]], left: Ignored) -> list[Tensor]:
     """Return the sharded parameters that modules, given with their names, have themselves."""
-    own = (parameter for _, part in parts for parameter in part.parameters(recurse=False))
+    own = (parameter for _, part in parts for parameter in part.parameters(recurse=is_scripted(part)))
     return [parameter for parameter in own if parameter not in left and is_laid_out(parameter)]
 
 
 def _matching(root: nn.Module, predicate: Predicate, left: Ignored) -> list[tuple[str, nn.Module]]:
+    inside = {id(part) for outer in root.modules() if is_scripted(outer) for part in list(outer.modules())[1:]}
     parts = [(name, module) for name, module in named_parts(root) if module is not root and not left.covers(module)]
-    found = [(name, module) for name, module in parts if predicate(module)]
+    outside = ((name, module) for name, module in parts if id(module) not in inside)
+    found = [(name, module) for name, module in outside if call_given("units", predicate, repr(name), module)]
     if not found:
         raise ValueError("units: the predicate matches no module below the root; leave it out for the default")
     for name, module in found:
@@ -272,11 +285,11 @@ def _matching(root: nn.Module, predicate: Predicate, left: Ignored) -> list[tupl
     return found
 
 
-def _children_of_lists(module: nn.Module, prefix: str, listed: bool, left: Ignored) -> Iterator[tuple[str, nn.Module]]:
+def callable_children(module: nn.Module, prefix: str, listed: bool, left: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """Yield the callable children of the outermost lists below ``module``, in order of registration."""
-    for name, child in named_children(module, prefix):
+    for name, child in () if is_scripted(module) else named_children(module, prefix):
         if not (listed and has_forward(child)):
-            yield from _children_of_lists(child, name, listed or _is_list(child), left)
+            yield from callable_children(child, name, listed or _is_list(child), left)
         elif any(True for _ in child.parameters()) and not left.covers(child):
             yield name, child
 
@@ -285,9 +298,39 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.ModuleList, nn.Sequential))
 
 
+def is_scripted(module: nn.Module) -> bool:
+    """Return whether a module was scripted or traced: its forward runs those of its parts without their hooks."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def check_modules(module: nn.Module | None, ignored: Ignored) -> None:
+    """Raise `ValueError` naming a part of the module that is a DistributedDataParallel, which reduces gradients itself,
+    or a tensor that was made in inference mode, unless it is ``ignored``."""
+    for name, part in () if module is None else named_parts(module):
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the module'!r} is a DistributedDataParallel, which would reduce gradients twice: pass the "
+                "model inside it (its .module)"
+            )
+    for name, tensor in () if module is None else named_tensors(module):
+        if tensor not in ignored:
+            check_not_inference(tensor, name)
+
+
+def check_scripted(module: nn.Module | None, borders: Container[int]) -> None:
+    """Raise `ValueError` naming a part of a ScriptModule that is a border of precisions. ``borders``: their ids."""
+    for name, outer in () if module is None else named_parts(module):
+        for below, part in named_parts(outer) if is_scripted(outer) else ():
+            if part is not outer and id(part) in borders:
+                raise ValueError(
+                    f"mixed_precision: {child_name(name, below)!r} has another precision than the ScriptModule around "
+                    "it, in which nothing can cast its inputs: give both the same, or do not script it"
+                )
+
+
 def has_forward(module: nn.Module) -> bool:
     """Return whether a module has a forward. Containers that only hold modules or parameters have none.
 
     A module that `torch.compile` returned has its own forward.
     """
-    return getattr(module.forward, "__name__", "") != "_forward_unimplemented"
+    return getattr(getattr(module, "forward", None), "__name__", "") != "_forward_unimplemented"

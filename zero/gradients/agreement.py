@@ -1,22 +1,33 @@
 """Agreement of all ranks before a call changes anything: a meeting whose messages are the ranks' records.
 
-Knows: the fields of a record and how they compare, and the numbers of meetings. Does not know: how a message is sent,
-or what follows from a record.
+And the protocol of `join`: ranks that have run out of micro-batches go on taking part in the collectives of the others.
+
+    rank with batches       broadcast "clip_grad_norm_" - clip - broadcast "step" - step - ... - broadcast nothing
+    rank without            receive                     - clip - receive          - step - ... - end
+
+A backward is not broadcast: a rank that entered fewer rounds catches up in the next barrier, with empty contributions.
+
+Knows: the fields of a record and how they compare, the numbers of meetings, the calls that are broadcast, and the
+options on which the next update depends. Does not know: how a message is sent or a call is carried out.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from collectives import Kind, Tag, Transport
-from collectives.launches.ledger import History
-from collectives.launches.verdict import compare
+import torch
+from torch import Tensor
 
-from ..runtime.unit_order import SAME_UNITS, UnitOrder
+from collectives import Kind, Tag, Transport
+from collectives.launches.ledger import compare
+
+from ..runtime.joining import SAME_UNITS, UnitOrder
 
 LONGEST_REPORT = 500  # characters: reports travel in every record
 
@@ -41,6 +52,7 @@ class Record:
         launched: how many collectives this rank has launched on devices, and a digest of them; None: all were agreed
             on one by one.
         gathered: the divisor of the means that were gathered while a backward ran; None if none are right.
+        unusable: why no call may use the gradients; None if one may.
     """
 
     divisor: float
@@ -56,6 +68,7 @@ class Record:
     order: int = 0
     launched: tuple[int, int] | None = None
     gathered: float | None = None
+    unusable: str | None = None
 
     def pack(self) -> bytes:
         head = {
@@ -74,6 +87,8 @@ class Record:
             head["launched"] = self.launched
         if self.gathered is not None:
             head["gathered"] = self.gathered
+        if self.unusable is not None:
+            head["unusable"] = self.unusable
         return b"\0".join([json.dumps(head).encode(), self.used + self.trainable + self.attachment])
 
     @classmethod
@@ -154,8 +169,10 @@ class Agreement:
         of_block = [{record.launched for record in records[first : first + self._sharing]} for first in blocks]
         if launches is None or all(len(states) == 1 for states in of_block):
             return
-        told = self._transport.exchange(launches.ledger.history().pack(), Tag(Kind.EXCHANGE, "what was launched"))
-        found = compare([History.unpack(data) for data in told], self._sharing, launches.advice)
+        told = self._transport.exchange(
+            json.dumps(launches.ledger.history()).encode(), Tag(Kind.EXCHANGE, "what was launched")
+        )
+        found = compare([json.loads(data) for data in told], self._sharing, launches.advice)
         assert found is not None, "records of ranks that have launched the same are equal"
         error = found.error(self._transport.rank_label)
         self._transport.abort(str(error))
@@ -176,6 +193,13 @@ class Agreement:
                         RuntimeWarning,
                         stacklevel=2,
                     )
+
+
+def check_usable(purpose: str, records: Sequence[Record]) -> None:
+    """Raise `RuntimeError` if a call may not use the gradients of a rank; the same on every rank."""
+    for rank, record in enumerate(records):
+        if record.unusable is not None:
+            raise RuntimeError(f"{purpose} on rank {rank}: {record.unusable}")
 
 
 def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -> None:
@@ -218,3 +242,171 @@ def check(records: Sequence[Record], purpose: str, name: Callable[[int], str]) -
                 f"{purpose}: {name(index)} is {state[first.trainable[index]]} on rank 0, but "
                 f"{state[record.trainable[index]]} on rank {rank}: freeze and unfreeze on every rank alike"
             )
+
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that a rank is about to make: a method's name, its arguments, the divisor, and the param groups' options.
+
+    All ranks must make an equal call.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    divisor: float
+    options: list[Options]
+
+    def pack(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+
+LEAVING = b""
+FAILED = b"!"  # before an error's text
+
+
+class JoinProtocol:
+    """Broadcasts the calls of one optimizer inside `join`."""
+
+    def __init__(
+        self, transport: Transport, meet: Callable[[str, bytes], list[bytes]], groups: Sequence[Options]
+    ) -> None:
+        """Create the protocol.
+
+        ``meet``: returns every rank's bytes when all ranks have reached it and have entered the same rounds.
+        ``groups``: the param groups themselves, not a copy.
+        """
+        self._transport, self._meet, self._groups = transport, meet, groups
+        self._inside = False  # inside a call, whose nested calls are not broadcast
+        self._over = False  # a rank failed, and every rank has that error
+
+    @contextmanager
+    def broadcast(self, name: str, arguments: dict[str, Any], divisor: float) -> Iterator[None]:
+        """Broadcast a call; the caller then makes it inside the block. Collective.
+
+        Raises `RuntimeError` on every rank if the ranks are about to make different calls, or if one has failed.
+        """
+        if self._inside:
+            yield
+            return
+        self._compare(self._meet("join()", Call(name, arguments, divisor, options_of(self._groups)).pack()))
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+
+    def others(self) -> Iterator[Call]:
+        """Yield the calls of the ranks that have batches, until none has any. Collective; for ranks without batches."""
+        while True:
+            messages = self._meet("join()", LEAVING)
+            self._compare(messages)
+            calls = [data for data in messages if data != LEAVING]
+            if not calls:
+                return
+            self._inside = True
+            try:
+                yield Call(**json.loads(calls[0]))
+            finally:
+                self._inside = False
+
+    def report_failure(self, error: Exception) -> None:
+        """Send the error that ended this rank's `join` block to the other ranks, which wait for its next call.
+
+        Collective; does nothing if the ranks have an error already.
+        """
+        if not self._over and not self._transport.broken:
+            self._over = True
+            self._meet("join()", FAILED + f"{type(error).__name__}: {error}".encode())
+
+    def _compare(self, messages: Sequence[bytes]) -> None:
+        try:
+            _check(messages)
+        except RuntimeError:
+            self._over = True
+            raise
+
+
+def _check(messages: Sequence[bytes]) -> None:
+    """Raise `RuntimeError`, the same on every rank, if a rank failed or if the ranks' calls differ."""
+    for rank, data in enumerate(messages):
+        if data.startswith(FAILED):
+            raise RuntimeError(f"rank {rank} left join() with an error: {data.removeprefix(FAILED).decode()}")
+    calls = {rank: json.loads(data) for rank, data in enumerate(messages) if data != LEAVING}
+    if not calls:
+        return
+    (first, expected), *others = calls.items()
+    for rank, call in others:
+        if call != expected:
+            key = next(key for key in expected if call[key] != expected[key])
+            units = f". At stage 3 {SAME_UNITS}" if "gather" in (expected["name"], call["name"]) else ""
+            raise RuntimeError(
+                f"inside join(), rank {first} calls {expected['name']}() and rank {rank} {call['name']}(), with {key} "
+                f"{expected[key]!r} and {call[key]!r}: every rank makes the same calls until it runs out of batches"
+                f"{units}"
+            )
+
+
+def digests_of(groups: Sequence[Options], keys: Set[str]) -> dict[str, int]:
+    """Return for each key the CRC-32 of its values in all param groups."""
+    texts = {key: json.dumps([_plain(group.get(key)) for group in groups]) for key in sorted(keys)}
+    return {key: zlib.crc32(text.encode()) for key, text in texts.items()}
+
+
+def options_of(groups: Sequence[Options]) -> list[Options]:
+    """Return the options of each param group, without its parameters, as plain data for JSON."""
+    return [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "param_names")} for group in groups
+    ]
+
+
+def adopt_options(groups: Sequence[Options], others: Sequence[Options]) -> None:
+    """Set the options of ``groups`` to ``others``, those of another rank. Values that cannot be sent
+    stay as they are."""
+    for group, options in zip(groups, others, strict=True):
+        for key, value in options.items():
+            known = group.get(key)
+            if key in group and _plain(known) == value:
+                continue
+            found = _rebuilt(value)
+            if isinstance(known, Tensor) and isinstance(found, Tensor) and known.dtype is found.dtype:
+                known.copy_(found)  # the same tensor, which others may hold, too
+            elif found is not _UNKNOWN:
+                group[key] = found
+
+
+_UNKNOWN = object()  # a value that cannot be sent
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as plain data for JSON, with its type: an update with a number of another dtype has other bits."""
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        return {"numpy": value.dtype.str, "value": value.tolist()}
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    if isinstance(value, Tensor):
+        found = value.tolist()  # host synchronisation: a learning rate on a device, on which ranks must agree
+        return {"tensor": str(value.dtype).removeprefix("torch."), "value": found}
+    if isinstance(value, (list, tuple)):
+        return {"tuple" if isinstance(value, tuple) else "list": [_plain(item) for item in value]}
+    return {"object": type(value).__qualname__}
+
+
+def _rebuilt(plain: Any) -> Any:
+    match plain:
+        case {"tensor": name, "value": value}:
+            return torch.tensor(value, dtype=getattr(torch, name), device="cpu")
+        case {"numpy": name, "value": value}:
+            import numpy as np
+
+            return np.asarray(value, name)[()]
+        case {"tuple": items}:
+            return tuple(_rebuilt(item) for item in items)
+        case {"list": items}:
+            return [_rebuilt(item) for item in items]
+        case {"object": _}:
+            return _UNKNOWN
+        case _:
+            return plain

@@ -1,30 +1,100 @@
 """When gradients are reduced, and what may happen to them next.
 
-Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced, and the phase
-of the gradients since they were cleared. Does not know: p.grad, what ranks agree on.
-
 A *round* is one reduction of every active bucket, in layout order, entered by every rank. A backward is a round, or
 under `no_sync` adds to this rank's contribution.
 
     OPEN -------- finalize_grads (clip, unscale, step) ------> DIVIDED --- step ---> STEPPED
       ^  backwards add                                            |                     |
       +----------------- every gradient was cleared <-------------+---------------------+
+
+A backward that is not OPEN is no error, since gradients may be cleared before their next use: a generator's backward
+passes through a discriminator that was stepped. Its gradients are dropped, and until all are cleared they are
+``unusable``.
+
+Means that ranks gather while a backward still runs: of each bucket as soon as it is summed.
+
+For stages at which `p.grad` is the mean after each round, on accelerators, where a gather runs beside the backward. The
+divisor is that of the round's beginning. At its end the ranks compare what they have gathered, and with another divisor
+gather again.
+
+Knows: the buckets that a backward may reach, which gradients are ready, which buckets are being reduced or gathered,
+and the phase of the gradients since they were cleared. Does not know: p.grad, what ranks agree on.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from functools import partial
 
+import torch
+
 from collectives import BucketQueue, Collective, Transport, Work
 
-from ..core.bits import either
-from ..core.stage import Stage, buckets_in_flight, sums_under_way
+from ..core.bits import either, is_launched
+from ..core.stage import GATHERS_IN_FLIGHT, Stage, buckets_in_flight, sums_under_way
+from ..runtime.accumulator import GradAccumulator
 from ..runtime.bucket import Bucket
 from ..runtime.joining import Joining
-from .early_means import EarlyMeans
+
+
+class EarlyMeans:
+    """The means that one rank gathers in a round before its end."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._divisor: float | None = None  # of the round; None: it gathers none
+        self._gathered: set[GradAccumulator] = set()
+        self._are_right = True
+        self._flying: deque[Work] = deque()
+
+    def begin(self, divisor: float | None) -> None:
+        """Begin a round. ``divisor``: None if means are not gathered before its end."""
+        self._divisor = divisor if self._collective.transport.world_size > 1 else None
+        self._gathered, self._are_right = set(), True
+
+    def summed(self, gradients: GradAccumulator, round_: int) -> None:
+        """Launch the gather of a bucket that is summed. All ranks call it in the same order."""
+        if (
+            self._divisor is None
+            or gradients in self._gathered
+            or not is_launched(torch.device(gradients.bucket.device))
+        ):
+            return
+        while len(self._flying) >= GATHERS_IN_FLIGHT:
+            self._land()
+        self._flying.append(gradients.gather_means(self._collective, round_, self._divisor))
+        self._gathered.add(gradients)
+
+    def finish(self) -> None:
+        """Wait for the gathers."""
+        while self._flying:
+            self._land()
+
+    def _land(self) -> None:
+        self._flying[0].wait()
+        self._flying.popleft()
+
+    def abandon(self) -> None:
+        """Forget the round, after a failure that makes waiting useless."""
+        self._flying.clear()
+        self._divisor, self._gathered = None, set()
+
+    def invalidate(self) -> None:
+        """Give up the means, since a sum is about to be changed, perhaps inside a backward. Gathers write where a
+        contribution lies, so this waits for those under way."""
+        self.finish()
+        self._are_right = False
+
+    @property
+    def divisor(self) -> float | None:
+        """The divisor of the means that were gathered; None if none were, or if a sum may have changed since."""
+        return self._divisor if self._gathered and self._are_right else None
+
+    def __contains__(self, gradients: GradAccumulator) -> bool:
+        return gradients in self._gathered
 
 
 class Phase(Enum):
@@ -69,6 +139,8 @@ class BackwardSchedule:
         self.divisor: float = transport.world_size  # of the next `finalize_grads`
         self.means_divisor: float | None = None  # of the means that all ranks hold; None: no means, or out of date
         self._stale = 0  # gradients that must be cleared before the phase is OPEN again
+        self.unusable: str | None = None  # why no call may use the gradients, until all stale ones are cleared
+        self.drops = False  # the backward under way brings gradients that no call may use
         self.finalized_by = ""
         weak_self = weakref.ref(self)  # a strong one would be a cycle, and buffers would wait for garbage collection
 
@@ -89,11 +161,34 @@ class BackwardSchedule:
     def begin(self, *, is_round: bool, shows_means: bool, also: Sequence[int] = ()) -> None:
         """Begin a backward. Its buckets are those with a parameter that is trainable now, those that were active since
         their last reduction, and those in ``also``. ``shows_means``: after a round, p.grad is the mean."""
-        self._in_round, self._shows_means, self._entered = is_round, shows_means, False
+        self._in_round, self._shows_means, self._entered, self.drops = is_round, shows_means, False, False
         self.has_new_gradients = True
         self._activate(also)
         if is_round and not self._joining.gathers_are_broadcast:
             self._enter()
+
+    def begin_dropping(self) -> None:
+        """Begin a backward whose gradients are dropped, since those that it would add to were divided already."""
+        stale = [
+            (slot.parameter, spec.name)
+            for bucket in self.buckets
+            for slot, spec, is_stale in zip(bucket.spec.slots, bucket.specs, bucket.stale, strict=True)
+            if is_stale
+        ]
+        self._in_round, self.drops = False, True
+        for bucket in self.buckets:
+            bucket.begin_dropping()
+        self.refuse_use(
+            f"backward() after {self.finalized_by} without zero_grad(): the gradient of {min(stale)[1]!r} was already "
+            "divided; call optimizer.zero_grad() before that backward"
+        )
+
+    def refuse_use(self, reason: str) -> None:
+        """Let no call use the gradients, until all that there may be on any rank are cleared."""
+        self.unusable = self.unusable or reason
+        for bucket in self.buckets:
+            bucket.refuse_use()
+        self._stale = sum(bucket.stale.count(1) for bucket in self.buckets)
 
     def _enter(self) -> None:
         self._entered = True
@@ -115,7 +210,11 @@ class BackwardSchedule:
 
     def _launch(self, index: int) -> Work:
         bucket = self.buckets[index]
-        label = f"backward {self._rounds_since_clear} since zero_grad(), {bucket.grad.label}"
+        beside = ""
+        if 0 in bucket.trainable:  # first in the label, of which peers read 76 bytes
+            named = zip(bucket.specs, bucket.trainable, strict=True)
+            beside = f" (frozen: {', '.join(repr(spec.name) for spec, trained in named if not trained)})"
+        label = f"backward {self._rounds_since_clear}{beside} since zero_grad(), {bucket.grad.label}"
         then = partial(self.early.summed, bucket.grad, self.number)  # no reference back to this schedule
         return bucket.grad.launch(self._collective, label, self.number, bucket.trainable, then)
 
@@ -167,20 +266,6 @@ class BackwardSchedule:
     def is_open(self) -> bool:
         """True if backwards may add gradients."""
         return self.phase is Phase.OPEN
-
-    def check_open(self) -> None:
-        """Raise `RuntimeError` if backwards may not add gradients any more."""
-        if not self.is_open:
-            stale = [
-                (slot.parameter, spec.name)
-                for bucket in self.buckets
-                for slot, spec, is_stale in zip(bucket.spec.slots, bucket.specs, bucket.stale, strict=True)
-                if is_stale
-            ]
-            raise RuntimeError(
-                f"rank {self._transport.rank}: backward() after {self.finalized_by} without zero_grad(): the gradient "
-                f"of {min(stale)[1]!r} was already divided; call optimizer.zero_grad() first"
-            )
 
     def used(self) -> bytes:
         """Return the flags "used" of all buckets, one after the other."""
@@ -236,11 +321,11 @@ class BackwardSchedule:
         """Note that this gradient was cleared."""
         self._stale -= bucket.renew(slot)
         if not self._stale:
-            self.phase = Phase.OPEN
+            self.phase, self.unusable = Phase.OPEN, None
 
     def all_renewed(self) -> None:
         """Note that every gradient was cleared."""
         self.has_new_gradients = False
         for bucket in self.buckets:
             bucket.renew_all()
-        self._stale, self.phase = 0, Phase.OPEN
+        self._stale, self.phase, self.unusable = 0, Phase.OPEN, None

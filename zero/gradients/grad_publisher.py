@@ -1,31 +1,200 @@
 """What stands in p.grad, and what the user's changes there mean for the sums.
 
-Knows: when means are up to date, so that they may be published; that a gradient was cleared, zeroed, replaced or edited
-in p.grad. Does not know: when a round is due, other ranks.
-
     mean           if the stage gives every rank whole means, and these contain all gradients that were added
     placeholder    if there is a gradient that this rank does not hold whole
     None           if no rank used the parameter, or it was cleared
 
 If another tensor is there than was published, the user has put it there.
+
+The placeholder in ``p.grad`` of a gradient that this rank does not hold whole.
+
+It has a shape, strides and a dtype, but no memory. Every operation that would read it raises. A rank that does not hold
+a gradient must not expose a part of it, nor None: a clip would take None for "no gradient".
+
+Knows: torch's dispatch of operations; when means are up to date, so that they may be published; that a gradient was
+cleared, zeroed, replaced or edited in p.grad. Does not know: when a round is due, other ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from collectives.torch_internals import (
+    TracingContext,
+    aten_amp_unscale_,
+    aten_foreach_zero_,
+    current_graph_task_id,
+    make_wrapper_subclass,
+)
+
 from ..core.bits import all_zero, either, host_readable, read_scalars, where, without
 from ..core.parameter_specs import as_plain
 from ..core.stage import Stage
+from ..runtime.backward_tracker import NO_TASK
 from ..runtime.bucket import Bucket
+from ..runtime.compiled_calls import untraced_methods
 from ..runtime.joining import Joining
 from .backward_schedule import BackwardSchedule
-from .placeholder import PlaceholderListener, ShardedGradient
+
+_READ = "optimizer.full_grad(p) to read"
+
+
+class PlaceholderListener(Protocol):
+    """The receiver of what a user does to placeholders."""
+
+    def gradient_zeroed(self, bucket: Bucket, slot: int) -> None: ...
+
+    def unscale(self, found: Tensor, inverse: Tensor) -> None:
+        """A `GradScaler` asks to multiply all gradients by ``inverse``, and to set ``found`` to 1 if any is not finite.
+
+        ``found`` and ``inverse`` are tensors of one element.
+        """
+
+
+@untraced_methods
+class ShardedGradient(torch.Tensor):
+    """The placeholder in ``p.grad`` of a gradient that this rank does not hold whole.
+
+    Autograd can add to it; the user can zero it, unscale it with a `GradScaler` and delete it. Everything else raises
+    `RuntimeError`.
+
+    Attributes:
+        owner: the parameter's name.
+        bucket: the parameter's bucket.
+        slot: the number of its slot there.
+        capture: the gradient that autograd added last, until the parameter's hook takes it.
+        listener: receives zeroing and unscaling.
+        reported_dtype: the dtype of the placeholder: fp32 for fp16, because a `GradScaler` refuses fp16 gradients.
+    """
+
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # disabled: `__torch_dispatch__` answers
+    owner: str
+    bucket: weakref.ref[Bucket]
+    slot: int
+    capture: Tensor | None
+    listener: weakref.ref[PlaceholderListener]
+    reported_dtype: torch.dtype
+
+    @staticmethod
+    def __new__(cls, bucket: Bucket, slot: int, listener: weakref.ref[PlaceholderListener]) -> ShardedGradient:
+        like = bucket.specs[slot]
+        made: ShardedGradient = make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride,
+            dtype=like.dtypes.param_dtype,
+            device=torch.device(like.device),
+            requires_grad=False,
+        )
+        made.bucket, made.slot = weakref.ref(bucket), slot
+        made.owner, made.capture, made.listener = like.name, None, listener
+        made.reported_dtype = torch.float32 if like.dtypes.param_dtype is torch.float16 else like.dtypes.param_dtype
+        return made
+
+    def __init__(self, bucket: Bucket, slot: int, listener: weakref.ref[PlaceholderListener]) -> None:
+        super().__init__()
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        return self.reported_dtype
+
+    @property
+    def data(self) -> Tensor:
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value is not self:  # `Module.to` assigns what it did not have to change
+            self._refuse("an assignment to .data")
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"<gradient of {self.owner!r}, {tuple(self.shape)}, not held by this rank; see optimizer.full_grad(p)>"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        aten = torch.ops.aten
+        first = args[0] if args else None
+        if func is aten.detach.default:
+            return first
+        if func in (aten.add_.Tensor, aten.add.Tensor) and isinstance(first, cls):
+            if current_graph_task_id() != NO_TASK and not kwargs:
+                first.capture = args[1]
+                return first
+        elif func is aten.zero_.default and isinstance(first, cls):
+            first._zero()
+            return first
+        elif func is aten_foreach_zero_:
+            for gradient in args[0]:
+                gradient._zero() if isinstance(gradient, cls) else gradient.zero_()
+            return None
+        elif func is aten_amp_unscale_:
+            gradients, found, inverse = args
+            real = [gradient for gradient in gradients if not isinstance(gradient, cls)]
+            if real:
+                func(real, found, inverse)
+            for listener in dict.fromkeys(g.listener() for g in gradients if isinstance(g, cls)):
+                if listener is not None:
+                    listener.unscale(found, inverse)
+            return None
+        return next(a for a in _flat(args) if isinstance(a, cls))._refuse(str(func))
+
+    def _zero(self) -> None:
+        listener, bucket = self.listener(), self.bucket()
+        if listener is not None and bucket is not None:
+            listener.gradient_zeroed(bucket, self.slot)
+
+    def _refuse(self, action: str) -> NoReturn:
+        remedy = f"use optimizer.clip_grad_norm_(max_norm) to clip and {_READ}"
+        remedy += "; if it is of a backward after a clip or a step, call optimizer.zero_grad() before that backward"
+        if current_graph_task_id() != NO_TASK:
+            remedy = (
+                "something else asks for it inside the backward. If a hook of register_post_accumulate_grad_hook does, "
+                "register it by p.register_hook, which is given this rank's own gradient, or read it when backward() "
+                "has returned. Do not wrap the model in DistributedDataParallel, which would reduce gradients twice"
+            )
+        elif action.startswith("an assignment"):
+            remedy = "set optimizer.divisor or use optimizer.clip_grad_norm_(max_norm) to change it, and " + _READ
+        elif "to_copy" in action:
+            remedy += ", and cast or move the model before the optimizer is built"
+        raise RuntimeError(
+            f"{action}: this rank does not hold the gradient of {self.owner!r}, which is sharded, not reduced yet, or "
+            f"divided by another number than optimizer.divisor is now (set it before the backward); {remedy}"
+        )
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Raise `RuntimeError`, except for a compiler, which inspects gradients without reading them."""
+        if TracingContext.try_get() is None:
+            self._refuse("untyped_storage()")
+        return super().untyped_storage()
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: ShardedGradient, *_: Any, **__: Any) -> NoReturn:
+        self._refuse(f"{name}()")
+
+    return refuse
+
+
+for _name in (
+    *("numpy", "tolist", "data_ptr", "storage", "__array__", "__dlpack__", "__dlpack_device__"),
+    *("__reduce_ex__", "__deepcopy__"),
+):
+    setattr(ShardedGradient, _name, _refusal(_name))
+
+
+def _flat(args: Any) -> list[Any]:
+    if isinstance(args, (list, tuple)):
+        return [a for arg in args for a in _flat(arg)]
+    return [args]
+
 
 SlotRef = tuple[Bucket, int]  # a bucket, and the number of a slot
 
@@ -59,7 +228,8 @@ class GradPublisher:
     def means_are_true(self) -> bool:
         """True if every rank holds the means of all gradients that were added, divided by the current divisor."""
         known = self._schedule
-        return self._stage.grads_replicated and not known.pending and known.means_divisor == known.divisor
+        usable = self._stage.grads_replicated and not known.pending and known.unusable is None
+        return usable and known.means_divisor == known.divisor
 
     # -- publishing ---------------------------------------------------------------------------------------------------
 
@@ -130,7 +300,7 @@ class GradPublisher:
                 foreign[bucket.spec.slots[slot].parameter] = bucket.specs[slot].name
         self.forget(cleared)
         moved = None
-        if self.means_are_shown:  # real tensors, which may have been zeroed in place, or given other memory
+        if self.means_are_shown and self._schedule.unusable is None:  # real tensors, perhaps zeroed, or in other memory
             self._detect_zeroed()
             moved = self._moved()
         if not foreign:
@@ -160,7 +330,7 @@ class GradPublisher:
         # host synchronisation: one for all, while finalized means are still there
         zero = all_zero([mean for _, _, mean in stale])
         for bucket, slot, _ in itertools.compress(stale, zero):
-            self._zero(bucket, slot, known=True)
+            bucket.take_zeros(slot)  # the user's, or its own: a later gradient is added to them in both cases
             self._schedule.renewed(bucket, slot)
 
     def cleared(self) -> list[SlotRef]:
@@ -228,7 +398,8 @@ class GradPublisher:
 
     def _used_is_known(self) -> bool:
         """Return True if "used" is agreed on by all ranks, rather than this rank's own."""
-        return (self.means_are_shown and not self._schedule.pending) or not self._schedule.is_open
+        known = self._schedule
+        return known.unusable is None and ((self.means_are_shown and not known.pending) or not known.is_open)
 
     def _zero(self, bucket: Bucket, slot: int, known: bool) -> None:
         if not bucket.used[slot]:

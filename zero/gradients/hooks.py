@@ -28,7 +28,7 @@ from ..runtime.backward_tracker import NO_TASK, BackwardTracker, reentrant
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced, untraced_methods
 from ..runtime.streams import Streams
-from .placeholder import PlaceholderListener, ShardedGradient
+from .grad_publisher import PlaceholderListener, ShardedGradient
 
 
 class GradientListener(PlaceholderListener, Protocol):
@@ -184,6 +184,10 @@ class GradientHooks:
                     trainable = parameter.requires_grad
                     self._watch_ahead(parameter.requires_grad_(), slot.parameter)
                     parameter.requires_grad_(trainable)
+
+    def remove_also(self, handles: Sequence[Any]) -> None:
+        """Let `remove` remove further hooks, too, given by their handles."""
+        self._handles += handles
 
     def remove(self) -> None:
         """Remove all hooks. No gradient stays left in p.grad."""

@@ -1,41 +1,323 @@
 """From the gradients of a rank's backwards to mean gradients at their owners.
 
-Knows: when a round is due. A backward outside `no_sync` is one; contributions that `no_sync` left pending are reduced
-in a further round when they are needed. Does not know: the tensors in p.grad, how the optimizer uses a gradient, how
-bytes are sent.
-
 `finalize_grads` agrees on all that no single bucket shows: how many rounds each rank entered (a rank behind catches
 up), which parameters were used, which buckets are pending, the divisor, and errors that one rank alone found.
+
+Takes gradients out of p.grad, where autograd has put them, and leaves placeholders there.
+
+    CPU            each gradient by itself, in its parameter's hook
+    accelerators   the hook leaves the gradient in p.grad, until the last one of its bucket is there, or the backward
+                   ends: then all are taken in one loop. Until then p.grad is the user's, as in a plain loop: an edit
+                   by a hook is an edit of the gradient, and None is none
+
+A gradient that autograd adds to a placeholder is taken in its hook on all devices, since the next one would replace it.
+
+The division of sums, with the bits of torch's `div_`, in one call for all buckets where there is one.
+
+On the CPU each sum is divided by itself. On accelerators the number of kernels decides, and torch has calls for lists
+of tensors. Their kernels are others than that of `div_`: on CUDA `div_` multiplies by the reciprocal of a number, and
+`_foreach_div_` divides. So a way is chosen by a trial for each device and dtype, before any step.
+
+The mean gradients that a rank steps with, as pieces of those parameters that some rank used.
+
+Knows: when a round is due. A backward outside `no_sync` is one; contributions that `no_sync` left pending are reduced
+in a further round when they are needed. Does not know: how the optimizer uses a gradient, how bytes are sent.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from ctypes import c_float
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from collectives import Chain, Collective, Kind, MismatchError, Tag, Transport, behind_a_meeting
+from collectives.torch_internals import amp_unscale_, foreach_div_, foreach_mul_
 
+from ..core.bits import INTEGERS, digest_of_part, host_readable, read_scalars, same_bits
+from ..core.layout import Piece
+from ..core.parameter_specs import as_plain, changed
 from ..core.stage import Placement, Stage
 from ..runtime.backward_tracker import BackwardTracker
-from ..runtime.bucket import Bucket
+from ..runtime.bucket import Bucket, MakePlaceholder
 from ..runtime.compiled_calls import untraced_context
-from ..runtime.joining import Joining
+from ..runtime.flat_buffer import FlatBuffer
+from ..runtime.joining import Joining, UnitOrder
 from ..runtime.offload import wait_for_host
 from ..runtime.profiler_ranges import ProfilerRange
 from ..runtime.streams import Streams
-from ..runtime.unit_order import UnitOrder
-from .agreement import Agreement, Record
+from .agreement import Agreement, JoinProtocol, Options, Record, check_usable
 from .backward_schedule import BackwardSchedule, inside_backward
-from .division import Division
 from .grad_publisher import GradPublisher
 from .hooks import GradientHooks
-from .join import JoinProtocol, Options
-from .reduced_grads import FoundInf, ReducedGrads
-from .taking import GradientTaking
+
+
+class GradientTaking:
+    """Takes the gradients of one optimizer on one rank. ``rank``: as errors name it."""
+
+    def __init__(self, rank: int, make_placeholder: MakePlaceholder) -> None:
+        self._rank, self._make_placeholder = rank, make_placeholder
+
+    def take(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
+        """Give a bucket the gradient of a slot, and put a placeholder into p.grad.
+
+        Raises `RuntimeError`, and leaves None there, if the gradient is sparse, or if torch refuses the placeholder.
+        """
+        if gradient.layout is not torch.strided:
+            bucket.parameters[slot].grad = None
+            raise RuntimeError(
+                f"rank {self._rank}: the gradient of {bucket.specs[slot].name!r} is {gradient.layout}: "
+                "sparse gradients are not supported; build the Embedding with sparse=False"
+            )
+        try:
+            bucket.take_gradient(slot, self._make_placeholder)
+        except RuntimeError as refused:
+            bucket.publish(slot, None)
+            problem = changed(bucket.parameters[slot], bucket.specs[slot])
+            raise RuntimeError(
+                f"rank {self._rank}: {problem or f'the gradient of {bucket.specs[slot].name!r}: {refused}'}"
+            ) from refused
+        bucket.grad.add(slot, gradient)
+
+    def take_left(self, bucket: Bucket) -> None:
+        """Take the gradients that hooks have left in p.grad. Where the user has put None since, there is none."""
+        with as_plain():  # a released parameter would be asked in Python
+            while bucket.left:  # an error drops the gradient that caused it, and no other
+                slot = bucket.left.pop()
+                gradient = bucket.parameters[slot].grad
+                if gradient is None:
+                    bucket.clear_slot(slot)
+                else:
+                    self.take(bucket, slot, gradient.detach() if gradient.requires_grad else gradient)
+
+
+_Way = Callable[[list[Tensor], float], None]
+# No reciprocal is exact, and fp32 does not have the last three. With 8/7 some quotient in 16 bits is not the product.
+_DIVISORS = (3.0, 7.0, 8 / 7, 0.1, 16777217.0)
+
+
+class Division:
+    """The way in which one optimizer divides sums on each device."""
+
+    def __init__(self) -> None:
+        self._ways: dict[tuple[torch.device, torch.dtype], _Way] = {}
+
+    def prepare(self, device: torch.device, dtype: torch.dtype, *, offloaded: bool = False) -> None:
+        """Choose the way for sums of a floating dtype on a device. Local; waits for the device, once.
+
+        ``offloaded``: they lie in the host's memory, and get the quotients of the device.
+        """
+        if (device, dtype) not in self._ways:
+            self._ways[device, dtype] = _one_by_one if host_readable(device) else _chosen(device, dtype)
+        if offloaded:
+            self._ways[torch.device("cpu"), dtype] = self._ways[device, dtype]
+
+    @torch.no_grad()
+    def divide(self, sums: Sequence[Tensor], divisor: float) -> None:
+        """Divide 1-D tensors in place, with the bits of ``div_(divisor)``. Each is of a device and dtype of
+        `prepare`."""
+        if divisor == 1:
+            return
+        alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for each in sums:
+            alike.setdefault((each.device, each.dtype), []).append(each)
+        for key, tensors in alike.items():
+            self._ways[key](tensors, divisor)
+
+
+def _one_by_one(tensors: list[Tensor], divisor: float) -> None:
+    for tensor in tensors:
+        tensor.div_(divisor)
+
+
+def _by_reciprocal(tensors: list[Tensor], divisor: float) -> None:
+    foreach_mul_(tensors, _reciprocal(divisor, tensors[0].dtype))
+
+
+def _reciprocal(divisor: float, dtype: torch.dtype) -> float:
+    """Return 1 / ``divisor`` as a kernel of CUDA forms it: in fp64 for fp64, and else in fp32.
+
+    The quotient of two fp32 numbers that is rounded to fp64 and then to fp32 is the one that is rounded once.
+    """
+    if dtype is not torch.float64:
+        divisor = c_float(divisor).value
+    inverse = 1.0 / divisor if divisor else math.inf
+    return inverse if dtype is torch.float64 else c_float(inverse).value
+
+
+def _chosen(device: torch.device, dtype: torch.dtype) -> _Way:
+    """Return the way of fewest launches that has the bits of `div_` on this device."""
+    numbers = _tried(dtype).to(device)
+    odd = numbers.numel() // 2 + 1
+
+    def quotients(way: _Way) -> Tensor:
+        found = []
+        for divisor in _DIVISORS:
+            found.append(numbers.clone())
+            way([found[-1][:odd], found[-1][odd:]], divisor)  # the second is aligned otherwise
+        return torch.cat(found)
+
+    expected = quotients(_one_by_one)
+    ways: tuple[_Way, ...] = (_by_reciprocal, foreach_div_)
+    for way in ways:
+        if same_bits(quotients(way), expected):  # host synchronisation: a trial before any step
+            return way
+    return _one_by_one
+
+
+def _tried(dtype: torch.dtype) -> Tensor:
+    """Return all numbers of 16 bits, or so many of random bits, among them NaNs, infinities and subnormal numbers."""
+    integers = INTEGERS[dtype.itemsize]
+    low, high = torch.iinfo(integers).min, torch.iinfo(integers).max
+    if dtype.itemsize == 2:
+        return torch.arange(low, high + 1, dtype=torch.int32, device="cpu").to(integers).view(dtype)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(low, high, (1 << 16,), dtype=integers, generator=generator, device="cpu").view(dtype)
+
+
+class ReducedGrads:
+    """The mean gradients of one optimizer on one rank, after the ranks have finalized them."""
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        """``buckets``: the list itself, which may grow."""
+        self._buckets = buckets
+
+    def shards(self) -> list[Tensor]:
+        """Return the means in the shards that this rank owns, 1-D: over all owners, every element once."""
+        return self._intervals(lambda bucket: bucket.grad.pieces)
+
+    def shards_of(self, positions: Set[int], *, inside: bool) -> list[Tensor]:
+        """Return those of `shards` that are of the parameters at these positions in the layout, or of all others."""
+
+        def chosen(bucket: Bucket) -> list[Piece]:
+            slots = bucket.spec.slots
+            return [piece for piece in bucket.grad.pieces if (slots[piece.slot].parameter in positions) == inside]
+
+        return self._intervals(chosen)
+
+    def digests(self, positions: Iterable[int]) -> dict[int, int | None]:
+        """Return the `digest_of_part` of this rank's shard of the mean of each of these parameters; None if no rank
+        used it."""
+        found: dict[int, int | None] = dict.fromkeys(positions)
+        for bucket in self._buckets:
+            gradient = bucket.grad.final_grad()
+            for slot, place in enumerate(bucket.spec.slots):
+                if place.parameter in found and bucket.used[slot] and gradient is not None:
+                    mine = [piece for piece in bucket.grad.pieces if piece.slot == slot]
+                    parts = [digest_of_part(gradient.piece(piece), piece.begin - place.offset) for piece in mine]
+                    found[place.parameter] = sum(parts)
+        return found
+
+    def any_is_fp64(self) -> bool:
+        """Return whether the gradient of a used parameter is accumulated in fp64."""
+        doubles = [bucket for bucket in self._buckets if bucket.spec.dtypes.accumulate_dtype is torch.float64]
+        return any(1 in bucket.used for bucket in doubles)
+
+    def held(self, *, keeps_minus_zero: bool = False) -> list[Tensor]:
+        """Return the means that this rank steps with, 1-D, in few tensors, to be multiplied or divided in place.
+
+        The places of parameters without a gradient are left out, unless the change ``keeps_minus_zero``: they hold
+        -0.0, and later gradients are added to it.
+        """
+        found = []
+        for bucket in self._buckets:
+            gradient = bucket.grad.final_grad()
+            if gradient is not None:
+                alone = 0 in bucket.used and not keeps_minus_zero
+                found += _used(bucket, gradient, bucket.states.pieces) if alone else [gradient.data]
+        return found
+
+    def unscale(self, inverse: Tensor) -> bool:
+        """Multiply the means that this rank steps with by ``inverse``, a tensor of one element.
+
+        Returns whether any element was not finite. The result is this rank's alone.
+        """
+        alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for interval in self._intervals(lambda bucket: bucket.states.pieces):
+            alike.setdefault((interval.dtype, interval.device), []).append(interval)
+        found: dict[torch.device, Tensor] = {}
+        for (_, device), intervals in alike.items():
+            flag = found.setdefault(device, torch.zeros(1, device=device))
+            amp_unscale_(intervals, flag, inverse.to(device))
+        # host synchronisation: every rank must take or skip the same step
+        return any(read_scalars([flag[0] for flag in found.values()]))
+
+    def _intervals(self, pieces_of: Callable[[Bucket], Sequence[Piece]]) -> list[Tensor]:
+        """Return the gradients of the pieces that some rank used. Pieces with no padding between them are one."""
+        found = []
+        for bucket in self._buckets:
+            gradient = bucket.grad.final_grad()
+            if gradient is not None:
+                found += _used(bucket, gradient, pieces_of(bucket))
+        return found
+
+
+class FoundInf:
+    """The tensors in which a `GradScaler` learns that a gradient is not finite: in one `unscale_`, one for each device.
+
+    It hands over the gradients by device and dtype; that of a further device belongs to the same `unscale_`.
+    """
+
+    def __init__(self) -> None:
+        self._results: dict[torch.device, Tensor] = {}  # in the last `unscale_`
+        self._overflow = False
+        self.overflow_elsewhere = False  # in another part of the model, of the gradients that there are now
+
+    def repeats(self, found: Tensor, *, may_be_new: bool) -> bool:
+        """Return whether this `unscale_` has unscaled the gradients already. If so, ``found``, one element, is set to
+        the earlier result.
+
+        ``may_be_new``: the gradients may be others than those of the last `unscale_`.
+        """
+        if self._results and not may_be_new and found.device not in self._results:
+            self._set(found)
+        return self._results.get(found.device) is found
+
+    def note_elsewhere(self) -> None:
+        """Note that a gradient of another part of the model is not finite: the step of this `unscale_` is skipped."""
+        self.overflow_elsewhere = True
+        for found in self._results.values():
+            found.fill_(1.0)
+
+    def asked_for_step(self) -> None:
+        """Let the `GradScaler` that calls skip its step if a gradient of another part of the model is not finite. It
+        has unscaled means in p.grad by itself, and it alone knows the tensors of the result."""
+        frame = sys._getframe() if self.overflow_elsewhere else None
+        while frame is not None:
+            if frame.f_code is torch.amp.GradScaler.step.__code__:
+                scaler, optimizer = frame.f_locals["self"], frame.f_locals["optimizer"]
+                for found in scaler._found_inf_per_device(optimizer).values():
+                    found.fill_(1.0)
+            frame = frame.f_back
+
+    def note(self, found: Tensor, overflow: bool) -> None:
+        """Note the result of an `unscale_`, and set ``found`` of its first device to it."""
+        self._results, self._overflow = {}, overflow
+        self._set(found)
+
+    def _set(self, found: Tensor) -> None:
+        self._results[found.device] = found
+        if self._overflow:
+            found.fill_(1.0)
+
+
+def _used(bucket: Bucket, gradient: FlatBuffer, pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return the gradients of those of the pieces that some rank used. Pieces with no padding between them are one."""
+    used = _joined([piece for piece in pieces if bucket.used[piece.slot]])
+    return [gradient.interval(begin, end) for begin, end in used]
+
+
+def _joined(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
+    """Return the begin and the end of each run of pieces that touch."""
+    runs: list[tuple[int, int]] = []
+    for piece in pieces:
+        begin = runs.pop()[0] if runs and runs[-1][1] == piece.begin else piece.begin
+        runs.append((begin, piece.end))
+    return runs
 
 
 class Reducer:
@@ -100,20 +382,24 @@ class Reducer:
 
     def backward_began(self) -> None:
         self._transport.check()
-        try:
-            self.schedule.check_open()
-            problem = self._assigned or self.publisher.edited()
-            if problem is not None:
-                problem = f"rank {self._transport.rank}: {problem}"
-                if self._transport.world_size > 1:
-                    self._transport.abort(problem)  # the others cannot be asked whether they found one
-                raise RuntimeError(problem)
-        except RuntimeError:
+        if not self.schedule.is_open:
+            self.schedule.begin_dropping()
+            return
+        if self._assigned is not None:
+            problem = f"rank {self._transport.rank}: {self._assigned}"
             self.publisher.publish()
-            raise
+            if self._transport.world_size > 1:
+                self._transport.abort(problem)  # the others cannot be asked whether they found one
+            raise RuntimeError(problem)
+        edited, self._found.overflow_elsewhere = self.publisher.edited(), False
         self.schedule.begin(is_round=self._sync, shows_means=self.means_are_shown)
+        if edited is not None:
+            self.schedule.refuse_use(edited)
 
     def gradient_ready(self, bucket: Bucket, slot: int, gradient: Tensor) -> None:
+        if self.schedule.drops:
+            bucket.drop_gradient(slot, self.publisher.make_placeholder)
+            return
         if self._streams.exist and self._streams.changed():
             self._streams.wait_for_previous()
         if bucket.left:
@@ -135,7 +421,7 @@ class Reducer:
         self.publisher.publish()
 
     def gradient_zeroed(self, bucket: Bucket, slot: int) -> None:
-        self.schedule.early.distrust()
+        self.schedule.early.invalidate()
         self.publisher.zeroed(bucket, slot)
 
     # -- rounds -------------------------------------------------------------------------------------------------------
@@ -161,6 +447,10 @@ class Reducer:
             records = [Record.unpack(r) for r in self._transport.exchange(own.pack(), tag)]
             self.agreement.compare_launches(records)
         self.schedule.agree_used([record.used for record in records])
+        for record in records:
+            if record.unusable is not None:
+                self.schedule.refuse_use(record.unusable)
+                return
         if all(record.divisor == self.schedule.divisor for record in records):  # else `finalize_grads` agrees on one
             self._gather_means(are_early=all(record.gathered == record.divisor for record in records))
 
@@ -230,6 +520,7 @@ class Reducer:
 
     def finalize_agreed(self, purpose: str, records: Sequence[Record]) -> None:
         """Turn the sums into means, once, after `check_consistency` has returned these records. Collective."""
+        check_usable(purpose, records)
         used = [record.used for record in records]
         if not self.schedule.is_open:
             self.schedule.agree_used(used)
@@ -244,8 +535,8 @@ class Reducer:
             if self.schedule.means_divisor != self.schedule.divisor:
                 self._gather_means()
         else:
-            sums = [bucket.grad.final_grad() for bucket in self._buckets]
-            self._division.divide([each.data for each in sums if each is not None], self.schedule.divisor)
+            keeps_minus_zero = self.schedule.divisor >= torch.finfo(torch.float32).tiny
+            self._division.divide(self.means.held(keeps_minus_zero=keeps_minus_zero), self.schedule.divisor)
         self.schedule.finalized(purpose)
         self.publisher.publish()
 
@@ -286,7 +577,7 @@ class Reducer:
         launches = self._transport.launches
         launched = None if launches is None else launches.ledger.state
         phase, used, trainable = known.phase.name.lower(), known.used(), known.trainable()
-        return Record(known.divisor, phase, known.pending, used, trainable, launched=launched)
+        return Record(known.divisor, phase, known.pending, used, trainable, launched=launched, unusable=known.unusable)
 
     def _name(self, number: int) -> str:
         """Return the name of a parameter by its number among the flags of a record."""
@@ -338,6 +629,10 @@ class Reducer:
         """Note whether all gradients of the whole model, of which this is a part, are finite. Local."""
         if not is_finite:
             self._found.note_elsewhere()
+
+    def asked_for_step(self) -> None:
+        """Note that a `GradScaler` is about to decide whether to step. Local."""
+        self._found.asked_for_step()
 
     @property
     def has_new_gradients(self) -> bool:

@@ -17,7 +17,7 @@ from ..consistency import broadcast
 from ..core.bits import in_stride_order
 from ..runtime.bucket import Bucket
 from ..runtime.flat_buffer import gather_slot
-from .agreement import Record
+from .agreement import Record, check_usable
 from .reducer import Reducer
 
 _VALUE, _NONE = b"gradient", b"None"  # what a rank gives
@@ -43,6 +43,7 @@ class WholeGradients:
         spec, slot, schedule = bucket.specs[number], bucket.spec.slots[number], self._reducer.schedule
         purpose = f"full_grad of {spec.name!r}"
         records = self._reducer.check_consistency(purpose)
+        check_usable(purpose, records)
         if any(record.pending for record in records):
             raise RuntimeError(
                 f"{purpose}: gradients of a backward inside no_sync(), or the zeros of zero_grad(set_to_none=False), "
@@ -105,7 +106,8 @@ class WholeGradients:
         if gradient.layout is not torch.strided:
             return f"the gradient is {gradient.layout}: give a dense one"
         if tuple(gradient.shape) != tuple(spec.shape):
-            return f"the gradient has shape {tuple(gradient.shape)}, the parameter {tuple(spec.shape)}"
+            shapes = f"the gradient has shape {tuple(gradient.shape)}, the parameter {tuple(spec.shape)}"
+            return f"{shapes}: give a whole gradient, as full_grad returns it"
         if gradient.dtype is not dtype:
             return f"the gradient is {gradient.dtype}, and full_grad returns {dtype}: give gradient.to({dtype})"
         return None

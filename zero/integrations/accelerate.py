@@ -6,16 +6,19 @@ gradients, and which arguments it obeys. Does not know: how to train.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, DataLoaderShard  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from .conversion import Conversions, split
+from ..data import MicroBatchSampler
+from .conversion import Conversions, check_started, split
 
 _SHARDINGS = (
     "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
@@ -40,7 +43,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     Raises:
         ValueError: FSDP, DeepSpeed, Megatron-LM, tensor or context parallelism, dynamo, fp8, fp16 on CPUs, or arguments
-            for DistributedDataParallel, asked for by an argument or by ``accelerate launch``.
+            for DistributedDataParallel, asked for by an argument or by ``accelerate launch``; or accelerate has found
+            fewer processes than were started.
     """
 
     def __init__(self, **arguments: Any) -> None:
@@ -50,7 +54,8 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         others.setdefault("cpu", not torch.cuda.is_available())
         super().__init__(**others)
         self._check()
-        self._conversions = Conversions(options, "ZeroAccelerator")
+        remedy = "prepare the optimizer that has it, as in `optimizer = accelerator.prepare(optimizer)`"
+        self._conversions = Conversions(options, "ZeroAccelerator", remedy)
 
     def _check(self) -> None:
         """Raise `ValueError` for what cannot be obeyed, also if `accelerate launch` has asked for it."""
@@ -66,19 +71,43 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         }
         if found := [name for name, is_refused in refused.items() if is_refused]:
             raise ValueError(f"ZeroAccelerator does not take {found[0]}")
+        # accelerate counts the processes once: where there is no GPU, a tracker that asks first finds itself alone
+        remedy = "build ZeroAccelerator before any tracker of your own, or begin with accelerate.PartialState(cpu=True)"
+        check_started(self.num_processes, "accelerate", remedy)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Place the model, and add autocast if asked for. Local. Raises `ValueError` if it is compiled as one."""
+        """Place the model, and add autocast if asked for. Local. Raises `ValueError` if it is compiled as one.
+
+        Its backwards raise `RuntimeError` until its optimizer is prepared, unless it is for evaluation.
+        """
         if is_compiled_module(model):
             raise ValueError(
                 "ZeroAccelerator does not take a model that torch.compile returned: prepare the model itself, and "
                 "compile each block before, as in `for block in model.blocks: block.compile()`"
             )
-        self._conversions.add(model)
         # "evaluation" leaves DistributedDataParallel out, and nothing else
-        return super().prepare_model(model, device_placement, evaluation_mode=True)  # type: ignore[no-any-return]
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        self._conversions.add(model, trained=not evaluation_mode)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader[Any]:
+        """Deal the micro-batches of a loader to the ranks, unless a `MicroBatchSampler` has dealt them. Local.
+
+        Raises `ValueError` if that is one of other ranks, or if another sampler has dealt samples.
+        """
+        if isinstance(data_loader, _DealtLoader):
+            return data_loader
+        if isinstance(data_loader.batch_sampler, MicroBatchSampler):
+            placed = self.device_placement if device_placement is None else device_placement
+            data_loader = _DealtLoader(data_loader, self, self.device if placed else None)
+            self._dataloaders.append(data_loader)  # private: the base's method would deal it out again
+            return data_loader
+        undealt = check_undealt(data_loader, "ZeroAccelerator")
+        return super().prepare_data_loader(undealt, device_placement, slice_fn_for_dispatch)  # type: ignore[no-any-return]
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -87,8 +116,27 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         prepared = _Prepared(self._conversions.convert(optimizer), device_placement=False, scaler=self.scaler)
+        prepared.project = self.project_configuration
         self._optimizers.append(prepared)  # private: the base's method would build the wrapper itself
         return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which does not step when its own optimizer has skipped a step. Local."""
+        prepared = super().prepare_scheduler(scheduler)
+        plain = getattr(scheduler, "optimizer", None)  # which the base does not recognise, and would wait for all
+        groups = getattr(plain, "param_groups", None)
+        if own := [each for each in self._optimizers if each.optimizer.param_groups is groups]:
+            prepared.optimizers = own
+        return prepared
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Register a hook of `save_state`, during which the parameters are whole. Each rank's hook may read them."""
+
+        def whole(*arguments: Any) -> None:
+            with self._conversions.gathered():
+                hook(*arguments)
+
+        return super().register_save_state_pre_hook(whole)
 
     def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
         """Clip all gradients of an optimizer, and return their norm. All ranks.
@@ -97,7 +145,10 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         while gradients are accumulated.
         """
         if not self.sync_gradients:
-            raise RuntimeError("clip_grad_norm_ while gradients are accumulated: call it if accelerator.sync_gradients")
+            raise RuntimeError(
+                "clip_grad_norm_ while gradients are accumulated, of which this is a part: call it only "
+                "`if accelerator.sync_gradients:`"
+            )
         optimizer = self._conversions.of([parameters] if isinstance(parameters, Tensor) else parameters)
         self.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(max_norm, norm_type)
@@ -116,8 +167,12 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         return super().free_memory(*objects)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state of a model on rank 0, on the CPU, and {} on other ranks. All ranks."""
-        return self._conversions.state_dict(self.unwrap_model(model))
+        """Return the whole state of a model on rank 0, on the CPU, and {} on other ranks. All ranks.
+
+        With ``ProjectConfiguration(save_on_each_node=True)`` each node's first rank gets it.
+        """
+        everywhere = self.project_configuration.save_on_each_node and self.is_local_main_process
+        return self._conversions.state_dict(self.unwrap_model(model), everywhere)
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
         """Load what `save_state` wrote. All ranks."""
@@ -125,11 +180,61 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
 
+def check_undealt(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
+    """Return the loader. Raises `ValueError` if a sampler has dealt its samples to the ranks: ``where`` would again."""
+    outer = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
+    for each in (*outer, *(getattr(sampler, "sampler", None) for sampler in outer)):
+        if isinstance(each, MicroBatchSampler) or hasattr(each, "num_replicas"):
+            raise ValueError(
+                f"{where} would deal out what the {type(each).__name__} has dealt already, so that most of it would "
+                "never be trained: give a DataLoader(dataset, batch_size, shuffle=True) without a sampler of ranks"
+            )
+    return loader
+
+
+class _DealtLoader(DataLoaderShard):  # type: ignore[misc]
+    """A loader whose `MicroBatchSampler` has dealt the micro-batches. The sampler's epoch decides their order."""
+
+    _OWN_COUNT = -1  # in the place of accelerate's count of epochs
+
+    def __init__(self, loader: DataLoader[Any], accelerator: Accelerator, device: torch.device | None) -> None:
+        sampler: Any = loader.batch_sampler
+        place, expected = (sampler.rank, sampler.world), (accelerator.process_index, accelerator.num_processes)
+        if place != expected:
+            raise ValueError(
+                f"ZeroAccelerator: the MicroBatchSampler has (rank, world) = {place} where {expected} is expected: "
+                "build it with accelerator.process_index and accelerator.num_processes"
+            )
+        left = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")  # the batch sampler has them
+        super().__init__(
+            loader.dataset,
+            batch_sampler=sampler,
+            device=device,
+            rng_types=[each for each in accelerator.rng_types if each != "generator"],  # it has none
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
+            _drop_last=True,  # else gather_for_metrics takes the last samples for repeated ones
+            _non_blocking=accelerator.non_blocking,
+            **{name: getattr(loader, name) for name in _PYTORCH_DATALOADER_KWARGS if name not in left},  # private
+        )
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iteration = self._OWN_COUNT  # accelerate sets the epoch to this when an iteration begins
+        return super().__iter__()  # type: ignore[no-any-return]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the sampler."""
+        if epoch != self._OWN_COUNT:
+            self.batch_sampler.set_epoch(epoch)
+
+
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]
     """The wrapper that skips the steps in which gradients are accumulated, around a `ZeroOptimizer`."""
 
+    project: Any  # accelerate's ProjectConfiguration
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain optimizer's dict on rank 0, and {} on other ranks. All ranks."""
-        self.optimizer.consolidate_state_dict()
-        found: dict[str, Any] = {} if self.optimizer.rank else self.optimizer.state_dict()
+        """Return the plain optimizer's dict on rank 0, and {} on other ranks unless each node saves. All ranks."""
+        everywhere = self.project.save_on_each_node
+        self.optimizer.consolidate_state_dict(None if everywhere else 0)
+        found: dict[str, Any] = {} if self.optimizer.rank and not everywhere else self.optimizer.state_dict()
         return found

@@ -44,7 +44,8 @@ class ZeroFabricStrategy(DDPStrategy):
     def __init__(self, **arguments: Any) -> None:
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
-        self._conversions = Conversions(options, "ZeroFabricStrategy")
+        remedy = "set up the optimizer that has it, as in `optimizer = fabric.setup_optimizers(optimizer)`"
+        self._conversions = Conversions(options, "ZeroFabricStrategy", remedy)
         self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
 
     # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
@@ -52,7 +53,7 @@ class ZeroFabricStrategy(DDPStrategy):
         return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
 
     def setup_module(self, module: nn.Module) -> Any:
-        """Return the module as it is. Local."""
+        """Return the module as it is. Local. Its backwards raise `RuntimeError` until its optimizer is set up."""
         check_precision(type(self), self.precision)
         self._conversions.add(module)
         return module
@@ -70,7 +71,10 @@ class ZeroFabricStrategy(DDPStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Clip all gradients of ``optimizer``, and return their norm. All ranks."""
-        assert isinstance(optimizer, ZeroOptimizer)
+        if not isinstance(optimizer, ZeroOptimizer):
+            raise TypeError(
+                f"ZeroFabricStrategy clips the optimizers that fabric.setup returned, not {optimizer!r:.80}"
+            )
         self.precision.unscale_gradients(optimizer)
         return optimizer.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 

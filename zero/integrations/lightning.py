@@ -7,13 +7,16 @@ Needs pytorch-lightning or lightning.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from ..data import MicroBatchSampler
+from ..optimizer import ZeroOptimizer
 from ..parameters.module_hooks import register_forward_method
-from .conversion import Conversions
+from .conversion import Conversions, held_in, hold, release
 from .lightning_common import check_precision, default_backend, imported, strategy_arguments
 
 if TYPE_CHECKING:
@@ -65,7 +68,7 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, **arguments: Any) -> None:
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
-        self._conversions = Conversions(options, "ZeroStrategy")
+        self._conversions = Conversions(options, "ZeroStrategy", "list it in the optimizer of configure_optimizers")
 
     # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
     def _get_process_group_backend(self) -> str:
@@ -73,11 +76,15 @@ class ZeroStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Place the module and, for a fit, build its optimizer. All ranks."""
-        fitting = trainer.state.fn == "fit"
-        if fitting:
+        module: Any = self.lightning_module
+        if trainer.state.fn == "fit":
             self._check(trainer)
             self._conversions.close()
-        if not fitting and not self._conversions.optimizers:
+            release(module)  # of another trainer
+        elif held := held_in(module):
+            self._conversions.adopt(module, held[0])  # perhaps that of another trainer
+        else:
+            self._conversions.forget()
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
         self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
@@ -104,15 +111,23 @@ class ZeroStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Build the `ZeroOptimizer` of the module's optimizer. All ranks."""
         super().setup_optimizers(trainer)
-        module = self.lightning_module
-        assert module is not None
+        module: Any = self.lightning_module
         if len(self.optimizers) != 1:
             raise ValueError(
                 f"ZeroStrategy takes one optimizer, not {len(self.optimizers)}: give one ZeroOptimizer param groups, "
                 "each with an optimizer_class and options of its own"
             )
         self._conversions.add(module)
-        self.optimizers = [self._conversions.convert(self.optimizers[0])]
+        plain = self.optimizers[0]
+        self.optimizers = [optimizer := self._conversions.convert(plain)]
+        if optimizer is not plain:
+            vars(optimizer)["optimizer"] = plain  # where callbacks look for the optimizer of schedulers, and its class
+        hold(module, optimizer)
+        optimizer._engine.parts.cast_inside()  # the steps call parts of the module, not its forward
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, _callbacks.BaseFinetuning):
+                _check_groups(callback, optimizer)
+                callback.finetune_function = partial(_finetune, callback)  # type: ignore[method-assign]
         for name in _STEPS:
             if module.automatic_optimization or name != "training_step":  # else the optimizer steps inside of it
                 register_forward_method(module, name)  # it may use weights itself, outside of a forward
@@ -126,14 +141,21 @@ class ZeroStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the module on rank 0, on the CPU, and {} on other ranks. All ranks."""
-        module = self.lightning_module
-        assert module is not None
+        module: Any = self.lightning_module
         return self._conversions.state_dict(module)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's weights, also into a module that is sharded. All ranks."""
         with self._conversions.gathered(self.lightning_module, write=True):
             super().load_model_state_dict(checkpoint, strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the plain optimizer's dict on rank 0, and {} on other ranks. All ranks."""
+        found, plain = super().optimizer_state(optimizer), vars(optimizer).get("optimizer")
+        if plain is not None and "param_names" not in plain.param_groups[0]:
+            for group in found.get("param_groups", ()):  # a plain optimizer that loads names takes no group without
+                group.pop("param_names", None)
+        return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load a checkpoint's states. All ranks."""
@@ -148,6 +170,37 @@ class ZeroStrategy(DDPStrategy):
             if plugin is not None:
                 plugin.teardown()
         return None
+
+
+def _check_groups(callback: Any, optimizer: ZeroOptimizer) -> None:
+    """Raise `ValueError` if a checkpoint has further param groups, and keep a callback from replacing the groups."""
+    # Private: the callback names its groups nowhere else. The optimizer loads their options itself.
+    if callback._restarting and len(callback._internal_optimizer_metadata.get(0, ())) > len(optimizer.param_groups):
+        raise ValueError(
+            f"ZeroStrategy: the checkpoint has param groups that {type(callback).__name__} has added: resume from one "
+            "that was saved before the unfreezing"
+        )
+    callback._restarting = False
+
+
+def _finetune(callback: Any, module: Any, epoch: int, optimizer: Any) -> None:
+    """Call the callback's own ``finetune_function``, which compares the values of parameters. All ranks."""
+    if not isinstance(optimizer, ZeroOptimizer):  # of another strategy's fit
+        return type(callback).finetune_function(callback, module, epoch, optimizer)  # type: ignore[no-any-return]
+
+    def add_param_group(group: dict[str, Any]) -> None:
+        whole.close()
+        ZeroOptimizer.add_param_group(optimizer, group)
+        whole.enter_context(optimizer.gathered())
+
+    with ExitStack() as whole:
+        whole.enter_context(optimizer.gathered())
+        vars(optimizer)["add_param_group"] = add_param_group
+        try:
+            type(callback).finetune_function(callback, module, epoch, optimizer)
+        finally:
+            del optimizer.add_param_group
+    return None
 
 
 def _clip_by_norm(optimizer: Any, clip_val: float) -> None:

@@ -36,7 +36,7 @@ from transformers.core_model_loading import (  # type: ignore[import-not-found, 
     rename_source_key,
 )
 
-from ..parameters.state_dicts import ReadTensors, Shape, TensorFiles
+from ..parameters.materialize import ReadTensors, Shape, TensorFiles
 
 _REMEDY = "load it by from_pretrained, which gives the model memory, and give that model to ZeroOptimizer"
 
@@ -64,7 +64,7 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
     if getattr(whole.config, "quantization_config", None) is not None:
         raise ValueError(f"the weights of {folder} are quantised: {_REMEDY}")
     _check_dtypes(whole)
-    files = TensorFiles(_files(Path(folder)))
+    files = TensorFiles(_files(Path(folder)), "weights_of")
     groups, unknown = _groups(whole, files)
     _warn_of_unknown(whole, folder, unknown)
     return _Weights(whole, files, groups)

@@ -94,9 +94,9 @@ def put_casts(border: Border, owner: Owner | None) -> None:
     module, precision = border.module, border.precision
     if precision.cast_forward_inputs and precision.param_dtype is not None:
         kind = InputCast if border.name else OutermostInputCast
-        module.register_forward_pre_hook(kind(precision.param_dtype, owner), prepend=True, with_kwargs=True)
+        nn.Module.register_forward_pre_hook(module, kind(precision.param_dtype, owner), prepend=True, with_kwargs=True)
     if precision.output_dtype is not None:
-        module.register_forward_hook(OutputCast(precision.output_dtype, owner), prepend=True)
+        nn.Module.register_forward_hook(module, OutputCast(precision.output_dtype, owner), prepend=True)
 
 
 def remove_casts(module: nn.Module, owner: Owner) -> None:

@@ -1,19 +1,128 @@
-"""Detection of edits of a unit's parameters. The other ranks do not have such an edit, so it is an error, never lost.
+"""A bucket of a unit on one rank, and detection of edits of its parameters.
+
+The other ranks do not have such an edit, so it is an error, never lost.
 
 On the CPU a bucket is compared with its shard when it is released. On an accelerator the comparison is launched then,
 and the host reads the results of all before a step, together.
 
-Knows: an error's text, and how to find an edit of gathered memory that no version counter shows. Does not know: when
-units are gathered, or how edits of memory that all ranks share are found.
+A bucket of a unit on one rank: its parameters by slot, this rank's shard, and what was last seen of their data.
+
+Knows: slots, names, the classes, versions and addresses of parameters, and how to find an edit of gathered memory that
+no version counter shows. Does not know: when units are gathered, or how edits of memory that all ranks share are found.
 """
 
 from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.bits import host_readable, same_bits
-from .unit_buffer import UnitBuffer, usable_later
+from ..core.layout import BucketSpec, Layout, ParameterSpec
+from ..runtime.flat_buffer import Move, usable_later
+
+
+@dataclass(eq=False)
+class UnitBuffer:
+    """A bucket on this rank, or the part of one that belongs to a unit: its parameters by slot, and this rank's
+    shard."""
+
+    bucket: BucketSpec
+    layout: Layout
+    parameters: list[Tensor]
+    shard: Tensor
+    updated: bool  # by the optimizer
+    released: Sequence[type[Tensor]]  # the parameters' classes while they are released
+
+    def __post_init__(self) -> None:
+        self.offsets = [slot.offset for slot in self.bucket.slots]
+        specs = self.layout.members(self.bucket)
+        self._geometry = [
+            (offset, tuple(spec.shape), tuple(spec.stride)) for offset, spec in zip(self.offsets, specs, strict=True)
+        ]
+        self.bases = [type(parameter) for parameter in self.parameters]
+        self._noted: list[tuple[int, int, torch.dtype]] = []  # version, address and dtype of each slot's data
+        self.note()
+
+    def name(self, slot: int) -> str:
+        return self.spec(slot).name
+
+    def spec(self, slot: int) -> ParameterSpec:
+        return self.layout.parameters[self.bucket.slots[slot].parameter]
+
+    def slot_at(self, element: int) -> int:
+        """The slot in which an element of the bucket lies."""
+        return bisect.bisect_right(self.offsets, element) - 1
+
+    def views(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yield the view of each parameter in a tensor that holds the whole bucket."""
+        begin = flat.storage_offset()
+        for offset, shape, stride in self._geometry:
+            yield flat.as_strided(shape, stride, begin + offset)
+
+    def commit(self, slots: Sequence[int], flat: Tensor, rank: int) -> None:
+        """Copy the values of these slots from a tensor that holds the whole bucket into this rank's shard."""
+        self._write(self.shard, slots, flat, rank)
+
+    def _write(self, shard: Tensor, slots: Sequence[int], flat: Tensor, rank: int) -> None:
+        low, high = self.bucket.owned(rank)
+        for piece in self.bucket.pieces(low, high):
+            if piece.slot in slots:
+                shard[piece.begin - low : piece.end - low].copy_(flat[piece.begin : piece.end])
+
+    def apply(self, move: Move) -> None:
+        """Replace this rank's shard by what ``move`` returns for it."""
+        self.shard = move(self.shard)
+
+    # -- a parameter's data: for parameters that have their own classes, or under `as_plain` ---------------------------
+
+    def set_data(self, data: Iterable[Tensor]) -> None:
+        """Give each parameter, which must have its own class, its data. This counts as no edit."""
+        for parameter, tensor in zip(self.parameters, data, strict=True):
+            parameter.data = tensor
+        self.note()
+
+    def edited(self) -> list[int]:
+        """Return the slots whose parameter's data was edited or replaced since it was noted."""
+        now = [(parameter._version, parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+        return [] if now == self._noted else self._differing(now)
+
+    def _differing(self, now: list[tuple[int, int, torch.dtype]]) -> list[int]:
+        return [slot for slot, (here, noted) in enumerate(zip(now, self._noted, strict=True)) if here != noted]
+
+    def displaced(self) -> list[int]:
+        """Return the slots whose memory was replaced since it was noted."""
+        return [slot for slot in self.edited() if not self.owns(slot)]
+
+    def owns(self, slot: int) -> bool:
+        """Return False if a parameter's memory is not the one that was noted."""
+        parameter = self.parameters[slot]
+        return (parameter.data_ptr(), parameter.dtype) == self._noted[slot][1:]
+
+    def note(self) -> None:
+        """Note the data of all slots as it is now."""
+        self._noted = [(parameter._version, parameter.data_ptr(), parameter.dtype) for parameter in self.parameters]
+
+    def note_slot(self, slot: int) -> None:
+        """Note the data of a slot as it is now."""
+        parameter = self.parameters[slot]
+        self._noted[slot] = parameter._version, parameter.data_ptr(), parameter.dtype
+
+    def count_change(self, slots: Sequence[int]) -> None:
+        """Raise the versions of these slots, as an edit in place does. This counts as no edit."""
+        torch.autograd.graph.increment_version([self.parameters[slot] for slot in slots])
+        for slot in slots:
+            version, address, dtype = self._noted[slot]
+            self._noted[slot] = version + 1, address, dtype
+
+    def set_classes(self, classes: Sequence[type[Tensor]]) -> None:
+        """Set the classes of the parameters: ``bases`` or ``released``."""
+        for parameter, its_class in zip(self.parameters, classes, strict=True):
+            parameter.__class__ = its_class
+
 
 MOST_UNREAD = 4096  # comparisons that were launched and whose results the host has not read
 
@@ -55,7 +164,8 @@ class EditDetector:
             return
         self.note(
             f"{buffer.name(slot)!r} was edited while its unit was gathered (as an Embedding with max_norm does in its "
-            "forward), which the other ranks cannot see"
+            "forward), which the other ranks cannot see",
+            "; where a forward moves it (a codebook), list it in ignored=: each rank then moves its own",
         )
 
     def note_released(self, buffer: UnitBuffer, slot: int) -> None:
@@ -69,9 +179,9 @@ class EditDetector:
         """Record what cannot be undone."""
         self.lasting = f"{problem}: build a new model and optimizer"
 
-    def note(self, problem: str) -> None:
-        """Record an edit. Only the first one is kept."""
-        self._found = self._found or f"{problem}: edit it inside gathered(write=True)"
+    def note(self, problem: str, remedy: str = "") -> None:
+        """Record an edit. Only the first one is kept. ``remedy``: a further one."""
+        self._found = self._found or f"{problem}: edit it inside gathered(write=True){remedy}"
 
     def compare(self, buffer: UnitBuffer, whole: Tensor) -> None:
         """Compare this rank's part of an unsharded buffer with its shard, which no edit has reached."""

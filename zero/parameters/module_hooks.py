@@ -16,10 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..core.names import named_parameters, named_parts
-from ..core.parameter_specs import HELD_ELSEWHERE, is_released
+from ..core.parameter_specs import HELD_ELSEWHERE, is_released, named_parameters, named_parts
 from ..core.units import Ignored, UnitModule
-from ..runtime.compiled_calls import inside_compiled_call, interrupting, untraced, wrap_compiled_call
+from ..runtime.compiled_calls import NotScriptable, inside_compiled_call, interrupting, untraced, wrap_compiled_call
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)  # they hide no tensor
 Before = Callable[[nn.Module], None]
@@ -137,8 +136,8 @@ class ModuleHooks:
         self.name, self.needs, self.is_root = entry.name, entry.needs, not entry.name
         self._owner, self._module = weakref.ref(owner), weakref.ref(entry.module)
         self._entering, self._leaving = _Hook(self, self._before), _Hook(self, self._after)
-        self._first = entry.module.register_forward_pre_hook(self._entering, prepend=True)
-        self._last = entry.module.register_forward_hook(self._leaving, always_call=True)
+        self._first = nn.Module.register_forward_pre_hook(entry.module, self._entering, prepend=True)
+        self._last = nn.Module.register_forward_hook(entry.module, self._leaving, always_call=True)
         self._back: Any = None
         self._inner: tuple[Any, Any] | None = None  # the last hook before the forward, and the first one after it
         self._compiled: Any = None  # the module's compiled call
@@ -182,7 +181,7 @@ class ModuleHooks:
         others = len(module._backward_pre_hooks) - (self._back is not None)
         if others and self._back is None:  # without the user's, ours would add a node to every graph
             reached = _Hook(self, lambda owner, *_: owner.reached(self))
-            self._back = module.register_full_backward_pre_hook(reached, prepend=True)
+            self._back = nn.Module.register_full_backward_pre_hook(module, reached, prepend=True)
         elif others:
             _ordered(module._backward_pre_hooks).move_to_end(self._back.id, last=False)
         elif self._back is not None:
@@ -202,8 +201,8 @@ class ModuleHooks:
         if self._inner is None:
             push = _Hook(self, lambda owner, *_: owner.push_saver_again(self))
             pop = _Hook(self, lambda owner, *_: owner.pop_saver_again(self))
-            before = module.register_forward_pre_hook(push)
-            self._inner = before, module.register_forward_hook(pop, always_call=True)
+            before = nn.Module.register_forward_pre_hook(module, push)
+            self._inner = before, nn.Module.register_forward_hook(module, pop, always_call=True)
         _ordered(module._forward_pre_hooks).move_to_end(self._inner[0].id)
         _ordered(module._forward_hooks).move_to_end(self._inner[1].id, last=False)
 
@@ -276,7 +275,7 @@ class ModuleHooks:
             owner.reached(self)
 
 
-class _Hook:
+class _Hook(NotScriptable):
     """A hook as it is registered on a module.
 
     A compiler does not trace it. Copies of the module, also pickled ones, get a hook that does nothing.
@@ -307,7 +306,7 @@ def _run(hook: _Hook, arguments: tuple[Any, ...]) -> None:
     hook.act(inside_compiled_call(), arguments)
 
 
-class _Inert:
+class _Inert(NotScriptable):
     def __call__(self, *_: Any) -> None:
         return None
 

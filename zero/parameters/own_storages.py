@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..core.parameter_specs import is_released
-from .unit_buffer import usable_later
+from ..runtime.flat_buffer import usable_later
 
 _Lent = tuple[Tensor, Tensor, Tensor]  # a parameter, the view that it was, and its data with a storage of its own
 

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
 
 from collectives.torch_internals import (
     TracingContext,
@@ -31,9 +32,11 @@ from collectives.torch_internals import (
 )
 
 from ..core.layout import ParameterSpec
-from ..core.parameter_specs import as_plain, is_released
+from ..core.parameter_specs import COPY, as_plain, is_released
+from ..core.units import is_scripted
 from ..runtime.backward_tracker import callers
 from ..runtime.compiled_calls import untraced
+from .module_hooks import ForwardMethod
 
 _Given = TypeVar("_Given")
 _Found = TypeVar("_Found")
@@ -51,6 +54,7 @@ _METHODS = (
     "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "size",
 )
 # fmt: on
+_COPYING = ("save", "save_to_buffer", "__deepcopy__")  # methods of ScriptModules
 _CASTS = ("to", "type", "double", "float", "half", "bfloat16", "cpu", "cuda", "xpu")  # called by methods of nn.Module
 
 
@@ -64,15 +68,18 @@ def _answerable() -> frozenset[Any]:
 
 ANSWERABLE = _answerable()
 _SAVE = (
-    "to save, all ranks call zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where "
-    "model.state_dict() is whole and rank 0 saves it"
+    "to save, all ranks call optimizer.full_state_dict(to=0), which returns the whole one on rank 0, or "
+    "zero.save(path, optimizer), or all enter 'with optimizer.gathered():', where model.state_dict() is whole"
 )
+_DATA: Any = Tensor.data
+_FINDS_NODES = {each.__code__ for each in (autograd_graph.get_gradient_edge, autograd_graph.register_multi_grad_hook)}
 _WHOLE_USES: dict[CodeType, tuple[str, str]] = {
     nn.Module.load_state_dict.__code__: (
         "model.load_state_dict()",
         "load inside 'with optimizer.gathered(write=True):', which all ranks enter, or before the optimizer is built",
     ),
     torch.save.__code__: ("torch.save()", _SAVE),
+    torch.jit.save.__code__: ("torch.jit.save()", "call it inside 'with optimizer.gathered():', which all ranks enter"),
     nn.Module.state_dict.__code__: ("model.state_dict()", _SAVE),
     nn.Parameter.__reduce_ex__.__code__: ("pickle", _SAVE),
     copy.deepcopy.__code__: ("copy.deepcopy()", "copy inside 'with optimizer.gathered():', which all ranks enter"),
@@ -194,6 +201,14 @@ def _accumulated(spec_of: SpecOf, func: Any, tensors: Any, *, inputs: Any = None
     return func(tensors, inputs=_edges(inputs), **options)
 
 
+def _viewed(spec_of: SpecOf, func: Any, parameter: Tensor, other: Any) -> Any:
+    """Let torch find the node that accumulates a parameter's gradient, for hooks that users register."""
+    if other is not parameter or _FINDS_NODES.isdisjoint(callers()):
+        return NotImplemented
+    with as_plain():
+        return func(parameter, other)
+
+
 def _edges(inputs: Sequence[Any]) -> list[Any]:
     """Return ``inputs`` with the gradient edge of each released parameter in its place.
 
@@ -211,6 +226,7 @@ def _without_values() -> dict[Any, Callable[..., Any]]:
         tensor.__format__: _formatted,
         **{getattr(tensor, name): _converted for name in converting},
         tensor.data.__set__: _replaced,
+        tensor.view_as: _viewed,
         torch.autograd.grad: _differentiated,
         torch.autograd.backward: _accumulated,
     }
@@ -223,6 +239,8 @@ def _further_remedy(func: Any, running: Set[CodeType]) -> str:
     """Return a further remedy for the error's text, if the call is a known misuse; else an empty text."""
     if getattr(func, "__name__", "") in _CASTS:
         return "; move and cast the model before the optimizer is built, or after its close()"
+    if getattr(func, "__self__", None) is _DATA or nn.utils.vector_to_parameters.__code__ in running:
+        return f". There, {COPY} edits it, not p.data = t"
     if nn.parallel.DistributedDataParallel.__init__.__code__ in running:
         return "; do not wrap the model in DistributedDataParallel, which would reduce the gradients a second time"
     return ""
@@ -253,6 +271,17 @@ def weakly(method: Callable[[_Given], _Found]) -> Callable[[_Given], _Found | No
         return None if known is None else known(given)
 
     return call
+
+
+def guard_copies(root: nn.Module) -> list[ForwardMethod]:
+    """Let the methods by which ScriptModules copy memory, without a call of Python, raise while it is released."""
+    scripted = [part for part in root.modules() if is_scripted(part)]
+    return [ForwardMethod(part, name, _use, lambda *_: None) for part in scripted for name in _COPYING]
+
+
+def _use(module: nn.Module) -> None:
+    for parameter in filter(is_released, module.parameters()):
+        parameter.data_ptr()
 
 
 def refuse_transforms(name: str) -> None:

@@ -25,9 +25,8 @@ from collectives import Kind, Region, Tag, Transport, Work
 from ..core.bits import same_bits
 from ..core.layout import Piece
 from ..core.parameter_specs import as_plain
-from ..runtime.flat_buffer import Move
-from .edit_detector import EditDetector
-from .unit_buffer import UnitBuffer, usable_later
+from ..runtime.flat_buffer import Move, usable_later
+from .edit_detector import EditDetector, UnitBuffer
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from collectives import Choice, Collective, Kind, Region, Tag, Transport
 
@@ -20,19 +21,27 @@ from ..consistency import broadcast, fingerprint
 from ..core.bits import where
 from ..core.buckets import BucketSizes, build
 from ..core.layout import BucketSpec, Layout, ParameterSpec, is_accelerator
-from ..core.parameter_specs import bindings, check_memory, misplaced, replaced, specs
+from ..core.parameter_specs import (
+    Named,
+    bindings,
+    check_memory,
+    check_memory_apart,
+    give_own_counters,
+    misplaced,
+    replaced,
+    specs,
+)
 from ..core.stage import Placement, keeps_masters_alone, units_share_buckets
 from ..core.units import Ignored, Predicate, UnitSchedule, find_units, kept_units
 from ..precision import Precisions
 from ..runtime.backward_tracker import BackwardTracker
 from ..runtime.bucket import StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.joining import Joining
-from ..runtime.master_weights import RoundedShard
+from ..runtime.flat_states import RoundedShard
+from ..runtime.joining import Joining, UnitOrder
 from ..runtime.offload import OffloadBackend
 from ..runtime.streams import Streams
-from ..runtime.unit_order import UnitOrder
-from .gathered.buffers import GatheredBuffer
+from .gathered.units import GatheredBuffer
 from .materialize import Materializer, is_meta
 from .released import weakly
 from .resident_units import ResidentBuffer, SharedBucketMemory
@@ -117,10 +126,15 @@ class ShardedStorage(ParameterStorage):
         kept = [f"unit {self._units.names[number]} is kept" for number in sorted(self.unit_hooks.schedule.kept)]
         return [*described, *kept, *super().lines()]
 
-    def prepare(self, parameters: Sequence[Tensor]) -> None:
-        self._describe_unlisted([*self.parameters, *parameters])
+    def prepare(self, parameters: Sequence[Named]) -> list[str]:
+        rest, described = self._describe_unlisted([*self.parameters, *(parameter for _, parameter in parameters)])
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
+        unlisted = [(spec.name, parameter) for spec, parameter in zip(described, rest, strict=True)]
+        found = check_memory_apart(parameters, unlisted, self._known())
+        if self._shard_group.world_size > 1 or self._offload_backend is not None:  # else edits are kept
+            give_own_counters([*parameters, *unlisted], self._known())
+        return found
 
     def materialize(self) -> None:
         """Nothing yet: a bucket's tensors get memory just before it is filled, and all others at the end."""
@@ -130,13 +144,13 @@ class ShardedStorage(ParameterStorage):
         self._make_plain([buffer for buffer in self.manager.buffers() if not buffer.updated])
         self._unlisted = None
 
-    def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
-        new = _requests(self.layout, self.parameters, keep, len(self.buckets))
+    def _fill(self, layout: Layout, keep: Keep) -> Sequence[StoredBucket]:
+        new = _requests(layout, self.parameters, keep, len(self.buckets))
         stored = self._fill_all([*new, *self._lay_out_unlisted()])
         self._unlisted = stored[len(new) :]
         return stored[: len(new)]
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool) -> None:
         super().materialize()
         self._bindings = bindings(self._module, self.ignored)
         if self._unlisted is None:  # nothing was adopted after all
@@ -225,6 +239,7 @@ class ShardedStorage(ParameterStorage):
             if common is not None or (self._shard_group.world_size == 1 and not spec.offloaded):
                 buffer = ResidentBuffer(*known, common, begin)
             else:
+                increment_version(members)  # so that a graph from before raises: it would read what is left of them
                 buffer = GatheredBuffer(*known, rounded or (weights if spec.offloaded else None))
             self.manager.add_buffer(unit, buffer)
             if updated:

@@ -18,16 +18,20 @@ from collectives import Transport, as_a_whole
 from ..consistency import broadcast, compare_subclasses, fingerprint
 from ..core.bits import strided
 from ..core.layout import BucketSpec, Layout, ParameterSpec
-from ..core.names import named_buffers
 from ..core.parameter_specs import (
+    COPY,
     HELD_ELSEWHERE,
+    Named,
     bindings,
     changed,
     check_memory,
+    check_memory_apart,
     is_copied,
     is_laid_out,
     is_released,
     misplaced,
+    named_buffers,
+    named_tensors,
     replaced,
 )
 from ..core.stage import Placement
@@ -93,13 +97,18 @@ class ParameterStorage:
             for name, parameter in self.replicas()
         ]
 
-    def prepare(self, parameters: Sequence[Tensor]) -> None:
-        """Raise `ValueError` or `TypeError` if further parameters, or the remaining ones, cannot be stored."""
+    def prepare(self, parameters: Sequence[Named]) -> list[str]:
+        """Return warnings of parameters that will be stored. Raise `ValueError` or `TypeError` if they cannot be."""
         for binding in self._bindings:
             if is_released(binding.parameter):
                 raise ValueError(HELD_ELSEWHERE.format(what=repr(binding.name)))
         for name, parameter in self.replicas():
             check_memory(parameter, name, may_be_meta=True)
+        return check_memory_apart(parameters, (), self._known())
+
+    def _known(self) -> list[Named]:
+        known = [(spec.name, p) for spec, p in zip(self.layout.parameters, self.parameters, strict=True)]
+        return known if self._module is None else [*known, *named_tensors(self._module)]
 
     @property
     def meta_device(self) -> torch.device | None:
@@ -117,12 +126,14 @@ class ParameterStorage:
         """Return a context for `store` and `add`. Collective. After the block, also if it raises, all is stored here
         that belongs here, unless no parameter was ever stored or the ranks' communication has failed."""
         self._begin()
+        failed = True
         try:
             yield
+            failed = False
         finally:
             if self.layout.buckets and not self._transport.broken:
                 with as_a_whole(self._transport, TAKING_OVER):
-                    self._end()
+                    self._end(failed=failed)
 
     def _begin(self) -> None:
         """Prepare the registration of further parameters. Collective."""
@@ -131,19 +142,19 @@ class ParameterStorage:
         """Store further parameters, which ``layout`` has in further buckets, with rank 0's values. Collective. Returns
         these buckets, which `add` takes."""
         self.parameters += parameters
-        self.layout = layout
-        return self._fill(keep)
+        return self._fill(layout, keep)
 
-    def add(self, buckets: Sequence[Bucket]) -> None:
+    def add(self, buckets: Sequence[Bucket], layout: Layout) -> None:
         """Add the buckets of the parameters that were stored last."""
+        self.layout = layout
         self.buckets += buckets
         self._slots.update(slots_of(buckets))
 
-    def _fill(self, keep: Keep) -> Sequence[StoredBucket]:
+    def _fill(self, layout: Layout, keep: Keep) -> Sequence[StoredBucket]:
         """Lay out the parameters that are in no bucket yet, with rank 0's values. Collective."""
         new = []
-        for spec in self.layout.buckets[len(self.buckets) :]:
-            specs, parameters = self.layout.members(spec), [self.parameters[slot.parameter] for slot in spec.slots]
+        for spec in layout.buckets[len(self.buckets) :]:
+            specs, parameters = layout.members(spec), [self.parameters[slot.parameter] for slot in spec.slots]
             # Memory of this rank alone: no other rank sees its writes, and a forked process reads its own copy.
             weights = FlatBuffer(self._values(spec, specs, parameters, keep), Placement.WHOLE)
             new.append(StoredBucket(spec, specs, parameters, weights))
@@ -167,8 +178,10 @@ class ParameterStorage:
             keep(bucket, whole)
         return whole.to(dtypes.param_dtype)
 
-    def _end(self) -> None:
+    def _end(self, *, failed: bool) -> None:
         """Complete the registration of parameters: cast and copy the module's other tensors. Collective."""
+        if failed:
+            return
         self._bindings = bindings(self._module, self.ignored)
         self._cast_others()
         self._copy([*self._others(), *self.buffers()])
@@ -176,11 +189,7 @@ class ParameterStorage:
     def check_replicas(self, listed: Mapping[Tensor, ParameterSpec]) -> None:
         """Raise `ValueError`, on every rank, if replicated tensors that cannot be copied from rank 0 differ.
         Collective; ``listed``: replicated parameters that are about to be registered."""
-        known = [
-            *((spec.name, parameter) for parameter, spec in listed.items()),
-            *self.replicas(),
-            *self.buffers(),
-        ]
+        known = [*((spec.name, tensor) for tensor, spec in listed.items()), *self.replicas(), *self.buffers()]
         self._compare(list({id(tensor): (name, tensor) for name, tensor in known}.values()))
 
     def _copy(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
@@ -215,9 +224,10 @@ class ParameterStorage:
         return [entry for entry in self._others() if not is_laid_out(entry[1])]
 
     def buffers(self) -> list[tuple[str, Tensor]]:
-        """Name and buffer of the module's, but for those that are ignored."""
+        """Name and buffer of the module's, but for those that are ignored, or are parameters, too."""
         found = () if self._module is None else named_buffers(self._module)
-        return [entry for entry in found if entry[1] not in self.ignored]
+        parameters = {id(binding.parameter) for binding in self._bindings}
+        return [entry for entry in found if entry[1] not in self.ignored and id(entry[1]) not in parameters]
 
     # -- access to parameters -------------------------------------------------------------------------------------
 
@@ -319,9 +329,7 @@ class ParameterStorage:
         self._copy(others)
         self._compare(others)
 
-    def _chosen(
-        self, entries: Sequence[tuple[str, Tensor]], parameters: Sequence[Tensor] | None
-    ) -> list[tuple[str, Tensor]]:
+    def _chosen(self, entries: Sequence[Named], parameters: Sequence[Tensor] | None) -> list[Named]:
         """Return the entries whose parameters are among ``parameters``; None: all."""
         chosen = None if parameters is None else {id(parameter) for parameter in parameters}
         return [entry for entry in entries if chosen is None or id(entry[1]) in chosen]
@@ -364,8 +372,8 @@ class ParameterStorage:
             return problem
         if flat.numel() and parameter.data_ptr() != flat.data_ptr():
             return (
-                f"the memory of {spec.name!r} was replaced after the optimizer was built (by assigning to .data, "
-                "or by moving the model): edit parameters in place"
+                f"the memory of {spec.name!r} was replaced after the optimizer was built (by p.data = t, "
+                f"vector_to_parameters or moving the model): edit it in place, by {COPY}"
             )
         return None
 
@@ -392,5 +400,6 @@ class ParameterStorage:
         self._slots.clear()
 
     def _lies_here(self, index: int) -> bool:
-        parameter, flat = self.parameters[index], self._flat_of(index)  # another optimizer may have released it
+        parameter = self.parameters[index]  # another optimizer may have released it, or its bucket was never added
+        flat = self._flat_of(index) if index in self._slots else parameter
         return not is_released(parameter) and 0 <= parameter.data_ptr() - flat.data_ptr() < max(flat.nbytes, 1)

@@ -37,13 +37,12 @@ from collectives.torch_internals import call_impl, wrapped_call_impl
 
 from ..core.units import ROOT, Units, UnitSchedule
 from ..runtime.backward_tracker import BackwardTracker, in_a_thread_of_autograd, in_backward, runs
+from ..runtime.joining import UnitOrder
 from ..runtime.streams import Streams
-from ..runtime.unit_order import UnitOrder
-from .gathered.prefetch_order import PrefetchOrder
-from .gathered.saved_tensors import SavedTensorHooks
+from .gathered.units import SavedTensorHooks
 from .module_hooks import ForwardMethod, ModuleHooks
-from .released import refuse_transforms
-from .unit_manager import UnitManager
+from .released import guard_copies, refuse_transforms
+from .unit_manager import PrefetchOrder, UnitManager
 
 
 @dataclass(eq=False)
@@ -87,6 +86,7 @@ class UnitHooks:
         self._enclosing: set[int] = set()  # their forwards have run those of others, at any time
         self._saver = SavedTensorHooks(manager.gathered.saved_tensors, self.needed_again)
         self._hooks: list[ModuleHooks] = []
+        self._guards: list[ForwardMethod] = []
 
     @property
     def watching(self) -> bool:
@@ -96,12 +96,15 @@ class UnitHooks:
     def watch(self) -> None:
         """Register the hooks."""
         self._hooks = [ModuleHooks(self, entry) for entry in self._entries]
+        self._guards = guard_copies(self._entries[ROOT].module)
 
     def remove(self) -> None:
         """Remove all hooks."""
         for hooks in self._hooks:
             hooks.remove()
-        self._hooks = []
+        for guard in self._guards:
+            guard.remove()
+        self._hooks, self._guards = [], []
 
     def busy(self) -> bool:
         """True inside a forward or a backward."""

@@ -1,14 +1,16 @@
 """The parameters of all units of one optimizer on one rank, under one of two policies each.
 
-Knows: the class of each parameter, who needs a unit, which edits were found. Does not know: modules, autograd, memory,
-or when a unit is needed: its callers unshard, install, uninstall and reshard.
-
     resident    every rank sees the whole at all times (`resident_units`)
     gathered    each rank has its shards, and the whole is gathered (`gathered`)
 
 To install a unit is to give its parameters their values and their own classes, to uninstall it is to release them. A
 buffer is of one policy from `add_buffer` on; a unit has buffers of both only if memory ran out between two calls of
 `add_param_group`.
+
+A prediction of the units that will be needed next.
+
+Knows: the class of each parameter, who needs a unit, which edits were found, which unit is likely to be next. Does not
+know: modules, autograd, memory, or when a unit is needed: its callers unshard, install, uninstall and reshard.
 """
 
 from __future__ import annotations
@@ -26,15 +28,13 @@ from collectives import Choice, Collective, Transport
 from collectives.torch_internals import current_autograd_node
 
 from ..core.layout import ParameterSpec
-from ..core.parameter_specs import as_plain
-from ..core.units import ONE_AHEAD
+from ..core.parameter_specs import COPY, as_plain
+from ..core.units import ONE_AHEAD, Around
 from ..runtime.backward_tracker import callers
-from ..runtime.joining import Joining
+from ..runtime.joining import SAME_UNITS, Joining
 from ..runtime.profiler_ranges import ProfilerRange
-from ..runtime.unit_order import SAME_UNITS
 from .edit_detector import EditDetector
-from .gathered.buffers import GatheredBuffer, GatheredUnit, State
-from .gathered.units import GatheredUnits
+from .gathered.units import GatheredBuffer, GatheredUnit, GatheredUnits, State
 from .released import refuse_transforms, released_class, weakly
 from .resident_units import ResidentBuffer, ResidentUnits
 
@@ -114,7 +114,7 @@ class UnitManager:
         else:
             self.gathered.add_buffer(unit.gathered, buffer)
             self.any_gathered = True
-            self.shard_group.advise(f". Did one rank alone evaluate, generate or save? At stage 3 {SAME_UNITS}")
+            self.shard_group.advise(f". At stage 3, also inside join(), {SAME_UNITS}")
         buffer.set_classes(buffer.released)
 
     def remove_buffer(self, number: int, buffer: Buffer) -> None:
@@ -263,7 +263,8 @@ class UnitManager:
                     if not buffer.owns(slot):
                         return (
                             f"the memory of {buffer.name(slot)!r} was replaced after the optimizer was built (by "
-                            "moving or casting the model): move and cast it before that"
+                            f"p.data = t, vector_to_parameters, or moving or casting the model): edit it by {COPY}; "
+                            "move and cast the model before the optimizer is built"
                         )
         return None
 
@@ -342,3 +343,68 @@ class NoUnitHooks:
 
     def reset_order(self) -> None:
         return None
+
+
+class PrefetchOrder:
+    """The order in which units were used last, as the prediction for the next time. Unit 0 is the root's own.
+
+    The prediction decides only when a gather begins, never a result. It is equal on all ranks, since they enter the
+    same units.
+    """
+
+    def __init__(self, around: Around, most: int) -> None:
+        """``around``: see `Units`; ``most``: how many units are predicted."""
+        self._around, self._most = around, most
+        self._forward = list(range(1, len(around)))  # units in the last forward of the root; at first a guess
+        self._position = 0
+        self._path: list[int] = []  # units entered by forwards since the last backward or step
+        self._closed = False
+        self._back: list[int] = []  # units that the backward under way has not reached yet
+
+    def begin_forward(self) -> None:
+        """Begin a forward of the root."""
+        self._position = 0
+
+    def close(self) -> None:
+        """Note a backward or a step: the next forward begins another path."""
+        self._closed = True
+
+    def begin_backward(self) -> None:
+        """Begin a backward. A forward leaves a unit after the units inside it, so a backward reaches it before them."""
+        self._back, open_ = [], list[int]()
+        for unit in self._path:
+            while open_ and open_[-1] not in self._around[unit] - {unit}:
+                self._back.append(open_.pop())
+            open_.append(unit)
+        self._back = [*self._back, *reversed(open_)][::-1]
+        self.close()
+
+    def forward(self, unit: int) -> list[int]:
+        """Note that a forward enters ``unit``; return the units that will probably follow, the next one first."""
+        position, self._position = self._position, self._position + 1
+        if self._closed:
+            self._path, self._closed = [], False
+        if torch.is_grad_enabled():
+            self._path.append(unit)
+        known = self._forward[position : position + 1 + self._most]
+        if known[:1] == [unit]:
+            return _others(known, unit)
+        self._forward[position:] = [unit]
+        return []
+
+    def backward(self, unit: int, here: Sequence[int], expected: list[int]) -> list[int]:
+        """Note that a backward reaches ``unit``; return the units that will probably follow, the next one first.
+
+        ``here``: the units that are gathered; those of them that follow are returned, however late they are needed.
+        ``expected``: the last prediction. It stays if ``unit`` lies inside another one and was not predicted: a
+        checkpoint computes such units anew, in the order of a forward.
+        """
+        if unit not in self._back:
+            return expected if len(self._around[unit]) > 1 else []
+        del self._back[: self._back.index(unit) + 1]
+        following = _others(self._back, unit)
+        return [*following[: self._most], *(other for other in here if other in following[self._most :])]
+
+
+def _others(units: Iterable[int], unit: int) -> list[int]:
+    return [other for other in dict.fromkeys(units) if other != unit]

@@ -14,7 +14,7 @@ from ..core.buckets import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
 from .plan import PlannedSetting, Planner, Training, usable_bytes
-from .seconds.wires import Wires
+from .seconds.compute import Wires
 from .setting import PlanSetting
 
 SAME = 0.015  # settings that were measured and published twice differ by this share of a step, in the median
@@ -164,7 +164,7 @@ def scale_curves(
     planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
 ) -> list[ScaleCurve]:
     """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
-    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB.
+    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB. None has one point.
 
     Args:
         planner: of the training.
@@ -196,7 +196,7 @@ def scale_curves(
             rates = [step.tokens_per_second / more.ranks for step in steps]
             fits = planner.peak(setting).total <= usable_bytes(more)
             points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), fits))
-        if points:
+        if len(points) > 1:
             curves.append(ScaleCurve(name, tuple(points)))
     return curves
 
@@ -216,6 +216,7 @@ class Findings:
         training, cluster: what it is made for.
         choices: every setting.
         best: the recommended one; None if nothing fits.
+        shown: those that no other one beats, and the recommended one.
         bands: least and most seconds over all fabrics, of the settings that no other one beats.
         other_caps: sizes of buckets in MiB, and the share of a step that each costs more than the recommended one.
         smallest: what fits on the smallest cluster, by how blocks are recomputed.
@@ -227,6 +228,7 @@ class Findings:
     cluster: Cluster
     choices: Sequence[PlannedSetting]
     best: PlannedSetting | None
+    shown: Sequence[PlannedSetting]
     bands: Mapping[PlanSetting, tuple[float, float]]
     other_caps: Sequence[tuple[int, float]]
     smallest: Mapping[str, PlannedSetting]
@@ -234,20 +236,25 @@ class Findings:
     spread: str
 
 
-def findings_of(
-    planner: Planner, cluster: Cluster, choices: Sequence[PlannedSetting], fabrics: Mapping[str, float]
-) -> Findings:
-    """Answer all questions that follow from the choices. ``fabrics``: seconds of a ring's step, by name."""
-    best = recommended(choices)
+def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float], *, always: bool = False) -> Findings:
+    """Plan every setting, and answer all questions that follow.
+
+    ``fabrics``: seconds of a ring's step, by name. ``always``: simulate also what does not fit.
+    """
+    choices = [planner.choice(setting, cluster, always=always) for setting in settings(planner, cluster)]
+    best, shown = recommended(choices), frontier(choices)
     bands = {}
-    for choice in frontier(choices):
+    for choice in shown:
         seconds = [step.seconds for step in planner.over_fabrics(choice.setting, cluster, fabrics)]
         bands[choice.setting] = min(seconds), max(seconds)
+    if best is not None and best not in shown:
+        shown.append(best)
     return Findings(
         planner.training,
         cluster,
         choices,
         best,
+        shown,
         bands,
         [] if best is None else _other_caps(best, choices),
         _smallest(planner, cluster),

@@ -222,7 +222,7 @@ class Hardware:
         gpu = self.gpu(name)
         match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", shape)
         if shape and match is None:
-            raise ValueError(f"cluster {text!r}: give GPU, GPUs a host and hosts, as in {name}:8x16")
+            raise ValueError(f"cluster {text!r}: give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in {name}:8x16")
         per_host, hosts = (int(match[1]), int(match[2] or 1)) if match else (gpu.per_host, 1)
         if fabric not in self.fabrics:
             raise ValueError(f"no fabric is called {fabric!r}{_nearest(fabric, self.fabrics)}")

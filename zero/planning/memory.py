@@ -1,35 +1,41 @@
 """The bytes of a rank by kind, exactly as `optimizer.describe()` reports them after a step, without a training; and
 those that a step sends, as `optimizer.traffic` counts them.
 
-Knows: what a class keeps, and what is offloaded. Does not know: the bytes of a bucket (`zero.core.formulas`),
-activations, the memory that torch and the system need, seconds, which bytes cross between hosts (`seconds.wires`).
-
 Buckets of equal slots have equal bytes, so each kind of bucket is counted once. Of W ranks that share a copy, the last
 one owns the largest slice of every bucket: with n blocks of the alignment, rank r owns floor(n (r + 1) / W) -
 floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. On accelerators slices are equal, but the
 last ones may be padding alone. So no loop over ranks finds the largest. Of parameters with one owner each (Muon's), the
 rank that owns most has most.
+
+The bytes that one rank holds at each stage, next to those of the plain loop, for any class of optimizers.
+
+Knows: what a class keeps, and what is offloaded. Does not know: the bytes of a bucket (`zero.core.formulas`),
+activations, the memory that torch and the system need, seconds, which bytes cross between hosts (`seconds.compute`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..core.buckets import BucketSizes, build
-from ..core.cuts import BlockCuts, OwnerCuts
 from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
-from ..core.layout import BucketSpec, Layout, is_accelerator
+from ..core.layout import BlockCuts, BucketSpec, Layout, OwnerCuts, is_accelerator
 from ..core.rounding import WIDE, RoundedDtypes, rounded
-from ..core.stage import STATES_AHEAD, STATES_BEHIND
+from ..core.stage import STAGES, STATES_AHEAD, STATES_BEHIND
 from ..core.units import ROOT, UnitSchedule
 from ..precision import MixedPrecision, Patterns
 from .model import Model, ParameterShape
-from .setting import STEP_COUNT_BYTES, PlanSetting, Quantized
+from .setting import STEP_COUNT_BYTES, OptimizerStates, PlanSetting, Quantized
 
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
-"""Buckets of offloaded states in memory during a step: MEMORY.md, `offload`. A file has no copies to write back."""
+"""Buckets of offloaded states in memory during a step: memory/offload.md. A file has no copies to write back."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,9 @@ class MemoryPlan:
         return self._sum(setting, rank % setting.factor)
 
     def of_largest(self, setting: PlanSetting) -> RankBytes:
-        """Return the bytes of the last rank, which owns the largest slice of every bucket; on accelerators of the
-        first, whose slices are never padding alone; where parameters have one owner each, or are cut between blocks,
-        of the last of those that hold most of these.
+        """Return the bytes of the rank that holds most: the last one, since its slice of each bucket is the largest;
+        on accelerators the first one, since slices are equal and the last may be padding. If parameters have one owner
+        each, or are cut between blocks, it is the last rank among those that hold most of them.
 
         Another rank may have more step counts, of `STEP_COUNT_BYTES` each: its slices may cross more parameters. If
         some parameters are unused, another rank may have more states. If some have one owner each, another rank's
@@ -298,3 +304,56 @@ def _key(setting: PlanSetting) -> _Key:
         setting.rounding is not None,
         setting.steps_on_host,
     )
+
+
+PLAIN = "plain loop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Setting(PlanSetting):
+    """A setting with other classes than those that have a name."""
+
+    kept: tuple[OptimizerStates, ...]
+
+    @property
+    def classes(self) -> tuple[OptimizerStates, ...]:
+        return self.kept
+
+
+def bytes_by_stage(
+    model: Model,
+    classes: Sequence[type[Optimizer]],
+    arguments: Mapping[str, Any],
+    ranks: int,
+    sharding_factor: int | None = None,
+    **options: Any,
+) -> dict[str, RankBytes]:
+    """Return the bytes of `PLAIN` on one process, and of rank 0 at "stage 0" to "stage 3".
+
+    Args:
+        model: what is trained.
+        classes: the optimizer's class, and perhaps a second one for the matrices of units.
+        arguments: of both classes.
+        ranks: their number, on one host.
+        sharding_factor: as in `PlanSetting`, where a stage shards.
+        options: further fields of `PlanSetting`.
+    """
+    options["kept"] = tuple(states_of(kind, arguments) for kind in classes)
+    settings = {PLAIN: _Setting(stage=2, **options)}  # alone, a rank keeps one copy of each: at stage 0 sums lie apart
+    for stage in STAGES:
+        factor = sharding_factor if stage else None
+        settings[f"stage {stage}"] = _Setting(stage=stage, world_size=ranks, sharding_factor=factor, **options)
+    plan = MemoryPlan(model)
+    return {name: plan.of_rank(setting, 0) for name, setting in settings.items()}
+
+
+def states_of(kind: type[Optimizer], arguments: Mapping[str, Any]) -> OptimizerStates:
+    """Return the states that a class keeps, found by a step of one small matrix."""
+    matrix = nn.Parameter(torch.ones(2, 3))
+    matrix.grad = torch.ones_like(matrix)
+    optimizer: Any = kind([matrix], **arguments)
+    at_construction = bool(optimizer.state)
+    optimizer.step()
+    kept = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
+    large = sum(value.shape == matrix.shape for value in kept)
+    return OptimizerStates(large, sum(value.numel() == 1 for value in kept), at_construction)

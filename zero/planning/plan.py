@@ -30,11 +30,9 @@ from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, UnitWork
 from .models.works import kept_bytes, recomputed
-from .seconds.compute import Compute
-from .seconds.program import TraceEvent
-from .seconds.schedule import BucketLoad, UnitLoad, bucket_loads, program_of
+from .seconds.compute import Compute, Wires
+from .seconds.schedule import BucketLoad, TraceEvent, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
-from .seconds.wires import Wires
 from .setting import OPTIMIZERS, PlanSetting
 
 USABLE_SHARE = 0.93  # fragments take 4 to 7 %; this share and 2 GiB did well on published runs that fit and did not
@@ -239,16 +237,12 @@ class Planner:
         self._units = training.model.unit_numels()
         self._tensors = training.model.by_unit(lambda _: 1)
 
-    def of(self, training: Training) -> Planner:
-        """Return the plan of another training of the same model, with other activations and other work."""
-        other = copy.copy(self)
-        other.training = training
-        other._activations = training.activation_bytes()
-        return other
-
     def recomputing(self, recompute: str) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""
-        return self.of(replace(self.training, recompute=recompute))
+        other = copy.copy(self)
+        other.training = replace(self.training, recompute=recompute)
+        other._activations = other.training.activation_bytes()
+        return other
 
     def setting(self, cluster: Cluster, stage: int, cap_mb: float | None = None) -> PlanSetting:
         """Return a setting of this training, in which all ranks share one copy. ``cap_mb``: ``bucket_cap_mb``."""

@@ -15,8 +15,8 @@ from collectives import algorithm_for
 
 from ..config import ShardingOptions
 from ..core.buckets import DEFAULT_CAP_MB, MIB, BucketSizes
-from ..core.cuts import CUT_EVERY
-from ..core.layout import is_accelerator
+from ..core.conflicts import OF_PLAN, check
+from ..core.layout import CUT_EVERY
 from ..core.stage import Placement, units_share_buckets
 from ..core.units import UnitSchedule
 from ..precision import MixedPrecision, Patterns
@@ -102,7 +102,7 @@ OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
     }
 )
 """The classes by number, under a name. "momentum" is SGD with momentum. "muon" is AdamW, and as number 1 Muon for the
-matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each, as in `zero train --optimizer muon`.
+matrices of units (`ParameterShape.is_unit_matrix`), which have one owner each.
 The last three are torchao's AdamW8bit, AdamW4bit and AdamWFp8, with ``partition="block"``."""
 
 
@@ -153,19 +153,9 @@ class PlanSetting(ShardingOptions):
                 f'partition="block" is planned for optimizers with states for blocks ({names}), and these with it: '
                 f"not {self.partition!r} for {self.optimizer!r}"
             )
-        if self.quantized and self.offload:
-            raise ValueError("offload: states for blocks of elements stay beside the parameters, so leave it out")
-        if self.quantized and self.rounding:
-            raise ValueError("rounding: a class with states for blocks of elements rounds them itself, so leave it out")
+        check(OF_PLAN, self)
         if callable(self.reshard_after_forward):
             raise ValueError("reshard_after_forward: a plan has no modules, of which a function could decide")
-        if self.states_on == "host" and not is_accelerator(self.device):
-            raise ValueError('Offload("cpu") with parameters on the CPU, where the states are already: leave it out')
-        if self.steps_on_host and len(self.classes) > 1:
-            raise ValueError(
-                f"Offload(step='cpu') with optimizer={self.optimizer!r}: a plan has no rate for products of matrices "
-                "on the host"
-            )
         if self.ranks_per_host is not None and (self.ranks_per_host < 1 or self.world_size % self.ranks_per_host):
             raise ValueError(
                 f"ranks_per_host must divide the number of ranks, {self.world_size}, not {self.ranks_per_host}"

@@ -365,7 +365,7 @@ class GradAccumulator:
     def edits(self, divisor: float, used: bytearray) -> list[int]:
         """Return the slots whose mean was edited since `gather_means`, as far as the owned shard shows it.
 
-        A mean that was set to zero is no edit: its gradient counts as zeroed, and its sum is set to zero, too.
+        A mean that was set to zero is no edit: its sum is set to the same zeros, of either sign.
         ``used``: whether each slot's parameter was used.
         """
         assert self._whole is not None
@@ -379,7 +379,7 @@ class GradAccumulator:
             if torch.count_nonzero(mean):
                 found.append(piece.slot)
             else:
-                self._fill_sum(piece.slot, 0.0)
+                total.piece(piece).copy_(mean)
         return found
 
     # -- memory ---------------------------------------------------------------------------------------------------

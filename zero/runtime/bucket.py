@@ -61,7 +61,7 @@ class Bucket(StoredBucket):
         used: this rank has added a gradient since gradients were cleared; once ranks have agreed: any rank has.
         trainable: whether the parameter required a gradient when p.grad was last read.
         seen: it was trainable in a backward since gradients were cleared.
-        stale: its gradient must be cleared before a backward may add to it.
+        stale: its gradient must be cleared before a backward may add to it, or, if unusable, before it may be used.
         published: the tensor that was put into p.grad; None if none was.
         placeholders: what is put there for a gradient that this rank does not hold whole; None until it is needed.
 
@@ -104,6 +104,16 @@ class Bucket(StoredBucket):
         self.grad.begin_backward(trainable)
         return True
 
+    def begin_dropping(self) -> None:
+        """Prepare for a backward whose gradients are dropped."""
+        self.seen = either(self.seen, self.trainable)
+        self.grad.missing = 0
+
+    def drop_gradient(self, slot: int, make: MakePlaceholder) -> None:
+        """Note that the backward under way has a gradient that is dropped, and put a placeholder into p.grad."""
+        self.used[slot] = 1  # if it is zeroed, there is one
+        self.publish(slot, self.placeholder(slot, make))
+
     def take_gradient(self, slot: int, make: MakePlaceholder) -> None:
         """Note that the backward under way has a gradient, and put a placeholder into p.grad. Raises `RuntimeError` if
         torch refuses that, as `publish` says."""
@@ -126,10 +136,23 @@ class Bucket(StoredBucket):
         """Note that sums have become means: gradients must be cleared before a backward may add to them."""
         self.stale = bytearray(self.used)
 
+    def refuse_use(self) -> None:
+        """Note that every gradient that there may be on any rank must be cleared before it is used."""
+        self.stale = either(self.stale, either(self.used, self.seen))
+
     def replace(self, slot: int) -> int:
         """Note that a parameter was given a mean gradient. Return whether it had none that must be cleared, 0 or 1."""
         before, self.used[slot], self.stale[slot] = self.stale[slot], 1, 1
         return 1 - before
+
+    def take_zeros(self, slot: int) -> None:
+        """Set the sum of a gradient to its mean in p.grad, which is nothing but zeros, of either sign."""
+        total, means = self.grad.running_sum(), self.grad.final_grad()
+        assert total is not None
+        assert means is not None
+        for piece in self.grad.pieces:
+            if piece.slot == slot:
+                total.piece(piece).copy_(means.piece(piece))
 
     def renew(self, slot: int) -> int:
         """Note that a gradient was cleared. Return whether it had to be, 0 or 1."""

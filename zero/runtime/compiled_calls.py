@@ -99,3 +99,14 @@ def wrap_compiled_call(
         return output
 
     return run
+
+
+class NotScriptable:
+    """The base of hooks that torch.jit, which reads the name of every hook, cannot compile."""
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit cannot take a module with the hooks of a stage-3 optimizer, or a copy of one: script it before "
+            "the optimizer is built, or after its close()"
+        )

@@ -9,7 +9,8 @@ Knows: intervals and placements. Does not know: what the elements mean, stages, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,11 +18,21 @@ from torch import Tensor
 from collectives import Collective, Tag, Work
 
 from ..core.bits import strided
-from ..core.cuts import Cuts, PartOfCuts
-from ..core.layout import BucketSpec, ParameterSpec, Piece, Slot
+from ..core.layout import BucketSpec, Cuts, ParameterSpec, PartOfCuts, Piece, Slot
 from ..core.stage import Placement
 
 Move = Callable[[Tensor], Tensor]  # from a tensor to the one with the same values elsewhere, or itself
+
+
+@contextmanager
+def usable_later() -> Iterator[None]:
+    """Leave inference mode in the block, without gradients: memory that is allocated in that mode cannot be used in a
+    backward, or written outside of that mode, later."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class FlatBuffer:

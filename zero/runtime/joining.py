@@ -1,6 +1,6 @@
-"""Whether one optimizer is inside `join` on this rank. The parts that act in another way there share one `Joining`.
+"""Whether one optimizer is inside `join` on this rank, and the order of units used outside of its training.
 
-Knows: how a call is broadcast there. Does not know: the protocol of `join`, or what a call does.
+Knows: how a call is broadcast inside `join`, numbers of units. Does not know: the protocol of `join`, modules, ranks.
 """
 
 from __future__ import annotations
@@ -41,3 +41,29 @@ class Joining:
     def broadcast(self, name: str, **arguments: Any) -> AbstractContextManager[None]:
         """Return the context around a call that all ranks make. Inside `join` ranks without batches make it, too."""
         return nullcontext() if self._broadcast is None else self._broadcast(name, arguments)
+
+
+SAME_UNITS = (
+    "let every rank run the same forwards, as generate(..., synced_gpus=True) of transformers does, or let all ranks "
+    "enter 'with optimizer.gathered():', in which each may run its own; at stage 2 ranks may train different parts of "
+    "the model"
+)
+_PRIME, _MASK = 16777619, 0xFFFFFFFF  # of FNV-1, with 32 bits: one product for each unit
+
+
+class UnitOrder:
+    """A digest of the units that were used since the last agreement."""
+
+    def __init__(self, joining: Joining) -> None:
+        """``joining``: inside `join` ranks may differ, and nothing is noted."""
+        self._digest, self._joining = 0, joining
+
+    def note(self, unit: int) -> None:
+        """Note that a unit is used."""
+        if not self._joining.active:
+            self._digest = (self._digest * _PRIME ^ (unit + 1)) & _MASK
+
+    def take(self) -> int:
+        """Return the digest, and begin anew."""
+        taken, self._digest = self._digest, 0
+        return taken

@@ -1,7 +1,5 @@
 """Offload of optimizer states, which a rank needs only during a step: to pinned host memory, or to a mapped file.
 
-Knows: files, pages, and the kernel's calls for them. Does not know: what the tensors hold, or when they are used.
-
 The file belongs to one rank. During a step, the pages of one or two buckets are in memory:
 
     construction   the file, which has no name, gets its blocks on the disk: a full disk is an error here, not in a step
@@ -11,6 +9,19 @@ The file belongs to one rank. During a step, the pages of one or two buckets are
     evict          write-back of changed pages to the disk begins, and the pages are unmapped from this process
 
 Evicted pages may stay in the kernel's page cache, which frees them when memory is short.
+
+Copies between the host and a device, beside the device's current stream.
+
+`Staging` copies states that are offloaded for the step, and back:
+
+    fetch     launch the copies to the device, on a stream of their own
+    wait      make the device's current stream wait for these copies
+    put_back  launch the copies back to the host, after all work that the current stream has so far
+    let_go    make the current stream wait for those, and release the memory on the device
+
+If the host's memory is pinned, the host waits for none of these. On the CPU a copy is complete when the call returns.
+
+Knows: files, pages, streams. Does not know: what the tensors hold, or when they are used.
 """
 
 from __future__ import annotations
@@ -25,7 +36,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -36,7 +47,73 @@ from torch import Tensor
 from ..config import Offload
 from ..core.layout import ALIGNMENT_BYTES, BucketSpec
 from .profiler_ranges import ProfilerRange
-from .staging import Staging
+
+
+class CopyStream:
+    """A stream of a device for copies, which is made when it is first used. The CPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.Stream | None = None
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Launch the work of the block on this stream, after all work of the current stream so far."""
+        if self._stream is None:
+            self._stream = _line_on(self._device)
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with self._stream:
+            yield
+
+    def wait(self) -> None:
+        """Make the current stream wait for all copies so far."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def event(self) -> torch.Event | None:
+        """Return an event of all copies so far, for which `torch.Stream.wait_event` waits; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+class Staging:
+    """Copies of tensors on a device, by name. Not collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._copies = device, CopyStream(device)
+        self.tensors: dict[str, Tensor] = {}
+
+    def fetch(self, kept: Mapping[str, Tensor]) -> None:
+        self.tensors = {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device) for name, tensor in kept.items()
+        }
+        with self._beside():
+            for name, tensor in kept.items():
+                self.tensors[name].copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        if self.tensors:
+            self._copies.wait()
+
+    def put_back(self, kept: Mapping[str, Tensor]) -> None:
+        with self._beside():
+            for name, tensor in self.tensors.items():
+                kept[name].copy_(tensor, non_blocking=True)
+
+    def let_go(self) -> None:
+        self.wait()
+        self.tensors = {}
+
+    def _beside(self) -> AbstractContextManager[None]:
+        return self._copies.beside() if self.tensors else nullcontext()
+
+
+def _line_on(device: torch.device) -> torch.Stream | None:
+    """Return a new stream of the device; None on the CPU, which has no streams."""
+    return None if device.type == "cpu" else torch.Stream(device)
+
 
 _PAGE = mmap.PAGESIZE
 _WRITE = 2  # SYNC_FILE_RANGE_WRITE: begin to write, wait for nothing

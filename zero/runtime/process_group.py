@@ -36,6 +36,8 @@ def process_group(backend: str = "gloo", **arguments: Any) -> Iterator[None]:
     """
     import torch.distributed as dist
 
+    from ..config import transport_of
+
     watch = threading.Timer(MEETING, _give_up)
     watch.daemon = True
     if under_launcher():
@@ -43,6 +45,7 @@ def process_group(backend: str = "gloo", **arguments: Any) -> Iterator[None]:
         watch.start()
     try:
         dist.init_process_group(backend, **arguments)
+        transport_of(None)  # makes the gloo group beside one of NCCL, whose ranks have not met yet
     finally:
         watch.cancel()
     try:

@@ -18,13 +18,14 @@ from torch.optim.swa_utils import get_swa_avg_fn
 from collectives import Collective, Kind, Tag, Transport, as_a_whole
 
 from ..core.bits import same_bits, strided
+from ..core.conflicts import AVERAGE
 from ..core.stage import Placement, Stage
 from ..core.statetree import N_AVERAGED, check_average_name
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket
 from ..runtime.compiled_calls import untraced_methods
-from ..runtime.flat_buffer import FlatBuffer, Move, gather_slot, redistribute
+from ..runtime.flat_buffer import FlatBuffer, Move, gather_slot, redistribute, usable_later
 
 AvgFn = Callable[[Tensor, Tensor, Any], Tensor]
 MultiAvgFn = Callable[[list[Tensor], list[Tensor], Any], object]
@@ -79,10 +80,7 @@ class ShardedAverage:
             )
         engine.check()
         if any(bucket.spec.offloaded for bucket in averages.storage.buckets):
-            raise ValueError(
-                "a ShardedAverage beside Offload(parameters=...): it would lie in the host's memory, where an average "
-                "has other bits than on the device"
-            )
+            raise ValueError(AVERAGE.text())
         if avg_fn is not None and multi_avg_fn is not None:
             raise ValueError("give avg_fn or multi_avg_fn, not both")
         check_average_name(name)
@@ -171,7 +169,8 @@ class ShardedAverage:
         number = bucket.spec.index
         if number not in self._flat:
             of = self._updated(bucket)
-            data = torch.empty(of.end - of.begin, dtype=bucket.spec.dtypes.master_dtype, device=of.device)
+            with usable_later():
+                data = torch.empty(of.end - of.begin, dtype=bucket.spec.dtypes.master_dtype, device=of.device)
             self._flat[number] = FlatBuffer(data, of.placement, of.begin)
         return self._flat[number]
 
@@ -210,7 +209,7 @@ class ShardedAverage:
         return FlatBuffer(bucket.states.synced_weights().detach(), of.placement, of.begin)
 
     def _update(self, averages: list[Tensor], weights: list[Tensor], count: int) -> None:
-        seen = torch.tensor(count)
+        seen = torch.tensor(count, device="cpu")
         if self._multi_avg_fn is not None:
             if averages:
                 self._multi_avg_fn(averages, weights, seen.to(averages[0].device))
@@ -237,8 +236,8 @@ class ShardedAverage:
 
     def _check_function(self) -> None:
         """Raise `ValueError` if the function gives other bits for parts than for whole tensors together."""
-        generator = torch.Generator().manual_seed(0)
-        averages, weights = ([torch.randn(n, generator=generator) for n, _ in _TRIED] for _ in range(2))
+        host, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+        averages, weights = ([torch.randn(n, generator=generator, device=host) for n, _ in _TRIED] for _ in range(2))
         apart = [average.clone() for average in averages]
         try:
             self._update(averages, weights, 1)

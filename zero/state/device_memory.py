@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -22,18 +22,15 @@ from collectives import Kind, Tag, Transport
 
 from ..core.layout import ParameterSpec
 from ..core.parameter_specs import as_plain
-from ..parameters.gathered.buffers import nan_like
+from ..parameters.gathered.units import nan_like
 from ..parameters.released import released_class, weakly
 from ..parameters.resident_units import ResidentBuffer
 from ..parameters.storage import ParameterStorage
-from ..parameters.unit_buffer import usable_later
 from ..runtime.bucket import Bucket
-from ..runtime.compiled_calls import untraced_methods
-from ..runtime.flat_buffer import Move
+from ..runtime.flat_buffer import Move, usable_later
 from ..runtime.offload import HostOffload
 from ..runtime.streams import Streams
 from .average import Averages
-from .live_states import WithLiveStates
 
 OFFLOADED = (
     "optimizer.offload() has moved parameters and states to the host: all ranks call optimizer.reload() before the "
@@ -79,7 +76,7 @@ class DeviceMemory:
     def copy_to_host(self) -> str | None:
         """Copy all memory to the host; nothing else changes. Return an error's text if there is no room. Local."""
         try:
-            with torch.no_grad(), usable_later():
+            with usable_later(), torch.no_grad():
                 self._pairs = [*self._to_host()]
         except (RuntimeError, ValueError) as error:
             return f"offload(): {error}"
@@ -87,7 +84,7 @@ class DeviceMemory:
 
     def offload(self) -> None:
         """Let each tensor be a view of its copy, and free the device's memory. Local, after `copy_to_host`."""
-        with torch.no_grad(), usable_later():
+        with usable_later(), torch.no_grad():
             self._wait()
             self._swap()
             self._release()
@@ -124,7 +121,7 @@ class DeviceMemory:
 
     def _reload(self, copies: Sequence[_Pair]) -> None:
         self._pairs = copies
-        with torch.no_grad(), usable_later():
+        with usable_later(), torch.no_grad():
             self._swap()
             self._recall()
         self._pairs, self._kept, self._offloaded = [], [], False
@@ -245,39 +242,3 @@ class DeviceMemory:
     def _refuse(self, parameter: Tensor) -> NoReturn:
         spec = self._spec_of(parameter)
         raise RuntimeError(f"{'a parameter' if spec is None else repr(spec.name)} is on the host: {OFFLOADED}")
-
-
-@untraced_methods
-class WithOffload(WithLiveStates):
-    """An optimizer whose memory on a device can be lent to others between two steps."""
-
-    _engine: Any
-
-    def offload(self) -> None:
-        """Move all that this optimizer holds on a device to the host's memory, until `reload`. All ranks.
-
-        Parameters, shards, master weights, states and running averages move, and scratch memory is freed. So a loop can
-        lend the GPU to generation between two steps. Call it after `zero_grad`: gradients do not move.
-
-        Until `reload` every use of the model's parameters, forward, backward or other call of the optimizer raises
-        `RuntimeError`; `close` reloads first. The bits are the same afterwards. What does not belong to the optimizer
-        stays on the device: the module's buffers, replicated parameters, and (at stages 0 to 2) parameters that it does
-        not update. torch keeps freed memory for its own next tensors; for another process call
-        ``torch.cuda.empty_cache()``.
-
-        The memory on the host is pinned, takes the same number of bytes, and is kept for the next call. For parameters
-        on the CPU no memory moves, but the same calls raise. Tensors of ``optimizer.state`` that were read before do
-        not follow.
-
-        Raises `RuntimeError` on every rank, and nothing has changed, if gradients are there or a rank's host has too
-        little memory.
-        """
-        self._engine.offload()
-
-    def reload(self) -> None:
-        """Move all that `offload` has moved back to the device. All ranks. Does nothing if nothing was moved.
-
-        Raises `RuntimeError` on every rank if a device has too little memory. All is on the host still: free memory,
-        and call it again.
-        """
-        self._engine.reload()

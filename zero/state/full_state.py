@@ -22,15 +22,21 @@ from collectives import Kind, Tag, Transport
 
 from ..consistency import broadcast
 from ..core.bits import strided
-from ..core.names import all_without_wrappers, known_as, named_parameters, named_parts, remark_on_prefix
-from ..core.parameter_specs import is_copied
+from ..core.parameter_specs import (
+    all_without_wrappers,
+    is_copied,
+    known_as,
+    named_parameters,
+    named_parts,
+    remark_on_prefix,
+)
 from ..core.stage import Placement, Stage
 from ..core.units import Ignored
 from ..gradients.reducer import Reducer
 from ..parameters.storage import ParameterStorage
 from ..runtime.bucket import Bucket, StoredBucket
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.master_weights import MastersAlone
+from ..runtime.flat_states import MastersAlone
 from .gather import gather_to
 
 _NO_MODULE = (

@@ -19,8 +19,7 @@ from torch import Tensor
 from collectives import Collective, Kind, Tag, Transport, Work
 
 from ..core.bits import as_bytes, laid_out, noted_stride, strided
-from ..core.cuts import Cuts, OwnerCuts
-from ..core.layout import ParameterSpec
+from ..core.layout import Cuts, OwnerCuts, ParameterSpec
 from ..core.runs import PieceState, Rules, joined
 from ..core.stage import Placement
 from ..core.statetree import DTYPES, NAMES, Rebuild, decode, encode, inline

@@ -1,7 +1,7 @@
 """``optimizer.state``: a live view of the parts of each parameter's states that this rank holds.
 
 Tensors may be edited in place. Nothing else can be written: what a rank would assign or delete is a part of a state,
-whose other parts are on other ranks. `WithLiveStates` forgets states on all of them.
+whose other parts are on other ranks. `reset_states` forgets states on all of them.
 
 Knows: pieces of states, and which rank has which. Does not know: how a class steps with them, when ranks may change
 them, torch.optim's dicts.
@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ..core.bits import strided
@@ -69,8 +68,8 @@ class States(Mapping[Tensor, dict[str, Any]]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = refuse
 
     def __init__(self, storage: ParameterStorage, watchers: Sequence[UpdateListener], streams: Streams) -> None:
-        """``watchers``: the live list of those that read states, which a user may edit once he has them; ``streams``:
-        on which states are written."""
+        """``watchers``: the live list of listeners, which are told before a user may edit states; ``streams``: on which
+        states are written."""
         self._storage, self._watchers, self._streams = storage, watchers, streams
         self._closed, self._process = False, os.getpid()
 
@@ -128,53 +127,6 @@ class States(Mapping[Tensor, dict[str, Any]]):
         return dict, ({parameter: dict(states) for parameter, states in self.items()},)  # a copy of what is here
 
 
-class LiveStates(Protocol):
-    """What an engine knows of states."""
-
-    state: States
-
-    def reset_states(self, groups: Sequence[dict[str, Any]], chosen: Sequence[Tensor] | None) -> None: ...
-
-
-@untraced_methods
-class WithLiveStates(torch.optim.Optimizer):
-    """An optimizer whose states belong to its engine, once it is built."""
-
-    _engine: LiveStates
-    _built = False
-
-    @property
-    def state(self) -> Any:
-        """A live mapping from each parameter to this rank's part of its optimizer states, by name. Local.
-
-        A state is 1-D if the rank holds a piece of the parameter. If it holds all of it, the state has the parameter's
-        shape. Tensors may be edited in place. An assignment raises `TypeError`: see `reset_states`.
-        """
-        return self._engine.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        if self._built:  # torch's constructor assigns an empty dict
-            refuse()
-
-    def reset_states(self, params: Tensor | Iterable[Tensor] | None = None) -> None:
-        """Forget the states of ``params``, or of all parameters, as if no step had used them. All ranks.
-
-        The next step starts from new states, as after ``del optimizer.state[p]`` in torch. They begin as the class
-        begins them, which need not be 0. Master weights, gradients and param groups stay as they are.
-        """
-        self._engine.reset_states(self.param_groups, chosen_by(params, "reset_states()"))
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            "a ZeroOptimizer cannot be copied or pickled: it belongs to a group of ranks; save what "
-            "consolidate_state_dict() and state_dict() give"
-        )
-
-    def __setstate__(self, state: dict[str, Any]) -> NoReturn:
-        refuse()
-
-
 def chosen_by(params: Any, call: str) -> list[Tensor] | None:
     """Return the parameters that a user gave to a ``call``, one or several; None: all. Raises `TypeError` otherwise."""
     if params is None or isinstance(params, Tensor):
@@ -215,7 +167,7 @@ def forget_states(
 ) -> None:
     """Forget the states of the parameters at these places in the layout. Local.
 
-    The class begins with them as if no step had used them. One that makes its states in the constructor makes them now.
+    The class begins with them as if no step had used them. One whose step makes no states makes them now.
     """
     chosen = set(indices)
     for bucket in storage.buckets:
@@ -230,5 +182,5 @@ def forget_states(
                 states.set_state(piece, None)
         if all(states.state_of(piece) is None for piece in range(len(gone))):
             states.flat.clear()
-        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, groups), gone)
+        user_optimizers[number].create_states(states, user_optimizers.groups_of(number, groups), gone, later=True)
         states.evict()

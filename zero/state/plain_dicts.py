@@ -1,13 +1,15 @@
 """Turns optimizer states into plain torch.optim dicts and back, at every stage and number of ranks.
 
-Knows: the format of torch.optim's dicts; with several classes, there is one for each, by its name. Does not know: how
-states travel (`gather`).
+Completes a state dict that an older version of its class has saved, as `torch.optim.Optimizer.load_state_dict` does.
+
+Knows: the format of torch.optim's dicts, also of older versions of a class; with several classes, there is one for
+each, by its name. Does not know: how states travel (`gather`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ from collectives.torch_internals import is_traceable_wrapper_subclass
 
 from ..core.bits import copied, in_stride_order
 from ..core.layout import ParameterSpec
-from ..core.names import MASTERS, known_as, remark_on_prefix
+from ..core.parameter_specs import MASTERS, known_as, remark_on_prefix
 from ..core.rounding import STEPS
 from ..core.runs import PieceState, Rules, lies_flat, misfit, part_of
 from ..core.stage import Placement, Stage, step_device
@@ -29,9 +31,125 @@ from ..runtime.bucket import Bucket
 from ..runtime.flat_states import Options
 from ..step.classes import UserOptimizers
 from ..step.partition import check_classes
-from ..step.user_optimizer import NO_OPTIONS
+from ..step.user_optimizer import NO_OPTIONS, UserOptimizer
 from .gather import gather
-from .older import completed
+
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+
+
+def completed(
+    state_dict: Mapping[str, Any],
+    groups: Sequence[Options],
+    user_optimizers: UserOptimizers,
+    listed: Sequence[ParameterSpec],
+) -> dict[str, Any]:
+    """Return a plain dict with what the classes of its param groups add to it. Changes nothing, of the dict neither.
+
+    Each class is given its groups and their states once, on an instance whose parameters have no memory. Of a tensor of
+    more than one element it sees the shape alone, so one on the meta device serves, too. If a class refuses what it is
+    given, its groups stay as they are; `plain_dicts.fitted` names what they lack.
+
+    Args:
+        state_dict: one of all param groups, with as many parameters in each as this optimizer has.
+        groups: the live param groups.
+        user_optimizers: their classes.
+        listed: their parameters.
+
+    Raises:
+        ValueError: the dict belongs to another class, or a class makes other large states of those that it is given.
+    """
+    saved, states = list(state_dict["param_groups"]), dict(state_dict["state"])
+    members: dict[int, list[ParameterSpec]] = {place: [] for place in range(len(groups))}
+    for spec in sorted(listed, key=lambda spec: spec.index):
+        members[spec.group].append(spec)
+    for number, inner in user_optimizers.used():
+        if inner.optimizer_class.__setstate__ is torch.optim.Optimizer.__setstate__:
+            continue
+        places = list(user_optimizers.groups_of(number, groups))
+        throw_away = _ThrowAway(inner, [(saved[place], members[place]) for place in places], states)
+        try:
+            found = throw_away.complete()
+        except Exception:  # these are not its states, or it cannot load what it saves itself
+            continue
+        for place, options in zip(places, found, strict=True):
+            _check_options(inner, place, saved[place], options, groups[place])
+            saved[place] = {**saved[place], **options}
+        for index, added in throw_away.added():
+            states[index] = {**states[index], **added}
+    return {**state_dict, "state": states, "param_groups": saved}
+
+
+def _check_options(inner: UserOptimizer, place: int, saved: Options, after: Options, live: Options) -> None:
+    """Raise `ValueError` if the class has added options to a group that has others, which it does not know."""
+    added = live.keys() & after.keys() - saved.keys()
+    unknown = saved.keys() - live.keys() - {*inner.defaults, *NO_OPTIONS, *_OF_SCHEDULERS, STEPS}
+    if added and unknown:
+        raise ValueError(
+            f"param group {place}: the state dict has no {min(added)!r}, but {min(unknown)!r}, which {inner.name} does "
+            f"not know: it belongs to another class, or {min(unknown)!r} is yours: then put it into the param group"
+        )
+
+
+class _ThrowAway:
+    """A throw-away instance of a class, and what it is given of a state dict."""
+
+    def __init__(
+        self,
+        inner: UserOptimizer,
+        groups: Sequence[tuple[Options, Sequence[ParameterSpec]]],
+        states: Mapping[int, Mapping[str, Any]],
+    ) -> None:
+        """``groups``: of the dict, with their parameters. ``states``: by the dict's indices."""
+        self._inner, self._instance = inner, inner.instance(None)
+        self._groups: list[Options] = []
+        self._parameters: dict[int, tuple[Tensor, ParameterSpec]] = {}  # by the dict's index
+        self._given: dict[int, dict[str, Any]] = {}
+        memo: dict[int, Any] = {}  # groups may share a tensor
+        for group, specs in groups:
+            options = {key: copy.deepcopy(value, memo) for key, value in group.items() if key not in NO_OPTIONS}
+            made = [_zeros(spec.shape, spec.dtypes.master_dtype, step_device(spec)) for spec in specs]
+            self._groups.append({**options, "params": made})
+            for index, parameter, spec in zip(group["params"], made, specs, strict=True):
+                self._parameters[index] = (parameter, spec)
+                if states.get(index):
+                    self._given[index] = {
+                        name: _copied(value, step_device(spec)) for name, value in states[index].items()
+                    }
+
+    def complete(self) -> list[Options]:
+        """Let the class complete what was added, and return the options of each group."""
+        state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        state.update((self._parameters[index][0], dict(given)) for index, given in self._given.items())
+        self._instance.__setstate__({"state": state, "param_groups": self._groups})
+        return [{key: group[key] for key in group if key != "params"} for group in self._instance.param_groups]
+
+    def added(self) -> list[tuple[int, dict[str, Any]]]:
+        """Return the states that the class has added or replaced, by the dict's index. Call `complete` before."""
+        found = []
+        for index, given in self._given.items():
+            parameter, spec = self._parameters[index]
+            after = self._instance.state[parameter]
+            added = {name: value for name, value in after.items() if name not in given or value is not given[name]}
+            for name, value in added.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    raise ValueError(
+                        f"{self._inner.name} makes the state {name!r} of {spec.name!r} anew when it loads a dict: load "
+                        "the dict into the plain class, and give what its state_dict() returns then"
+                    )
+            found.append((index, added))
+        return found
+
+
+def _copied(value: Any, device: str) -> Any:
+    """Return a copy of a state; of a tensor of more than one element its shape, on the device of its parameter."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    return value.detach().clone() if value.numel() <= 1 else _zeros(value.shape, value.dtype, device)
+
+
+def _zeros(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Return zeros of which all share the memory of one."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 class PlainDicts:
@@ -96,34 +214,33 @@ class PlainDicts:
         state_dict = merged(state_dict, classes) if len(set(classes)) > 1 else by_index(state_dict)
         buckets, user_optimizers = self._storage.buckets, self._user_optimizers
         state_dict, names, mapping = fitted(state_dict, groups, user_optimizers, self._storage)
-        for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-            options = {key: value for key, value in saved.items() if key not in NO_OPTIONS}
+        found = [{k: v for k, v in saved.items() if k not in NO_OPTIONS} for saved in state_dict["param_groups"]]
+        for group, options in zip(groups, copy.deepcopy(found), strict=True):  # groups may share a tensor
             group.pop(STEPS, None)  # a dict that has none is that of a training without rounding
-            group.update(copy.deepcopy(options))
+            group.update(options)
         scatter(state_dict["state"], mapping, groups, buckets, names, user_optimizers.rules_of)
         if MASTERS in state_dict:
             scatter_masters(state_dict[MASTERS], mapping, buckets)
-        for number, found in names.items():
-            user_optimizers[number].note_elementwise(found)
+        for number, elementwise in names.items():
+            user_optimizers[number].note_elementwise(elementwise)
         self._consolidated = None
 
 
 def packed_groups(groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> list[Options]:
     """Return the param groups as torch.optim packs them: with indices for parameters.
 
-    If all parameters of a group have names, the group has these, too.
+    If all parameters of a group have names, the group has these, too; one without parameters, if all others have.
     """
     by_group: dict[int, list[Any]] = {}
     for spec in sorted(listed, key=lambda spec: spec.index):
         by_group.setdefault(spec.group, []).append(spec)
-    result = []
-    for number, group in enumerate(groups):
+    options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in groups]
+    result = copy.deepcopy(options)  # at once: groups may share a tensor
+    for number, packed in enumerate(result):
         members = by_group.get(number, [])
-        packed = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-        if members and all(spec.names for spec in members):
+        if all(spec.names for spec in members or listed):
             packed["param_names"] = [spec.name for spec in members]
         packed["params"] = [spec.index for spec in members]
-        result.append(packed)
     return result
 
 
@@ -217,8 +334,9 @@ def fitted(
     listed = storage.listed()
     _check_form(state_dict, groups, listed)
     found = completed(state_dict, groups, user_optimizers, listed)
-    elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
-    return found, elementwise, _check(found, groups, listed, elementwise, user_optimizers.rules_of)
+    with user_optimizers.unchanged_on_error():
+        elementwise = check_classes(user_optimizers, found["param_groups"], storage.layout.parameters)
+        return found, elementwise, _check(found, groups, listed, elementwise, user_optimizers.rules_of)
 
 
 def _check_form(state_dict: Mapping[str, Any], groups: Sequence[Options], listed: Sequence[ParameterSpec]) -> None:

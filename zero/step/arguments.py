@@ -1,20 +1,75 @@
 """The classes that users name, and which options of a param group are arguments of a class's constructor.
 
-Knows: classes, and what their constructors make. Does not know: which param group has which class, how it is stepped.
+Whether the states and options of two throw-away parameters are equal, bit by bit.
+
+Knows: classes, what their constructors make, and the lists, tuples and dicts of their states. Does not know: which
+param group has which class, how it is stepped.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from .equality import same
+from ..core.parameter_specs import flattened
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return whether two states or options are equal: tensors by their bits, numbers and text by what they say.
+
+    Lists, tuples, dicts and tensor subclasses are equal if all that they hold is. Of other objects only the classes
+    are compared.
+    """
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return _same_tensors(one, other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, (bool, int, float, complex, str)):
+        return repr(one) == repr(other)  # nan is equal to nan, and -0.0 is not equal to 0.0
+    return True
+
+
+def _same_tensors(one: Tensor, other: Tensor) -> bool:
+    names, facts = flattened(one)
+    if names:
+        theirs, other_facts = flattened(other)
+        parts = [(getattr(one, name), getattr(other, name, None)) for name in names]
+        return (
+            type(one) is type(other) and same([*names, facts], [*theirs, other_facts]) and all(same(*p) for p in parts)
+        )
+    if (one.dtype, one.device, one.shape) != (other.dtype, other.device, other.shape):
+        return False
+    return equal_values(*(each.detach().reshape(-1).contiguous() for each in (one, other)))  # it may be expanded
+
+
+def equal_values(one: Tensor, other: Tensor) -> bool:
+    """Return whether two 1-D tensors of one dtype and length have equal bits.
+
+    All NaNs count as equal: torch's own kernels give different ones.
+    """
+    if torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
+        return True
+    if one.is_complex():
+        return equal_values(torch.view_as_real(one).reshape(-1), torch.view_as_real(other).reshape(-1))
+    if not one.is_floating_point():
+        return False
+    if one.itemsize == 1:  # torch does not compare them
+        one, other = one.float(), other.float()
+    equal = (one == other) & (one.signbit() == other.signbit())
+    return bool((equal | (one.isnan() & other.isnan())).all())
+
 
 KEY = "optimizer_class"  # of a param group: a class when it is given, and its qualified name from then on
 OptimizerClass = type[torch.optim.Optimizer]
@@ -38,6 +93,23 @@ def merged(arguments: Mapping[str, Any], kwargs: Mapping[str, Any] | None) -> di
     return {**arguments, **(kwargs or {})}
 
 
+def check_known(optimizer_class: OptimizerClass, arguments: Mapping[str, Any], beside: Iterable[str]) -> None:
+    """Raise `TypeError` if the constructor of a class does not take an argument of ``arguments``.
+
+    ``beside``: names of `ZeroOptimizer`'s own arguments, of which the user may have meant one.
+    """
+    parameters = inspect.signature(optimizer_class).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return
+    for name in arguments:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, [*beside, *parameters], 1)
+            raise TypeError(
+                f"neither ZeroOptimizer nor {optimizer_class.__name__} has an argument {name!r}"
+                + (f": did you mean {near[0]!r}?" if near else "")
+            )
+
+
 def check_class(named: Any, place: str = "") -> None:
     """Raise `TypeError` unless ``named`` is a class of optimizers that can step.
 
@@ -59,7 +131,7 @@ def check_class(named: Any, place: str = "") -> None:
     if called := _collectives_in(named.step):
         raise TypeError(
             f"{place}{KEY} is {named.__name__}, whose step() calls {' and '.join(called)} of torch.distributed, as if "
-            "each rank had all parameters: name the class for one process, which ranks step over what they own"
+            "each rank had all parameters: name the class for one process; each rank steps what it owns with it"
         )
 
 

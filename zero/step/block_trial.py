@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from ..core.bits import row_major_stride
-from ..core.cuts import CUT_EVERY
-from ..core.layout import ParameterSpec
+from ..core.layout import CUT_EVERY, ParameterSpec
 from ..core.parameter_specs import flattened
 from ..core.runs import BlockRule, Rules, joined, merged, part_of
 from ..core.stage import step_device
 from ..core.statetree import encode
 from ..runtime.flat_states import Options
-from .equality import same
+from .arguments import same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, large_shapes, shortened
 from .trial import FEW_STEPS, ByParameter, distinct, random_state_kept
 from .user_optimizer import UserOptimizer

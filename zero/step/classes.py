@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,6 +100,19 @@ class UserOptimizers:
                 )
         return None
 
+    @contextmanager
+    def unchanged_on_error(self, *others: object) -> Iterator[None]:
+        """Return a context after which, if it raises, the classes and ``others`` have what they had before.
+
+        They replace what they note inside of it, and edit none of it in place."""
+        kept = [(each, dict(vars(each))) for each in (self, *self._all, *others)]
+        try:
+            yield
+        except BaseException:
+            for each, attributes in kept:
+                vars(each).update(attributes)
+            raise
+
     def forget(self, groups: int) -> None:
         """Forget the groups from this number on, which could not be added, and the classes that they alone had."""
         del self._of_groups[groups:], self._requested[groups:]
@@ -141,7 +155,7 @@ class UserOptimizers:
 
         ``names``: of the states that are as large as their parameters, by the number of the class.
         """
-        self._tried |= {self._switches(number, groups[number]) for number in range(first, len(groups))}
+        self._tried = self._tried | {self._switches(number, groups[number]) for number in range(first, len(groups))}
         for number, found in names.items():
             self._all[number].note_elementwise(found)
 

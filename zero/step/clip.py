@@ -1,16 +1,26 @@
-"""Clipping by the global norm: the factor, and the function for a plain loop.
+"""Clipping by the global norm: the factor, the function for a plain loop, and kernels that do both on a device.
 
-Knows: `p.grad` of whole parameters. Does not know: ranks. `ZeroOptimizer.clip_grad_norm_` merges the partial norms of
-the ranks and uses the same factor.
+With kernels no host reads the norm or the factor:
+
+    norm_limbs     this rank's shards: the exact sum of squares, as integers            each rank
+    all-gather     every rank's integers; their sum is exact in any order               all ranks that share a copy
+    clip_factor    the norm and the factor, with the bits of `PowerSum` and `clip_factor` on the host
+    scale_         all gradients that this rank holds
+
+Knows: gradients of whole parameters or of shards, kernels. Does not know: buckets, what ranks agree on before.
+`ZeroOptimizer.clip_grad_norm_` merges the partial norms of the ranks and uses the same factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from collectives import Collective, Kind, Tag, Transport
+from collectives.kernels import LIMBS, DeviceKernels
 
 from ..core.norm import PowerSum, check_norm_type
 from ..runtime.compiled_calls import untraced
@@ -119,3 +129,40 @@ def clip_grad_norm_(
             # A gradient without dimensions would be promoted to the factor's dtype; one of one element is not.
             (gradient.unsqueeze(0) if gradient.dim() == 0 else gradient).mul_(factor)
         return norm.to(held[0][1].device) if held else norm
+
+
+ON_DEVICE = b"on the device"  # a rank that could clip in this way sends it in its record
+
+
+def clip_on_device(
+    kernels: DeviceKernels,
+    device: torch.device,
+    shards: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    max_norm: float,
+    shard_group: Transport,
+    collective: Collective,
+) -> Tensor:
+    """Scale ``gradients`` in place; return their 2-norm before, 0-dim, fp32, on the device. Collective.
+
+    All ranks that share a copy call this. The host does not wait.
+
+    Args:
+        kernels: of ``device``, where all tensors are.
+        shards: 1-D parts of the gradients, of `NORM_TYPES`. Over these ranks they are every element once, and each
+            begins at a multiple of 16 elements from its parameter's start.
+        gradients: what this rank scales.
+        max_norm: the largest norm that is not scaled.
+        shard_group: the ranks that share a copy.
+        collective: their all-gather.
+    """
+    ranks = shard_group.world_size
+    limbs = shard_group.scratch(LIMBS * ranks, torch.int64, device)
+    kernels.norm_limbs(shards, limbs[LIMBS * shard_group.rank :][:LIMBS].zero_())
+    if ranks > 1:
+        bounds = list(range(0, LIMBS * (ranks + 1), LIMBS))
+        collective.all_gather(limbs, bounds, tag=Tag(Kind.ALL_GATHER, "gradient norm")).wait()
+        limbs = limbs.view(ranks, LIMBS).sum(0)
+    norm, factor = kernels.clip_factor(limbs, max_norm)
+    kernels.scale_(gradients, factor)
+    return norm

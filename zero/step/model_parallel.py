@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from collectives import CollectiveError, Kind, Tag, Transport, as_a_whole
+from collectives import CollectiveError, Kind, MismatchError, Tag, Transport, as_a_whole
 
 from ..config import transport_of
 from ..core.layout import Layout
@@ -207,6 +207,22 @@ class ModelPart:
         finally:
             self._groups = []
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Return the context of a clip without groups. Local.
+
+        If other ranks of this optimizer clip over groups, those of earlier clips, in which parts wait for this rank,
+        get the error. If they do not either, nothing here shows that other parts wait: a clip without groups is legal.
+        """
+        try:
+            yield
+        except MismatchError as error:
+            for _, group in self._known if _CALL in str(error) else ():
+                if not group.broken:
+                    with suppress(CollectiveError):  # the first error says more
+                        self._exchange(group, {"problem": f"{type(error).__name__}: {error}"})
+            raise
+
     def _connected(self, group: Any) -> Transport:
         found = next((transport for known, transport in self._known if known == group), None)  # mesh["tp"] is made anew
         if found is None or found.broken:
@@ -217,7 +233,8 @@ class ModelPart:
     def _exchange(self, group: Transport, message: dict[str, Any]) -> list[dict[str, Any]]:
         self._told += 1
         with as_a_whole(self._transport, f"in {_CALL}", CollectiveError):
-            told = group.exchange(json.dumps(message).encode(), Tag(Kind.EXCHANGE, _CALL))
+            tag = Tag(Kind.EXCHANGE, f"{_CALL}, which each rank of the group calls")
+            told = group.exchange(json.dumps(message).encode(), tag)
         return [json.loads(data) for data in told]
 
     def whole(self, replicated: Sequence[int], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> NormPart:

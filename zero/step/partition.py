@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..core.conflicts import CUT_BLOCKS
 from ..core.layout import ParameterSpec
 from ..core.runs import Stack
 from ..core.stage import step_device
@@ -99,10 +100,7 @@ def check_partitions(requested: Mapping[int, Any], blocks: Mapping[int, Any]) ->
                 f'of elements) or "parameter" (each parameter has one owner), not {name!r}, as in param group {number}'
             )
         if blocks[number] is not None and name not in (None, "parameter"):
-            raise ValueError(
-                f"param group {number} has blocks={blocks[number]!r}, each of which has one owner, and partition="
-                f'{name!r}, which cuts them: give the group partition="parameter", or no blocks='
-            )
+            raise ValueError(CUT_BLOCKS.text(number=number, blocks=blocks[number], partition=name))
     return {number: name if blocks[number] is None else "parameter" for number, name in requested.items()}
 
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.cuts import CUT_EVERY, EvenCuts
-from ..core.layout import BucketSpec, Dtypes, ParameterSpec, Slot
+from ..core.layout import CUT_EVERY, BucketSpec, Dtypes, EvenCuts, ParameterSpec, Slot
 from ..core.runs import is_elementwise
 from ..core.stage import Placement
 from ..runtime.flat_buffer import FlatBuffer

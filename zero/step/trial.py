@@ -1,10 +1,12 @@
 """The trial of a class: steps as ranks take them give the bits of its own steps over whole parameters.
 
-Knows: which options are tried, and which results must be equal. Does not know: how throw-away parameters look and are
-laid out, ranks.
-
 A class steps throw-away parameters with the options of the user's param groups; equal options are tried once. There are
 two trials: of steps over pieces of parameters (`ByElement`), and over each parameter by itself (`ByParameter`).
+
+Whether a class's own steps depend on what ranks part: the dtypes of a param group, and the length of a tensor.
+
+Knows: which options are tried, and which results must be equal. Does not know: how throw-away parameters look and are
+laid out, ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from operator import methodcaller
 from typing import Any, ClassVar
 
@@ -23,9 +26,72 @@ from ..core.runs import is_elementwise
 from ..core.stage import step_device
 from ..core.statetree import FormatError, Rebuild, decode, encode, kinds_in
 from ..runtime.flat_states import Options
-from .equality import equal_values, same
+from .arguments import equal_values, same
 from .throwaway import ClassFailedError, FullParameters, OnRank, Placed, Setting, large_shapes, placed, shortened
 from .user_optimizer import NO_OPTIONS, NotElementwiseError, UserOptimizer
+
+SCALES = (1e-9, 1e-4)  # gradients below and between the eps of dtypes, by which a class may bound its divisors
+SHORT, LONG = 15, 33  # elements: fewer than a kernel computes at once, and more
+
+
+def check_dtypes(
+    inner: UserOptimizer, options: Sequence[Options], parameters: Sequence[Placed], specs: Sequence[ParameterSpec]
+) -> None:
+    """Raise `ValueError` if the class steps parameters of one dtype otherwise beside those of another in their group.
+
+    ``options``: of each group; ``parameters``: throw-away ones; ``specs``: the user's.
+    """
+    kinds = list(dict.fromkeys((setting.options, setting.dtypes.step_dtype) for setting, _ in parameters))
+    if len(kinds) == len({number for number, _ in kinds}):
+        return
+    apart = [(replace(s, options=kinds.index((s.options, s.dtypes.step_dtype))), shape) for s, shape in parameters]
+    try:
+        beside = FullParameters(inner, options, parameters)
+        alone = FullParameters(inner, [options[number] for number, _ in kinds], apart)
+        for step, scale in enumerate(SCALES):
+            for each in (beside, alone):
+                each.step([gradient * scale for gradient in each.gradients(step)])
+    except ClassFailedError:  # it takes no second group, or no such gradients
+        return
+    for one, other in zip(beside.parameters, alone.parameters, strict=True):
+        if not (same(one, other) or beside.draws):  # random numbers differ anyway
+            found = {(spec.group, spec.dtypes.step_dtype): spec.name for spec in specs}
+            groups = [group for group, _ in found]
+            name = next(n for (group, dtype), n in found.items() if dtype is one.dtype and groups.count(group) > 1)
+            raise ValueError(
+                f"{inner.name} steps {name!r}, in {one.dtype}, in another way if its param group has other dtypes, "
+                "too, and ranks step each dtype by itself: give each dtype a param group, or name the option that the "
+                "class takes from a parameter's dtype (Adafactor: eps)"
+            )
+
+
+def check_kernels(
+    inner: UserOptimizer, options: Sequence[Options], settings: Sequence[Setting], specs: Sequence[ParameterSpec]
+) -> None:
+    """Raise `ValueError` if a fused loop leaves some elements of a tensor as they are, and none of a shorter one.
+
+    All are 0 and have one gradient, so that no rounding hides a step. Torch's fused SGD in 16 bits on the CPU does so,
+    and reads momentum beyond the end of a tensor.
+    """
+    for setting in settings:
+        if not options[setting.options].get("fused"):
+            continue
+        try:
+            made = FullParameters(inner, options, [(setting, (size,)) for size in (SHORT, LONG)])
+            for parameter in made.parameters:
+                parameter.detach().zero_()
+            made.step([torch.ones_like(parameter) for parameter in made.parameters])
+        except ClassFailedError:  # it takes no vectors
+            continue
+        short, long = (int(parameter.count_nonzero()) for parameter in made.parameters)
+        if short == SHORT and 0 < long < LONG:
+            kind = setting.dtypes.step_dtype, str(setting.device)
+            name = next(spec.name for spec in specs if (spec.dtypes.step_dtype, step_device(spec)) == kind)
+            raise ValueError(
+                f"{inner.name} steps {long} of {LONG} elements of a tensor in {kind[0]} on {kind[1]}, as {name!r} is: "
+                "its kernel there is wrong. Name another loop (fused=False), or keep fp32 weights (mixed_precision=)"
+            )
+
 
 STEPS = 12  # more than classes take to warm up by themselves (RAdam 5, SOAP 10)
 # With a lower learning rate, which a scheduler may raise later, rounding could hide an update; with a lower weight
@@ -60,7 +126,11 @@ class Trial:
         states of random generators do not change.
         """
         with random_state_kept(self.settings):
-            return self.steps()
+            check_kernels(self.inner, self.options, self.settings, self._parameters)
+            try:
+                return self.steps()
+            finally:  # raised in the place of the other error, since it names a remedy
+                check_dtypes(self.inner, self.options, self._placed, self._parameters)
 
     def steps(self) -> tuple[frozenset[str], dict[str, Rebuild]]:
         """Do what `run` says. Low learning rates are raised to `RAISED_RATE`, if the class accepts that."""
@@ -336,14 +406,16 @@ def _is_scalar(value: Any) -> bool:
 def distinct(
     defaults: Options, groups: Sequence[Options], parameters: Sequence[ParameterSpec]
 ) -> tuple[list[Options], list[Setting]]:
-    """Return the distinct options of the groups, and the settings in which parameters have them."""
-    numbers_of: dict[str, int] = {}
+    """Return the distinct options of groups, by the dtypes in these, and the settings in which parameters have them."""
+    dtypes_of: dict[int, set[torch.dtype]] = {}  # by group
+    for spec in parameters:
+        dtypes_of.setdefault(spec.group, set()).add(spec.dtypes.step_dtype)
+    numbers_of: dict[tuple[str, Any], int] = {}
     options: list[Options] = []
     number_of: dict[int, int] = {}  # by group
     for group in dict.fromkeys(spec.group for spec in parameters):
-        given = {key: value for key, value in groups[group].items() if key not in NO_OPTIONS}
-        given = {**defaults, **given}
-        number_of[group] = numbers_of.setdefault(_text_of(given), len(options))
+        given = {**defaults, **{key: value for key, value in groups[group].items() if key not in NO_OPTIONS}}
+        number_of[group] = numbers_of.setdefault((_text_of(given), frozenset(dtypes_of[group])), len(options))
         if number_of[group] == len(options):
             options.append(given)
     shapes: dict[tuple[int, Dtypes, str], set[tuple[int, ...]]] = {}

@@ -28,8 +28,7 @@ from ..runtime.flat_states import Options
 from ..runtime.offload import wait_for_host
 from ..runtime.profiler_ranges import ProfilerRange, Waited
 from .classes import UserOptimizers
-from .clip import check_finite, clip_factor
-from .device_clip import ON_DEVICE, clip_on_device
+from .clip import ON_DEVICE, check_finite, clip_factor, clip_on_device
 from .user_optimizer import BucketUpdate, Call, Mode, all_present, unhooked_step
 
 _Work = tuple[Bucket, FlatBuffer | None, bytes]  # a bucket, its gradient, and which of its pieces a call changes
@@ -39,6 +38,8 @@ class _Means(Protocol):
     """The mean gradients of the shards that this rank owns, as in `ReducedGrads`."""
 
     def shards(self) -> list[Tensor]: ...
+
+    def held(self, *, keeps_minus_zero: bool = False) -> list[Tensor]: ...
 
     def any_is_fp64(self) -> bool: ...
 
@@ -138,13 +139,9 @@ class Update:
             check_finite(norm, norm_type)
         factor = clip_factor(norm, max_norm)
         if not bool(factor == 1.0):  # no host synchronisation: it is in the host's memory
-            for gradient in self._gradients():
+            for gradient in self._means.held(keeps_minus_zero=bool(factor.isfinite())):
                 gradient.mul_(factor)  # a factor on the host, as in a plain loop: no copy, and one rounding
         return norm
-
-    def _gradients(self) -> list[Tensor]:
-        held = [bucket.grad.final_grad() for bucket in self._storage.buckets]
-        return [gradient.data for gradient in held if gradient is not None]
 
     def _clip_on_device(self, max_norm: float) -> Tensor:
         device = self._device
@@ -153,8 +150,8 @@ class Update:
         assert kernels is not None
         shards = self._means.shards()
         with behind_a_meeting(self._transport), as_a_whole(self._transport, "while clipping"):
-            gradients, group = self._gradients(), self._shard_group
-            return clip_on_device(kernels, device, shards, gradients, max_norm, group, self._collective)
+            group = self._shard_group
+            return clip_on_device(kernels, device, shards, self._means.held(), max_norm, group, self._collective)
 
     def step(self, groups: Sequence[Options]) -> dict[int, Options]:
         """Update every parameter that some rank used. Collective.

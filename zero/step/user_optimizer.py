@@ -1,7 +1,13 @@
 """The user's optimizer class, run over the flat pieces of parameters that this rank steps, by groups of buckets.
 
-Knows: the class's instances, their options, and how a step changes these. Does not know: how runs and states are laid
-out (`flat_states`), ranks, the origin of gradients, communication.
+Which buckets an optimizer's class steps in one call.
+
+    accelerator    stages 0, 3    one group for all buckets of a class, a device and a set of dtypes
+                   stages 1, 2    four, in the layout's order: the first are gathered while the next is stepped
+    CPU, offload                  each bucket by itself: what is stepped stays in the caches, and states in few buffers
+
+Knows: the class's instances, their options, how a step changes these, and which buckets one call steps. Does not know:
+how runs and states are laid out (`flat_states`), ranks, the origin of gradients, communication.
 """
 
 from __future__ import annotations
@@ -9,7 +15,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,14 +25,14 @@ from torch import Tensor
 
 from collectives.torch_internals import foreach_copy_
 
-from ..core.layout import ParameterSpec
+from ..core.bits import is_launched
+from ..core.layout import BucketSpec, Layout, ParameterSpec
 from ..core.rounding import steps_of
 from ..core.runs import BlockRule, Rules, StackRule, merged
-from ..core.stage import STATES_AHEAD, STATES_BEHIND, step_device
+from ..core.stage import STATES_AHEAD, STATES_BEHIND, Stage, step_device
 from ..core.statetree import Rebuild
 from ..runtime.flat_buffer import FlatBuffer
-from ..runtime.flat_states import BucketStates, Options
-from ..runtime.master_weights import sync_from_params
+from ..runtime.flat_states import BucketStates, Options, sync_from_params
 from .arguments import check_takes_parameters
 
 Mode = Literal["train", "eval"]
@@ -99,12 +105,13 @@ class UserOptimizer:
         # the names of the options that were given for param groups, or that the class has made of them
         self._own_options: set[str] = {*plain.param_groups[0]}
         self._begins_with_state = bool(plain.state)
+        self._later_begin_with_state = self._begins_with_state and self._makes_later_states(plain)
         self.elementwise: frozenset[str] = frozenset()  # the names of the states that are as large as their parameter
         self.kinds: dict[str, Rebuild] = {}  # the tensor subclasses among states that a trial has made
         # whether it exchanges the weights between training and evaluation, as schedule-free classes do
         self.has_modes = all(callable(getattr(optimizer_class, mode, None)) for mode in ("train", "eval"))
         self._rules: dict[str, BlockRule] = {}  # of the states that have values for blocks of elements
-        self._per_block: frozenset[str] = frozenset()  # the names of states of which each block of a stack has its own
+        self._per_block: frozenset[str] = frozenset()  # names of states that each block of a stack has
 
     @property
     def name(self) -> str:
@@ -118,7 +125,7 @@ class UserOptimizer:
 
     def note_options(self, other: UserOptimizer) -> None:
         """Note that the options of param groups of an ``other`` one, of the same class, may be given to this one."""
-        self._own_options |= other._own_options
+        self._own_options = self._own_options | other._own_options
 
     def note_elementwise(self, names: frozenset[str]) -> None:
         """Note the names of further states that are as large as their parameter."""
@@ -126,7 +133,7 @@ class UserOptimizer:
 
     def note_kinds(self, kinds: Mapping[str, Rebuild]) -> None:
         """Note the tensor subclasses among states."""
-        self.kinds |= kinds
+        self.kinds = {**self.kinds, **kinds}
 
     def note_rules(self, rules: Mapping[str, BlockRule]) -> None:
         """Note how the states of parameters that are cut between blocks are divided.
@@ -142,7 +149,7 @@ class UserOptimizer:
             ) from error
 
     def note_per_block(self, names: frozenset[str]) -> None:
-        """Note the names of states of which each block of a stack has its own, beside those as large as it."""
+        """Record the names of states that each block of a stack has, apart from those as large as the block."""
         self._per_block |= names
 
     def rules_of(self, spec: ParameterSpec) -> Rules:
@@ -157,7 +164,7 @@ class UserOptimizer:
         A class may keep a learning rate as a tensor, whatever it is given.
         """
         (group,) = self.optimizer_class([{**given, "params": [torch.zeros(1, 1)]}], **self.arguments).param_groups
-        self._own_options |= {*given, *group}
+        self._own_options = self._own_options | {*given, *group}
         return {key: value for key, value in group.items() if key != "params"}
 
     def _over_one(self) -> torch.optim.Optimizer:
@@ -194,10 +201,25 @@ class UserOptimizer:
                     vars(made)[key] = copy.deepcopy(value)
         return made
 
-    def create_states(self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None) -> None:
+    def _makes_later_states(self, plain: torch.optim.Optimizer) -> bool:
+        """Return whether a class that creates its states in the constructor has those of a later group before a step:
+        it makes them when the group is added, or no step can make them. Adagrad's step does."""
+        later = torch.zeros(1, 1)
+        try:
+            plain.add_param_group({**self._example, "params": [later]})
+            made = later in plain.state
+            later.grad = torch.ones(1, 1)
+            unhooked_step(plain)
+        except Exception:
+            return True
+        return made or later not in plain.state
+
+    def create_states(
+        self, states: BucketStates, groups: Mapping[int, Options], new: bytes | None = None, *, later: bool = False
+    ) -> None:
         """Let a class that creates its states in the constructor (Adagrad) create those of the pieces that are ``new``,
-        a byte each, 0 or 1. None: of all."""
-        if not self._begins_with_state:
+        a byte each, 0 or 1. None: of all. ``later``: of an optimizer that has been constructed before."""
+        if not (self._later_begin_with_state if later else self._begins_with_state):
             return
         late = states.master is not None and not states.master.exists
         states.plan(b"\1" * len(states.pieces) if new is None else new, frozenset())
@@ -375,3 +397,31 @@ def _param_groups(every: Sequence[BucketStates], groups: Mapping[int, Options]) 
 def _apart(group: Options) -> Options:
     """Return a copy of a group whose tensors a bucket's step may edit without an effect on the next bucket's step."""
     return {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+
+
+GROUPS_BESIDE_GATHERS = 4
+
+
+def step_groups(layout: Layout, first: int, stage: Stage, *, offloads: bool) -> dict[int, Hashable]:
+    """Return the group of each bucket from ``first`` on, by the bucket's index. ``offloads``: of the states.
+
+    A bucket whose gradient is widened for the step, or its weights, is a group of its own, so that one such copy exists
+    at a time.
+    """
+    found: dict[int, Hashable] = {}
+    alike: dict[tuple[int, str, object], list[BucketSpec]] = {}
+    for bucket in layout.buckets[first:]:
+        dtypes = bucket.dtypes
+        widened = not (dtypes.accumulate_dtype is dtypes.master_dtype is dtypes.step_dtype)
+        if offloads or widened or not is_launched(torch.device(bucket.device)):
+            found[bucket.index] = bucket.index
+        else:
+            optimizer_class = layout.members(bucket)[0].optimizer_class
+            alike.setdefault((optimizer_class, bucket.device, dtypes), []).append(bucket)
+    count = GROUPS_BESIDE_GATHERS if stage.parameters_are_gathered else 1
+    for key, buckets in alike.items():
+        total, before = sum(bucket.numel for bucket in buckets), 0
+        for bucket in buckets:
+            found[bucket.index] = (*key, count * before // max(1, total))
+            before += bucket.numel
+    return found

@@ -17,7 +17,7 @@ from collectives import CollectiveError
 from zero import CheckpointManager, ZeroOptimizer
 from zero.checkpoint import files
 from zero.checkpoint.folder.directory import complete_steps
-from zero.checkpoint.write.snapshot import Snapshot
+from zero.checkpoint.write.capture import Snapshot
 
 from ...checkpoint.saves import Training, entries
 from ...support.limits import PATIENT, at_once

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import json
-import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,29 +17,21 @@ import torch
 
 import zero
 from zero.commands import cli
-from zero.commands.plan.inputs import training_of
+from zero.commands.plan import command
+from zero.commands.plan.command import start_of, training_of
 from zero.commands.plan.settings import PlanConfig
-from zero.commands.plan.written import start_of
 from zero.planning.choose import SAME
-from zero.planning.hardware import presets
 from zero.planning.setting import OPTIMIZERS, PlanSetting
 from zero.precision import PRECISIONS
 
 from ...planning.configs import LLAMA_3_8B, SMALL
 from ...support.pictures import misfits
 
-CHANGES: tuple[dict[str, Any], ...] = (
-    {},
-    {"sharding_factor": 1},
-    {"reshard_after_forward": False},
-    {"bucket_cap_mb": 3},
-    {"stage": 0},
-    {"offload": zero.Offload(".")},
-    {"optimizer": "muon"},
-)
-
-
 MODULE = """import torch
+from zero.examples.train import ByteModel
+def bytes_model():
+    tokens = torch.empty(1, 64, dtype=torch.int64, device="meta")
+    return ByteModel(), lambda made: made(tokens).float().logsumexp(-1).mean()
 def alone():
     return torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(3)])
 def model():
@@ -64,13 +57,12 @@ def written() -> dict[str, Any]:
     return found
 
 
-def start(cluster: str, precision: Any = "fp32", fp32_modules: str | None = None, **changes: Any) -> str:
-    """Return how a setting of a tiny model on one host starts."""
+def start(precision: Any = "fp32", fp32_modules: str | None = None, **changes: Any) -> str:
+    """Return how a setting of a small model on one host starts."""
     named = {"precision": precision, "fp32_modules": fp32_modules, "optimizer": changes.get("optimizer", "adamw")}
-    config = PlanConfig(preset="tiny", sequence=32, **named)
-    training = training_of(config)
+    training = training_of(PlanConfig(module="made:bytes_model", sequence=64, **named))
     setting = PlanSetting(**{"stage": 3, "world_size": 2, "mixed_precision": training.rule, **changes})
-    return start_of(config, setting, presets().cluster(cluster, nic=10), 1, training)
+    return start_of(setting, training)
 
 
 def test_it_prints_a_table_and_a_recommendation_and_writes_files(
@@ -79,7 +71,7 @@ def test_it_prints_a_table_and_a_recommendation_and_writes_files(
     flags = "--config=small.json --cluster=h100:8x2 --sequence=512 --global-batch=64 --tokens=1e9 --price=2 --trace"
     assert plan(flags) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"{tmp_path.name}: 3.46 M parameters in 5 units, ")
+    assert lines[0].startswith("small: 3.46 M parameters in 5 units, ")
     assert "16 h100 (2 hosts, 3,200 Gb/s a host)" in lines[0]
     begins = ("recommended: zero ", "of its time: ", "bucket_cap_mb: ", "start: ", "smallest cluster that fits", "$")
     assert [begin for begin in begins if not any(line.startswith(begin) for line in lines)] == []
@@ -87,13 +79,29 @@ def test_it_prints_a_table_and_a_recommendation_and_writes_files(
     fitting = [each for each in found["choices"] if each["total_bytes"] <= found["cluster"]["usable_bytes"]]
     near = min(each["step"]["seconds"] for each in fitting) * (1 + SAME)
     best = next(each for each in fitting if each["name"] == found["recommended"]["name"])
-    others = [each for each in fitting if each["step"]["seconds"] <= near and not each["setting"]["offload"]]
+    others = [each for each in fitting if each["step"]["seconds"] <= near and each["setting"]["offload"] is None]
     assert best["total_bytes"] == min(each["total_bytes"] for each in others)
-    assert {choice["setting"]["offload"] for choice in found["choices"]} == {"", "host"}
+    assert {str(choice["setting"]["offload"])[:17] for choice in found["choices"]} == {"None", "{'states': 'cpu',"}
     for choice in found["choices"]:
         assert sum(choice["bytes"].values()) == choice["total_bytes"]
+    explained = [line.split(": ")[0] for line in lines if line.startswith("plan")]
+    assert explained == (["plan.png", "plan-scale.png"] if find_spec("matplotlib") else [])
     trace = json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     assert {event["ph"] for event in trace} == {"X", "M"}
+
+
+def test_the_files_of_the_last_plan_stay_until_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = "--config=small.json --cluster=h100:8 --sequence=512"
+    assert plan(flags) == 0
+    before = {path: path.stat().st_ino for path in Path("out").iterdir()}
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "findings_of", interrupted)
+    with contextlib.suppress(KeyboardInterrupt):
+        plan(flags)
+    assert {path: path.stat().st_ino for path in Path("out").iterdir()} == before
 
 
 def test_a_model_whose_states_are_larger_than_the_gpu_goes_to_one_with_its_parameters_on_the_host(
@@ -102,31 +110,13 @@ def test_a_model_whose_states_are_larger_than_the_gpu_goes_to_one_with_its_param
     assert plan("--config=large.json --cluster=h100:1 --recompute=full --sequence=512") == 0
     printed, found = capsys.readouterr().out, written()
     (best,) = (each for each in found["choices"] if each["name"] == found["recommended"]["name"])
-    assert best["setting"]["parameters_on"] == best["setting"]["offload"] == "host"
+    assert best["setting"]["offload"] == {"states": "cpu", "parameters": "cpu", "step": None}
     assert best["bytes"]["states"] < 1 << 20 < found["cluster"]["usable_bytes"] < best["offloaded_bytes"]
     assert "zero 3, states and parameters on host" in printed
     assert 'offload=Offload("cpu", parameters="cpu")' in printed
 
 
-def test_the_start_has_the_flags_of_zero_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zero.commands.train import command as train
-
-    given: list[Any] = []
-    monkeypatch.setattr(train, "run", lambda config: given.append(config) or 0)
-    for changes in CHANGES:
-        begin, *flags = shlex.split(start("cpu:2", **changes))
-        assert (begin, cli.main(flags)) == ("zero", 0)
-        found = given[-1]
-        assert (found.ranks, found.preset, found.sequence, found.micro_batches) == (2, "tiny", 32, 2)
-        wanted = {"stage": 3, "bucket_cap_mb": None, "sharding_factor": None, "reshard_after_forward": True}
-        wanted |= {name: value for name, value in changes.items() if name != "offload"}
-        assert {name: getattr(found, name) for name in wanted} == wanted
-        assert (found.offload is not None, found.fused) == ("offload" in changes, found.optimizer != "muon")
-    begun = start("cpu:2x2", world_size=4)
-    assert begun.startswith("torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m ")
-
-
-def test_the_start_on_gpus_has_the_arguments_of_the_optimizer() -> None:
+def test_the_start_is_the_call_of_the_optimizer() -> None:
     bound = inspect.signature(zero.ZeroOptimizer).bind
 
     def optimizer_of(*given: Any, **named: Any) -> dict[str, Any]:
@@ -140,24 +130,26 @@ def test_the_start_on_gpus_has_the_arguments_of_the_optimizer() -> None:
         offload = None if in_blocks else zero.Offload("cpu", parameters="cpu" if optimizer == "adamw" else None)
         partition = "block" if in_blocks else None
         given = {"world_size": 8, "bucket_cap_mb": 3, "device": "cuda", "offload": offload, "partition": partition}
-        found = eval(start("h100:8", precision, **given, optimizer=optimizer), dict(names))
+        found = eval(start(precision, **given, optimizer=optimizer), dict(names))
         assert (found["stage"], found["bucket_cap_mb"]) == (3, 3)
         assert (found.get("offload"), found.get("partition")) == (offload, partition)
         assert ("mixed_precision" in found) is (precision != "fp32")
         assert found.get("defaults", {}).get("fused", False) is not (in_blocks or optimizer in ("adagrad", "muon"))
-    found = eval(start("cpu:2", "bf16", "*norm*,embedding,head"), dict(names))
+    changes: dict[str, Any]
+    for changes in ({"sharding_factor": 1}, {"reshard_after_forward": False}, {"prefetch_depth": 2}, {"stage": 0}):
+        found = eval(start(**changes), dict(names))
+        assert {name: found.get(name) for name in changes} == changes
+    found = eval(start("bf16", "*norm*,bytes,head"), dict(names))
     kept = zero.MixedPrecision(torch.float32, output_dtype=torch.bfloat16)
-    by_name = {"*": zero.MixedPrecision(torch.bfloat16), "*norm*": kept, "embedding": kept, "head": kept}
+    by_name = {"*": zero.MixedPrecision(torch.bfloat16), "*norm*": kept, "bytes": kept, "head": kept}
     assert found["mixed_precision"] == by_name
 
 
-@pytest.mark.parametrize("source", ["--preset=tiny", "--config=small.json", "--module=made:model"])
+@pytest.mark.parametrize("source", ["--config=small.json", "--module=made:bytes_model", "--module=made:model"])
 def test_modules_in_fp32_take_other_bytes_and_more_seconds(source: str) -> None:
     """At stage 0 they take fewer: 16 bytes an element, and not 18."""
-    every, patterns = (
-        [],
-        {"--preset=tiny": "embedding,head", "--config=small.json": "*lm_head,*embed*"}.get(source, "1"),
-    )
+    named = {"--module=made:bytes_model": "bytes,head", "--config=small.json": "*lm_head,*embed*"}
+    every, patterns = [], named.get(source, "1")
     for more in ("", f"--fp32-modules '{patterns}'"):
         assert plan(f"{source} --cluster=h100:8 --sequence=64 --all {more}") == 0
         every.append({each["name"]: each for each in written()["choices"]})
@@ -165,32 +157,30 @@ def test_modules_in_fp32_take_other_bytes_and_more_seconds(source: str) -> None:
         kept = every[1][name]
         assert kept["bytes"]["states"] < plain["bytes"]["states"] or kept["setting"]["stage"] > 0, name
         assert kept["step"]["seconds"] >= plain["step"]["seconds"], name
-        assert kept["setting"]["fp32_modules"] == patterns.split(",")
 
 
 def test_modules_in_fp32_that_cannot_be_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for flags, said in (
         ("--fp32-modules norm", "mixed_precision: the pattern 'norms' decides about no module"),
-        ("--fp32-modules head", "'embedding.weight' and 'head.weight' are one parameter, but mixed_precision"),
         ("--fp32-modules norm --precision fp32", "--fp32-modules: with --precision fp32 every module"),
     ):
-        assert plan(f"--preset=tiny --sequence=64 {flags.replace('norm', 'norms')}") == 2
+        assert plan(f"--module=made:bytes_model --sequence=64 {flags.replace('norm', 'norms')}") == 2
         assert said in capsys.readouterr().err
 
 
-def test_where_nothing_fits_it_names_a_change_that_does(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = "--config=large.json --cluster=h100:8 --sequence=10240"
-    assert plan(flags) == 1
-    error = capsys.readouterr().err
-    assert error == "error: no setting fits into 77.7 GB per rank: --recompute selective would fit\n"
+def test_where_nothing_fits_it_names_the_smallest_cluster_on_which_it_would(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--config=large.json --cluster=h100:2 --sequence=10240"
+    assert plan(f"{flags} --micro=2") == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("error: no setting fits into 77.7 GB per rank: try --recompute full, --micro 1, more ho")
     assert written()["recommended"] is None
-    flags = "--config=large.json --sequence=512 --nic=100 --micro=200 --recompute=full --global-batch=400"
-    assert plan(f"{flags} --cluster=rtx4090:2") == 1
-    error = capsys.readouterr().err
-    hosts, named = error.split("(")[1].split()[0], re.findall(r"--[a-z-]+ \w+", error)
-    assert error.endswith(" would fit\n")
-    assert plan(f"{flags} --cluster=rtx4090:2x{hosts} {' '.join(named)}") == 0
-    assert plan(f"{flags} --cluster=rtx4090:2x{int(hosts) - 1} --global-batch={400 * (int(hosts) - 1)}") == 1
+    (smallest,) = written()["smallest"]
+    assert "smallest cluster that fits, recompute full: " in said.out
+    per_host, ranks = smallest["setting"]["ranks_per_host"], smallest["setting"]["world_size"]
+    there = f"--cluster=h100:{per_host}x{ranks // per_host} --micro=2 --recompute={smallest['recompute']}"
+    assert plan(f"--config=large.json --sequence=10240 {there}") == 0
 
 
 def test_it_draws_pictures_with_room_for_their_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,6 @@ from tests.support.torchrun import (
     TrainedRun,
     check_outcome,
     command_line,
-    outcome,
     processes,
     send,
     torchrun_job,
@@ -55,17 +56,17 @@ def test_four_three_one_and_five_ranks_end_with_the_bits_of_an_undisturbed_run(
         stopped, begun = STOPPED.search(job.log()), BEGUN.search(job.log())
         assert stopped is not None, job.log()
         assert begun is not None
-        assert (stopped[2], "3") == (begun[1], begun[2])
+        assert ("3", stopped[2]) == (begun[1], begun[2])
         first, second, _ = job.staying
         send([first.pid, second.pid, *second.workers()], signal.SIGKILL)
-        assert job.until(lambda: re.search(r"goes on from step \d+ on 1 rank", job.log())), job.log()
+        assert job.until(lambda: re.search(r"on 1 cpu rank\(s\): step [1-9]", job.log())), job.log()
         (last,) = job.staying
         send(last.workers(), signal.SIGSTOP)  # it would finish while four interpreters start
         there = len(job.folders())
         job.add(4)
         assert job.until(lambda: len(job.folders()) >= there + 4), job.log()
         send(last.workers(), signal.SIGCONT)
-        assert job.until(lambda: "on 5 ranks" in job.log()), job.log()
+        assert job.until(lambda: "on 5 cpu rank(s)" in job.log()), job.log()
         job.wait()
         assert not job.processes()
         assert [agent.process.returncode for agent in job.agents[3:]] == [0] * 5, job.log()
@@ -90,22 +91,68 @@ def test_the_script_of_the_page_runs_as_it_stands_and_loses_a_worker(number: sig
         send(job.staying[1].workers(), number)
         job.wait()
         assert [agent.process.returncode for agent in job.agents] == [0] * 3, job.log()
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(steps):
-        batches = [names["micro_batch"](step, index) for index in range(micro_batches)]
-        plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, micro_batches)
-        optimizer.zero_grad()
-    saved = sorted(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
+    saved = saved_steps(tmp_path)
     assert saved[-1] == steps
     if number == signal.SIGTERM:
         assert len(saved) == 2, "the step after which all ranks have ended, and the last one"
     else:
         assert saved == list(range(every, steps + 1, every))
-    trained = zero.open_checkpoint(tmp_path / "saved" / f"step-{steps:08d}").model_state_dict()
+    check_trained(tmp_path, steps, names["micro_batch"], micro_batches)
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
+
+
+def check_trained(folder: Path, steps: int, micro_batch: Callable[[int, int], Any], micro_batches: int) -> None:
+    """Assert that the last checkpoint of the page's script has the bits of the plain loop."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        batches = [micro_batch(step, index) for index in range(micro_batches)]
+        plain_step(model, optimizer, lambda m, b: nn.functional.mse_loss(m(b[0]), b[1]), batches, micro_batches)
+        optimizer.zero_grad()
+    trained = zero.open_checkpoint(folder / "saved" / f"step-{steps:08d}").model_state_dict()
     for name, parameter in model.named_parameters():
         assert torch.equal(bits(parameter), bits(trained[name]))
+
+
+def test_a_job_that_slurm_signals_saves_and_goes_on_with_other_ranks_when_it_is_queued_again(tmp_path: Path) -> None:
+    """The signal comes to torchrun, with the flags of the page."""
+    page = (ROOT / "zero" / "ELASTIC.md").read_text()
+    code, flags = page.partition("```python\n")[2].partition("```")[0], re.findall(r"--s\w+-\w+(?:-\w+)?=\S+", page)
+    stop = re.search(r"`(zero\.StopOnSignal\(optimizer, \[.*?\]\))`", page)
+    assert stop is not None
+    assert [flag.partition("=")[0] for flag in flags] == ["--signals-to-handle", "--shutdown-timeout"]
+    code = "import signal\n" + code.replace("zero.StopOnSignal(optimizer)", stop[1])
+    code = code.replace("EVERY = 60, 6, 10", "EVERY = 200, 6, 1000")
+    (tmp_path / "script.py").write_text(code)
+    names: dict[str, Any] = {}
+    exec(code.partition("with zero.process_group")[0], names)
+
+    def queued(ranks: int) -> subprocess.Popen[str]:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *flags, "script.py"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return subprocess.Popen(
+            [sys.executable, *command], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        )
+
+    with queued(2) as job:
+        end = time.monotonic() + LIMIT
+        while not (tmp_path / "saved" / ".lock").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.5)  # any moment of the run will do
+        job.send_signal(signal.SIGUSR1)
+        _, said = job.communicate(timeout=LIMIT)
+    assert job.returncode != 0, said
+    (stopped,) = saved_steps(tmp_path)
+    assert 0 < stopped < 200, said
+    with queued(3) as job:
+        _, said = job.communicate(timeout=LIMIT)
+    assert job.returncode == 0, said
+    assert saved_steps(tmp_path) == [stopped, 200]
+    check_trained(tmp_path, 200, names["micro_batch"], 6)
 
 
 def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_same_bits(
@@ -118,7 +165,7 @@ def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_sa
         end = time.monotonic() + LIMIT
         while not verified(tmp_path) and time.monotonic() < end:
             time.sleep(0.01)
-        ranks = [pid for pid in processes(run.pid) if "zero.commands.train.rank" in command_line(pid)]
+        ranks = [pid for pid in processes(run.pid) if "zero.commands.train.command" in command_line(pid)]
         send(ranks[1:], signal.SIGKILL)
         _, said = run.communicate(timeout=LIMIT)
     assert run.returncode == 1, said
@@ -128,5 +175,5 @@ def test_zero_train_names_the_rank_that_was_killed_and_goes_on_alone_with_the_sa
         [*command, "--ranks=1", *CADENCE.flags(tmp_path, stage=1)], cwd=ROOT, capture_output=True, text=True
     )
     assert alone.returncode == 0, alone.stderr
-    assert re.search(r"goes on from step \d+ on 1 rank\n", alone.stdout)
-    assert outcome(tmp_path) == expected
+    assert re.search(r"on 1 cpu rank\(s\): step [1-9]", alone.stdout)
+    check_outcome(tmp_path, expected, "two ranks, then one")

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 
 def test_every_recipe_is_run() -> None:
     folders = ("From a transformers folder", "A transformers model without memory", "To a transformers folder")
-    assert {*INTEGRATIONS, *folders, "Trainer"} == set(ECOSYSTEM)
+    assert {*INTEGRATIONS, *folders, "Trainer", "Other trainers"} == set(ECOSYSTEM)
 
 
 FAMILIES = {"gpt2": gpt2, "llama": llama}  # the first has tied embeddings, the second buffers that no file has

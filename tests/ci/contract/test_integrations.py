@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from zero import MicroBatchSampler
 
 from ...contract.recipes import assert_same_dict
 from ...support.launched import launch
-from ...support.loops import BLOCKS, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
+from ...support.loops import BLOCKS, CLASSES, SAMPLES, PlainLoop, autocast_loss, even, mean_loss, network, seeded
 from ...support.plain import assert_same_states
-from .ecosystem import COUNT, State, state_of, variables
+from .ecosystem import COUNT, State, gpt2, state_of, training_arguments, variables
+from .ecosystem import DATASET as DATASET_OF_WORDS
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.timeout(500)]
 
 LIMIT = 240  # seconds of two ranks on a busy machine
 
@@ -161,6 +163,116 @@ def test_lightnings_trainer_has_the_plain_loops_bits_validates_saves_and_goes_on
         assert_same_dict(state, plain.state_dict())
 
 
+def fitted(
+    folder: Path, strategy: Any, epochs: int, callbacks: Any = (), path: str | None = None, module: Any = None
+) -> tuple[Any, Any]:
+    """Fit a module whose steps call its parts, over all micro-batches in their order. Return it, and the trainer."""
+    import pytorch_lightning as pl
+    from pytorch_lightning.loggers import CSVLogger
+
+    class Parts(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            model: Any = seeded(7, network)
+            self.backbone, self.head, self.loss = model[:4], model[4:], torch.nn.MSELoss()
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.loss(self.head(self.backbone(batch[0])).float(), batch[1])
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            self.log("loss", self.training_step(batch, number))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=1e-2)
+            return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)}
+
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    sampler: Any = MicroBatchSampler(DATASET, SAMPLES, rank, world, drop_last=True, per_step=4)
+    sampler.sampler = sampler  # whose epoch Lightning sets
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=world, max_epochs=epochs, accumulate_grad_batches=4 // world,
+        use_distributed_sampler=False, logger=CSVLogger(folder), log_every_n_steps=1, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks),
+    )  # fmt: skip
+    module = Parts() if module is None else module
+    trainer.fit(module, DataLoader(DATASET, batch_sampler=sampler), ckpt_path=path)
+    return module, trainer
+
+
+def habits(folder: Path, strategy_of: Any) -> list[State]:
+    """Return the states after fits with Lightning's habits."""
+    from pytorch_lightning import callbacks
+
+    class Unfreezing(callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module: Any) -> None:
+            self.freeze(pl_module.backbone)
+
+        def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+            for layer in (2, 0) if epoch == 1 else ():
+                self.unfreeze_and_add_param_group(pl_module.backbone[layer], optimizer, lr=1e-3 * (1 + layer))
+                optimizer.param_groups[-1]["weight_decay"] = 0.2
+
+    states = []
+    keeping = callbacks.ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)
+    tuning = callbacks.ModelCheckpoint(folder / "tuned", filename="{epoch}", save_top_k=-1)
+    monitor = callbacks.LearningRateMonitor()
+    fits = [
+        lambda: fitted(folder, strategy_of(), 3, [keeping, monitor]),
+        lambda: fitted(folder, strategy_of(), 3, path=str(folder / "epoch=0.ckpt")),
+        lambda: fitted(folder, strategy_of(), 3, [Unfreezing(), tuning]),
+        lambda: fitted(folder, strategy_of(), 3, [Unfreezing()], str(folder / "tuned" / "epoch=0.ckpt")),
+        lambda: fitted(folder, strategy_of(), 3, [callbacks.BackboneFinetuning(1)]),
+        lambda: fitted(folder, strategy_of(), 2, module=fitted(folder, strategy_of(), 1)[0]),
+    ]
+    for fit_one in fits:
+        module, trainer = fit_one()
+        if strategy_of() != "auto":
+            trainer.validate(module, DataLoader(DATASET), verbose=False)
+            trainer.optimizers[0].close()
+        states.append(state_of(module))
+    assert [*monitor.lrs] == ["lr-AdamW"]
+    return states
+
+
+def habits_on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
+    """Return the states of `habits` at two stages, and for mixed precision the states of a fit, and of a loop."""
+    from zero import MixedPrecision, ZeroOptimizer
+    from zero.integrations.lightning import ZeroStrategy
+
+    states: list[Any] = []
+    for stage in (0, 3):
+        states.append(habits(folder / str(stage), lambda stage=stage: ZeroStrategy(stage=stage)))
+        precision = MixedPrecision(torch.bfloat16)
+        module, trainer = fitted(folder, ZeroStrategy(stage=stage, mixed_precision=precision), 1)
+        trainer.optimizers[0].close()
+        model: Any = seeded(7, network)
+        optimizer = ZeroOptimizer(model, lr=1e-2, stage=stage, mixed_precision=precision)
+        for number, (inputs, targets) in enumerate([*epochs_of(0)][started["rank"] :: 2]):
+            (torch.nn.functional.mse_loss(model(inputs).float(), targets) / 2).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        optimizer.close()
+        states.append([dict(zip("abcdef", each.state_dict().values(), strict=True)) for each in (module, model)])
+    return states
+
+
+def test_lightnings_habits_have_the_bits_of_lightning_in_one_process(tmp_path: Path) -> None:
+    """Resuming from the end of an epoch, also of two ranks on one; fine-tuning; a second trainer; mixed precision."""
+    pytest.importorskip("pytorch_lightning")
+    expected = habits(tmp_path / "plain", lambda: "auto")
+    assert_same_dict(expected[1], expected[0])  # resuming changes nothing
+    assert_same_dict(expected[3], expected[2])
+    results = launch(f"{__name__}:habits_on_two_ranks", tmp_path, limit=LIMIT)
+    for states in results[::2]:
+        for state, plain in zip(states, expected, strict=True):
+            assert_same_dict(state, plain)
+    for fit_state, loop_state in results[1::2]:
+        assert_same_dict(fit_state, loop_state)
+    resumed, _ = fitted(tmp_path, "auto", 3, path=str(tmp_path / "3" / "epoch=0.ckpt"))
+    assert_same_dict(state_of(resumed), expected[0])
+
+
 # -- Fabric and accelerate ---------------------------------------------------------------------------------------------
 
 
@@ -238,3 +350,127 @@ def read_saved(library: str, folder: Path, name: str) -> tuple[State, dict[str, 
     weights = load_file(state / "model.safetensors")
     assert_same_dict(load_file(folder / name.format("model") / "model.safetensors"), weights)
     return weights, torch.load(state / "optimizer.bin", weights_only=True)
+
+
+# -- habits of the other libraries' users ------------------------------------------------------------------------------
+
+
+def accelerate_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
+    from zero.integrations.accelerate import ZeroAccelerator
+
+    accelerator = ZeroAccelerator()
+    model, loader = accelerator.prepare(names["model"], names["loader"])
+    accelerator.backward(mean_loss(model, next(iter(loader))))
+
+
+def fabric_without_its_optimizer(names: dict[str, Any], _: Path) -> None:
+    from lightning_fabric import Fabric
+
+    from zero.integrations.fabric import ZeroFabricStrategy
+
+    started = Fabric(strategy=ZeroFabricStrategy(), accelerator="cpu", devices=names["world"])
+    started.launch()
+    mean_loss(started.setup_module(names["model"]), next(iter(names["loader"]))).backward()
+
+
+def lightning_with_an_optimizer_of_a_part(names: dict[str, Any], folder: Path) -> None:
+    import pytorch_lightning as pl
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = names["model"]
+
+        def training_step(self, batch: Any, _: int) -> Tensor:
+            return mean_loss(self.model, batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.model[0].parameters(), lr=1e-2)
+
+    exec(BLOCKS["Lightning's Trainer"], {**names, "module": Module(), "epochs": 1})
+
+
+def trainer_with_a_part_that_is_unfrozen(names: dict[str, Any], folder: Path) -> None:
+    from transformers import TrainerCallback
+
+    from zero.integrations.transformers import ZeroTrainer
+
+    class Unfreezing(TrainerCallback):  # type: ignore[misc, unused-ignore]
+        def on_step_end(self, *_: Any, **named: Any) -> None:
+            named["model"].requires_grad_()
+
+    model = seeded(5, gpt2)
+    model.get_submodule("transformer.h.0").requires_grad_(False)
+    given = {"args": training_arguments(folder), "train_dataset": DATASET_OF_WORDS, "callbacks": [Unfreezing()]}
+    ZeroTrainer(model=model, **given).train()
+
+
+HALF_PREPARED = {
+    "accelerate": accelerate_without_its_optimizer,
+    "lightning_fabric": fabric_without_its_optimizer,
+    "pytorch_lightning": lightning_with_an_optimizer_of_a_part,
+    "transformers": trainer_with_a_part_that_is_unfrozen,
+}
+
+
+def half_prepared(started: dict[str, Any], folder: Path, library: str) -> None:
+    os.chdir(folder)
+    with pytest.raises(
+        RuntimeError, match=r"a backward gave a gradient to '.*' of the .*, and no ZeroOptimizer has it"
+    ):
+        HALF_PREPARED[library](names_of(started, 2, 5), folder)
+
+
+@pytest.mark.parametrize("library", HALF_PREPARED)
+def test_a_gradient_that_no_optimizer_averages_is_an_error_on_every_rank(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library)
+    launch(f"{__name__}:half_prepared", tmp_path, library, limit=LIMIT)
+
+
+def two_models(started: dict[str, Any], folder: Path, _: str) -> None:
+    """Train two models by one optimizer, and let each rank save, as if each were alone on its host."""
+    from accelerate.utils import ProjectConfiguration
+
+    from zero.integrations.accelerate import ZeroAccelerator
+
+    os.environ["LOCAL_RANK"] = "0"
+    for stage in STAGES:
+        project = ProjectConfiguration(save_on_each_node=True)
+        accelerator = ZeroAccelerator(stage=stage, gradient_accumulation_steps=2, project_config=project)
+        first, second, sampler = *built(), sampler_of(started["rank"], started["world"])
+        both = [*second.parameters(), *first.parameters()]
+        first, second, optimizer, loader = accelerator.prepare(
+            first, second, torch.optim.AdamW(both, lr=1e-2), DataLoader(DATASET, batch_sampler=sampler)
+        )
+        for epoch in (1, 0):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                with accelerator.accumulate(first, second):
+                    accelerator.backward(mean_loss(lambda inputs: second(first(inputs)), batch))  # noqa: B023
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(both, 1.0)
+                    optimizer.step()
+                    optimizer.zero_grad()
+        accelerator.save_state(f"{folder}/{stage}-{started['rank']}")
+        optimizer.optimizer.close()
+
+
+def built() -> tuple[nn.Module, nn.Module]:
+    return seeded(5, network), seeded(6, lambda: nn.Linear(CLASSES, CLASSES))
+
+
+def test_accelerate_trains_two_models_by_one_optimizer_over_a_dealt_loader_and_saves_on_each_node(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("accelerate")
+    from safetensors.torch import load_file
+
+    launch(f"{__name__}:two_models", tmp_path, "", limit=LIMIT)
+    first, second = built()
+    optimizer = torch.optim.AdamW([*second.parameters(), *first.parameters()], lr=1e-2)
+    PlainLoop(together=4, optimizer=optimizer).run(nn.Sequential(first, second), list(epochs_of(1, 0)))
+    for folder in (tmp_path / f"{stage}-{rank}" for stage in STAGES for rank in range(2)):
+        for file, model in (("model", first), ("model_1", second)):
+            saved = load_file(folder / f"{file}.safetensors")
+            assert_same_dict({name: saved[name] for name in model.state_dict()}, model.state_dict())
+        assert_same_states(torch.load(folder / "optimizer.bin", weights_only=True), optimizer.state_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from zero import clip_grad_norm_
 
 from ...contract import recipes
 from ...contract.recipes import EXAMPLES, REQUIRED, WORLD_SIZE, assert_same_dict, assert_trains_as_plain, run_block
@@ -36,6 +39,34 @@ def test_a_moving_average_is_that_of_the_plain_loop(gloo: GlooPool) -> None:
     for _, averaged in first:
         assert_same_dict(averaged, dict(average.module.named_parameters()))
     assert all(averaged is None for _, averaged in second)
+
+
+def test_what_a_loop_logs_is_what_the_plain_loop_has(gloo: GlooPool) -> None:
+    example, rows = EXAMPLES["Logging"], list[dict[str, Any]]()
+    model, batches = example.model(), example.micro_batches()
+    names = [name for name, _ in model.named_parameters()]
+
+    def losses() -> float:
+        pair = batches[2 * len(rows) : 2 * len(rows) + 2]
+        return math.fsum(nn.functional.mse_loss(model(x), y).item() for x, y in pair) / 2
+
+    def before_clip(loop: Any) -> None:
+        rows.append({"loss": losses()})
+        gradients = [parameter.grad for parameter in loop.held]
+        rows[-1] |= {f"gradient {n}": g.norm().item() for n, g in zip(names, gradients, strict=True)}
+        rows[-1]["gradient"] = clip_grad_norm_(loop.held, math.inf).item()
+
+    def after_step(model: nn.Module) -> None:
+        rows[-1] |= {f"weights {n}": torch.histc(p.detach(), 10, -1, 1) for n, p in model.named_parameters()}
+
+    PlainLoop(before_clip=before_clip, after_step=after_step).run(model, batches)
+    for by_stage in gloo.run(recipes.run_block, "Logging"):
+        for _, history in by_stage:
+            assert len(history) == len(rows)
+            for ours, theirs in zip(history, rows, strict=True):
+                assert ours.keys() == theirs.keys()
+                for name, value in theirs.items():
+                    assert_same_bits(torch.as_tensor(ours[name]), torch.as_tensor(value), name)
 
 
 def test_what_was_saved_is_plain_and_training_goes_on_from_it(gloo: GlooPool, tmp_path: Path) -> None:

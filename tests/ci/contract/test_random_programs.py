@@ -9,10 +9,11 @@ from hypothesis import settings
 
 from ...support.machine.backends import Processes
 from ...support.machine.hosts import ThreadsOnHosts, ThreadsWithParametersOnTheHost
-from ...support.machine.random_programs import UNITS, Collectives, RandomPrograms
+from ...support.machine.random_programs import EDGES, UNITS, Collectives, RandomPrograms
 from ...support.narrowed import PRECISIONS
 from ...support.pool import SIZE, GlooPool
 
+pytestmark = pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarning", "ignore:.*set aside:UserWarning")
 THOROUGH = settings.default.max_examples > 100
 KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
     **{f"stage {stage}": ((stage,), ("",)) for stage in (0, 1, 3)},
@@ -27,7 +28,12 @@ def test_random_programs_on_threads_give_the_bits_of_the_plain_loop(kind: str) -
     class OnThreads(RandomPrograms):
         make_backend = ThreadsOnHosts
         collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True, rounds=True
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"),
+            ("ring",),
+            UNITS,
+            stacks=True,
+            rounds=True,
+            edges=EDGES,
         )
         begins, precisions = KINDS[kind]
 
@@ -43,7 +49,12 @@ def test_random_programs_with_parameters_on_the_host_give_the_bits_of_the_plain_
     class OnTheHost(RandomPrograms):
         make_backend = ThreadsWithParametersOnTheHost
         collectives = Collectives(
-            ("auto", "shared", "one host", "two hosts", "hosts in a row"), ("ring",), UNITS, stacks=True, rounds=True
+            ("auto", "shared", "one host", "two hosts", "hosts in a row"),
+            ("ring",),
+            UNITS,
+            stacks=True,
+            rounds=True,
+            edges=EDGES,
         )
         begins, precisions = (3,), ("", "", "bf16", "fp16", "by kind")
 
@@ -63,6 +74,7 @@ def test_random_programs_on_processes_give_the_bits_of_the_plain_loop(gloo: Gloo
             meshes=True,
             stacks=True,
             rounds=True,
+            edges=EDGES,
         )
         precisions = ("", "", "bf16", "fp16", "by kind", "policy")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import gc
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,9 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
-from zero import MixedPrecision
+from zero import MicroBatchSampler, MixedPrecision, ZeroOptimizer
 
 from ...contract.recipes import assert_same_dict
 from ...support.errors import error_of
@@ -175,23 +179,154 @@ def test_a_config_is_checked_as_the_optimizers_arguments_are(tmp_path: Path) -> 
         ZeroTrainer(model=seeded(5, gpt2), args=training_arguments(tmp_path), zero=3)
 
 
-def test_a_class_of_the_users_own_is_taken_and_a_factory_is_an_error(tmp_path: Path) -> None:
+def adapters(seed: int, kind: str = "weight") -> nn.Module:
+    """Return a model of which only some weights, which all decay, or some biases, of which none does, are trained."""
+    model = seeded(seed, gpt2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith(f"c_attn.{kind}"))
+    return model
+
+
+def of_model(cls: Any, model: nn.Module, arguments: Any, stage: int = 3, **more: Any) -> Any:
+    """Return transformers' Trainer, or a `ZeroTrainer`."""
+    if issubclass(cls, ZeroTrainer):
+        more["zero"] = ZeroConfig(stage=stage)
+    return cls(model=model, args=arguments, train_dataset=DATASET, eval_dataset=DATASET[:6], **more)
+
+
+@pytest.mark.parametrize(("kind", "stage"), [("weight", 0), ("bias", 3)])
+def test_adapters_that_all_or_none_decay_have_the_bits_of_trainer_and_go_on_from_either(
+    kind: str, stage: int, tmp_path: Path
+) -> None:
+    states = []
+    for cls in (transformers.Trainer, ZeroTrainer):
+        arguments = training_arguments(tmp_path / cls.__name__, **UNCLIPPED)
+        states.append(trained(of_model(cls, adapters(5, kind), arguments, stage)))
+        saved = torch.load(tmp_path / cls.__name__ / "checkpoint-2" / "optimizer.pt", weights_only=True)
+        assert [bool(group["params"]) for group in saved["param_groups"]] == [kind == "weight", kind == "bias"]
+    for cls, other in ((transformers.Trainer, "ZeroTrainer"), (ZeroTrainer, "Trainer")):
+        later = of_model(cls, adapters(6, kind), training_arguments(tmp_path / "later", **UNCLIPPED), 3 - stage)
+        states.append(trained(later, str(tmp_path / other / "checkpoint-2")))
+    for state in states[1:]:
+        assert_same_dict(state, states[0])
+
+
+def by_hand(trainer: Any) -> torch.optim.Optimizer:
+    trainer.optimizer = torch.optim.SGD(
+        [{"params": trainer.model.transformer.parameters(), "lr": 0.3}], lr=0.1, momentum=0.9
+    )
+    return trainer.optimizer  # type: ignore[no-any-return]
+
+
+def with_another_rate(trainer: Any) -> torch.optim.Optimizer:
+    super(type(trainer), trainer).create_optimizer()
+    trainer.optimizer.param_groups[1]["lr"] *= 2
+    return trainer.optimizer  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("create", "stage"), [(by_hand, 0), (by_hand, 3), (with_another_rate, 2)])
+def test_a_subclass_may_build_the_optimizer_itself(create: Any, stage: int, tmp_path: Path) -> None:
+    states = []
+    for cls in (transformers.Trainer, ZeroTrainer):
+        own = type("Own", (cls,), {"create_optimizer": create})
+        trainer = of_model(own, seeded(5, gpt2), training_arguments(tmp_path / cls.__name__, **UNCLIPPED), stage)
+        states.append(trained(trainer))
+        states.append(trained(trainer))  # goes on with the same optimizer, and another schedule
+        if cls is ZeroTrainer:
+            trainer.zero_optimizer.close()
+    assert_same_dict(states[2], states[0])
+    assert_same_dict(states[3], states[1])
+
+
+def sharded_by_hand(trainer: Any) -> None:
+    trainer.optimizer = ZeroOptimizer(trainer.model, torch.optim.SGD, stage=1, lr=0.1)
+
+
+def test_a_subclass_that_builds_a_zero_optimizer_gives_it_the_options(tmp_path: Path) -> None:
+    own: Any = type("Own", (ZeroTrainer,), {"create_optimizer": sharded_by_hand})
+    taken = own(model=seeded(5, gpt2), args=training_arguments(tmp_path), train_dataset=DATASET)
+    taken.train()
+    assert taken.zero_optimizer is taken.optimizer.optimizer
+    with pytest.raises(ValueError, match=r"ZeroTrainer got zero=\.\.\., and create_optimizer built a ZeroOptimizer"):
+        of_model(own, seeded(5, gpt2), training_arguments(tmp_path)).train()
+    with pytest.raises(RuntimeError, match=r"ZeroTrainer clips after train\(\) has built the optimizer"):
+        of_model(own, seeded(5, gpt2), training_arguments(tmp_path)).accelerator.clip_grad_norm_([], 1.0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_second_trainer_goes_on_with_the_model_of_the_first_which_may_be_gone(stage: int, tmp_path: Path) -> None:
+    states, losses = [], []
+    for cls in (transformers.Trainer, ZeroTrainer):
+        model, arguments = seeded(5, gpt2), training_arguments(tmp_path / cls.__name__, max_grad_norm=0.0)
+        for rate in (1e-2, 3e-3, 1e-3):
+            arguments.learning_rate = rate
+            trainer = of_model(cls, model, arguments, stage)
+            losses.append(trainer.evaluate()["eval_loss"])
+            trainer.save_model(str(tmp_path / "saved"))
+            states += [
+                state_of(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")),
+                trained(trainer),
+            ]
+            if rate == 1e-2:
+                first = trainer  # lives on, while the second one is gone when the third begins
+            trainer = None
+            gc.collect()
+        losses.append(first.evaluate()["eval_loss"])
+    copied = copy.deepcopy(model) if stage < 3 else None
+    assert copied is None or trained(of_model(ZeroTrainer, copied, arguments, stage))
+    assert losses[:4] == losses[4:]
+    for state, other in zip(states[:6], states[6:], strict=True):
+        assert_same_dict(other, state)
+
+
+def by_rank(trainer: Any, *_: Any) -> Any:
+    return DistributedSampler(trainer.train_dataset, num_replicas=1, rank=0)
+
+
+def by_micro_batches(trainer: Any) -> Any:
+    sampler = MicroBatchSampler(trainer.train_dataset, 2, 0, 1)
+    return trainer.accelerator.prepare(DataLoader(trainer.train_dataset, batch_sampler=sampler))
+
+
+@pytest.mark.parametrize(
+    ("method", "returned", "sampler"),
+    [
+        ("_get_train_sampler", by_rank, "DistributedSampler"),
+        ("get_train_dataloader", by_micro_batches, "MicroBatchSampler"),
+    ],
+)
+def test_a_loader_that_would_be_dealt_out_twice_is_refused(
+    method: str, returned: Any, sampler: str, tmp_path: Path
+) -> None:
+    own: Any = type("Own", (ZeroTrainer,), {method: returned})
+    with pytest.raises(ValueError, match=f"ZeroTrainer would deal out what the {sampler} has dealt already"):
+        of_model(own, seeded(5, gpt2), training_arguments(tmp_path)).train()
+
+
+def test_a_class_of_the_users_own_its_groups_and_a_factory_are_taken(tmp_path: Path) -> None:
     class Halving(torch.optim.SGD):
         pass
 
-    def trainer_of(chosen: Any, cls: Any, **more: Any) -> Any:
-        arguments = training_arguments(tmp_path, max_grad_norm=0.0)
-        return cls(
-            model=seeded(5, gpt2), args=arguments, train_dataset=DATASET, optimizer_cls_and_kwargs=chosen, **more
-        )
+    def factory() -> Any:
+        return lambda model, lr: torch.optim.SGD(model.transformer.h.parameters(), lr=lr)
 
-    chosen = (Halving, {"lr": 0.1, "momentum": 0.5})
-    assert_same_dict(
-        trained(trainer_of(chosen, ZeroTrainer, zero=ZeroConfig(stage=3))),
-        trained(trainer_of(chosen, transformers.Trainer)),
-    )
-    with pytest.raises(TypeError, match="optimizer_class"):
-        trainer_of((lambda: None, {}), ZeroTrainer).train()
+    def trainer_of(chosen: Any, cls: Any) -> Any:
+        arguments = training_arguments(tmp_path, max_grad_norm=0.0)
+        return of_model(cls, model, arguments, optimizer_cls_and_kwargs=chosen(model))
+
+    for whole, chosen in (
+        (True, lambda _: (Halving, {"lr": 0.1, "momentum": 0.5})),
+        (False, lambda model: (Halving, {"params": [{"params": list(model.transformer.h.parameters())}], "lr": 0.1})),
+        (False, lambda _: (factory, {"lr": 0.1})),
+    ):
+        states = []
+        for cls in (ZeroTrainer, transformers.Trainer):
+            model = seeded(5, gpt2).requires_grad_(whole)
+            model.transformer.h.requires_grad_()
+            states.append(trained(trainer_of(chosen, cls)))
+        assert_same_dict(*states)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        trainer_of(lambda _: (lambda: None, {}), ZeroTrainer).train()
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------
@@ -236,17 +371,20 @@ def train_on_two_ranks(started: dict[str, Any], folder: Path) -> list[Any]:
             outcomes.append((one.evaluate(DATASET)["eval_loss"], one.predict(DATASET[:5]).predictions))
             one.zero_optimizer.close()
         results.append((by_micro_batch(calls), state_of(names["model"]), resumed, outcomes))
-    return [results, *further(folder), unequal(folder)]
+    return [results, *further(folder), unequal(folder), *second(folder)]
 
 
 def further(folder: Path) -> list[Any]:
     """Go on from the checkpoint of Trainer in one process; train a part of the model with master weights.
 
-    Return: the state at the end of the first, and that of the other after training, after going on from its checkpoint
-    in the sharded model, and after going on in another model.
+    Return: the state at the end of the first, that of a model of which few weights are trained, which goes on from
+    Trainer's checkpoint, too, and that of the last after training, after going on from its checkpoint in the sharded
+    model, and after going on in another model.
     """
     arguments = training_arguments(folder / "two", **UNCLIPPED)
     more = trained(sharded(arguments, ZeroConfig(stage=3), seed=6), str(folder / "one" / "checkpoint-2"))
+    low_rank = of_model(ZeroTrainer, adapters(6), training_arguments(folder / "low", **UNCLIPPED))
+    low = trained(low_rank, str(folder / "low-one" / "checkpoint-2"))
     trained(sharded(arguments, ZeroConfig(stage=3)))  # leaves a checkpoint
     states = []
     arguments, half = training_arguments(folder / "part", **HALF), str(folder / "part" / "checkpoint-2")
@@ -256,7 +394,7 @@ def further(folder: Path) -> list[Any]:
         states += [trained(trainer, resume) for resume in resumptions]
         trainer.save_model(str(folder / "saved"))
         trainer.zero_optimizer.close()
-    return [more, states]
+    return [more, low, states]
 
 
 def unequal(folder: Path) -> list[str]:
@@ -267,6 +405,14 @@ def unequal(folder: Path) -> list[str]:
     errors = [error_of(trainer.train), error_of(trainer.evaluate, shorter)]
     assert trainer.zero_optimizer is None
     return errors
+
+
+def second(folder: Path) -> tuple[dict[str, Tensor], str]:
+    """Return the state of a sharded model after a second trainer, and the error of the first one then."""
+    model, arguments = seeded(5, gpt2), training_arguments(folder / "second", **UNCLIPPED)
+    first = of_model(ZeroTrainer, model, arguments)
+    first.train()
+    return trained(of_model(ZeroTrainer, model, arguments)), error_of(first.train)
 
 
 def loss_of(changes: dict[str, Any], compiled: dict[nn.Module, Any]) -> Any:
@@ -282,7 +428,12 @@ def loss_of(changes: dict[str, Any], compiled: dict[nn.Module, Any]) -> Any:
 
 def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_another_number(tmp_path: Path) -> None:
     undisturbed = trained(plain(of_one_process(tmp_path / "one", **UNCLIPPED)))
-    results, more, (first, *others), errors = launch(f"{__name__}:train_on_two_ranks", tmp_path, limit=280)
+    few = of_model(transformers.Trainer, adapters(5), of_one_process(tmp_path / "low-one", **UNCLIPPED))
+    expected_of_few = trained(few)
+    expected_of_two = [trained(plain_of_two) for plain_of_two in two_plain_trainers(tmp_path / "second-one")][-1]
+    results, more, low, (first, *others), errors, twice, closed = launch(
+        f"{__name__}:train_on_two_ranks", tmp_path, limit=280
+    )
     for name, error in zip(("train_dataset", "evaluation dataset"), errors, strict=True):
         assert f"the length of the {name} is 6 on rank 0 and 7 on rank 1: give all ranks the same" in error
     inputs, compiled = results[0][0], dict[nn.Module, Any]()
@@ -299,6 +450,9 @@ def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_anot
             later = sharded(of_one_process(folder, **HALF), ZeroConfig(stage=2), seed=6)
             assert_same_dict(trained(later, str(folder / "checkpoint-2")), expected)
             assert later.evaluate(DATASET)["eval_loss"] == loss
+    assert_same_dict(twice, expected_of_two)
+    assert "was closed, by close() or by another trainer of the same model: build a new ZeroTrainer" in closed
+    assert_same_dict(low, expected_of_few)
     assert_same_dict(more, undisturbed)  # on two ranks, from Trainer's checkpoint in one process
     back = trained(plain(of_one_process(tmp_path / "two", **UNCLIPPED), seed=6), str(tmp_path / "two/checkpoint-2"))
     assert_same_dict(back, undisturbed)
@@ -307,6 +461,13 @@ def test_two_ranks_train_the_bits_of_the_plain_loop_and_training_goes_on_at_anot
     assert {value.dtype for value in first.values()} == {torch.bfloat16}
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert_same_dict(state_of(saved), first)
+
+
+def two_plain_trainers(folder: Path) -> Iterator[Any]:
+    """Yield two of transformers' own Trainer, the second one of the model that the first one has trained."""
+    model = seeded(5, gpt2)
+    for _ in range(2):
+        yield of_model(transformers.Trainer, model, of_one_process(folder, **UNCLIPPED))
 
 
 def of_one_process(folder: Path, **others: Any) -> Any:
@@ -318,7 +479,8 @@ def of_one_process(folder: Path, **others: Any) -> Any:
 
 
 def test_the_library_itself_imports_neither_transformers_nor_accelerate() -> None:
-    code = "import sys, zero.integrations.trainer_arguments; print({'transformers', 'accelerate'} & {*sys.modules})"
+    imports = "import sys, zero.integrations, zero.verify, zero.checkpoint"
+    code = f"{imports}; print({{'transformers', 'accelerate'}} & {{*sys.modules}})"
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert ended.stdout == "set()\n", ended.stderr
 

@@ -138,6 +138,10 @@ def test_other_models_and_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"wo.weight' is torch.float16, but from_pretrained keeps it in torch.float32"):
         weights_of(on_meta(found, tmp_path), tmp_path)
     model = on_meta(saved(tmp_path, "GPT2LMHeadModel"), tmp_path)
+    (tmp_path / "cut").mkdir()
+    (tmp_path / "cut" / "model.safetensors").write_bytes(b"cut")
+    with pytest.raises(ValueError, match=r"^weights_of: '.*model.safetensors' cannot be read"):
+        weights_of(model, tmp_path / "cut")
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match="are quantised: load it by from_pretrained"):
         weights_of(model, tmp_path)

@@ -22,18 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.gpt import Shape
+from benchmarks.gpt import build as build_gpt
+from benchmarks.gpt import loss_fn as cross_entropy
 from collectives import CollectiveError, Kind, MismatchError, Tag, Transport, topology
 from collectives.algorithms.process_group import AllToAll, Native
 from collectives.backends.gloo import connect
 from collectives.pool import Pool, holders
 from collectives.watching import watch
 from zero import ZeroOptimizer
-from zero.commands.train.model import Shape
-from zero.commands.train.model import build as build_gpt
-from zero.commands.train.model import loss_fn as cross_entropy
 from zero.gradients.agreement import Agreement, Record
-from zero.runtime.joining import Joining
-from zero.runtime.unit_order import UnitOrder
+from zero.runtime.joining import Joining, UnitOrder
 
 from ...support.devices import DEVICE, GPU, HAS_GPU, Ranks, deterministic, deterministic_products, on, whole_program
 from ...support.models import build, odd_batches, odd_loss

@@ -12,12 +12,20 @@ from ...meshes import jobs
 from ...meshes.spread import Part, Stages, clipped, compare_parts
 from ...support.narrowed import PRECISIONS
 from ...support.plain import assert_same_bits
-from ...support.pool import GlooPool
+from ...support.pool import WITHOUT_GLOO, GlooPool, ProgramError
 from ...support.programs import Program, Round, Step, compare
 from ...support.sides import AsPlain
 
 FEWER = (Step((Round(), Round(ranks=1))), Step((Round(ranks=1),)), Step(clips=((0.1, 3.0),)))
 CLIPPED = (Step(clips=((0.1, 2.0),)), Step((Round(sync=False), Round())))
+
+
+@pytest.fixture(scope="module")
+def without_gloo() -> Iterator[GlooPool]:
+    """Six processes whose process groups have no gloo, nor has any that they make."""
+    pool = GlooPool(backend=WITHOUT_GLOO, size=6)
+    yield pool
+    pool.stop()
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +54,38 @@ def test_a_mesh_of_six_processes_has_the_bits_of_the_plain_loop(
     program = Program(len(members), stage, **more)
     results = six.run(jobs.on_mesh, program, ranks, ranks=range(6))
     compare(program, [results[rank] for rank in members])
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "factor"),
+    [(3, [[0, 4], [1, 5]], None), (2, [[0, 3], [1, 4], [2, 5]], None), (1, [1, 2, 5], None), (0, [[5]], None)]
+    + [(stage, None, 3 if stage else None) for stage in range(4)],
+    ids=str,
+)
+def test_so_has_one_whose_process_groups_have_no_gloo(
+    without_gloo: GlooPool, stage: int, ranks: Any, factor: int | None
+) -> None:
+    """The mesh's ranks alone make a gloo group; the job's other processes do nothing. So do groups, and replicas."""
+    members = list(range(6)) if ranks is None else torch.tensor(ranks).flatten().tolist()
+    program = Program(len(members), stage, sharding_factor=factor, steps=CLIPPED)
+    arguments = (jobs.on_group, program) if ranks is None else (jobs.on_mesh, program, ranks)
+    results = without_gloo.run(*arguments, ranks=range(6))
+    compare(program, [results[rank] for rank in members])
+
+
+@pytest.mark.parametrize("ranks", [None, [[0, 4], [1, 5]]], ids=str)
+def test_so_have_parts_of_groups_without_gloo(without_gloo: GlooPool, ranks: Any) -> None:
+    found = without_gloo.run(jobs.parts_of, ranks, ranks=range(6))
+    for part in ranks or [[0, 2, 4], [1, 3, 5]]:
+        assert all(found[rank] == part for rank in part)
+
+
+def test_a_collective_that_needs_gloo_itself_is_an_error_by_name(without_gloo: GlooPool) -> None:
+    program = Program(2, 1, collective="native")
+    with pytest.raises(ProgramError) as caught:
+        without_gloo.run(jobs.on_group, program, ranks=(1, 3))
+    for _, text in caught.value.errors.values():
+        assert "its backend 'cuda:unmoving' moves no cpu tensors: init_process_group('cpu:gloo,cuda:nccl')" in text
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,9 @@ import pytest
 
 from zero.runtime import process_group
 
+from ...support import pool
+from ...support.pool import WITHOUT_GLOO
+
 LIMIT = 60  # seconds
 
 RANK = """
@@ -58,13 +61,65 @@ def test_a_rank_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(LIMIT)
-def test_ranks_that_do_not_meet_end_with_code_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["gloo", WITHOUT_GLOO])
+def test_ranks_that_do_not_meet_end_with_code_1(backend: str, tmp_path: Path) -> None:
+    """Also with a backend whose ranks meet at their first collective only, such as NCCL."""
     code = (
         f"import sys, torch.distributed as dist, {process_group.__name__} as module\n"
+        f"import {pool.__name__}; {pool.__name__}.register_unmoving()\n"
         "module.MEETING = 1.0\n"
-        "with module.process_group('gloo', store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2): pass"
+        f"with module.process_group({backend!r}, store=dist.FileStore(sys.argv[1], 2), rank=0, world_size=2): pass"
     )
     environment = {**os.environ, "TORCHELASTIC_RUN_ID": "job", "RANK": "0"}
     command = [sys.executable, "-c", code, str(tmp_path / "store")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert (found.returncode, found.stderr) == (1, "error: rank 0: the ranks have not met after 1 s\n")
+
+
+BESIDE = """
+import logging, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from tests.support.pool import WITHOUT_GLOO, register_unmoving
+from zero import ZeroOptimizer
+register_unmoving()
+rank, limit = int(sys.argv[2]), timedelta(seconds=3)
+store = dist.FileStore(sys.argv[1], 2)
+for life in range(2):  # the second in the store of the first
+    dist.init_process_group(WITHOUT_GLOO, timeout=timedelta(seconds=30), store=store, rank=rank, world_size=2)
+    logging.getLogger("collectives").addHandler(handler := logging.StreamHandler(sys.stdout))
+    logging.getLogger("collectives").setLevel(logging.INFO)
+    handler.addFilter(lambda record: "beside" in record.getMessage())
+    model = torch.nn.Linear(2, 2)
+    optimizers = [ZeroOptimizer(model, process_group=None), ZeroOptimizer(torch.nn.Linear(2, 2))]
+    dist.destroy_process_group()
+    for optimizer in optimizers:
+        optimizer.close()
+    logging.getLogger("collectives").removeHandler(handler)
+dist.init_process_group(WITHOUT_GLOO, timeout=limit, store=store, rank=rank, world_size=2)
+if rank == 0:
+    began = time.monotonic()
+    try:
+        ZeroOptimizer(model)
+    except RuntimeError as error:
+        print(time.monotonic() - began < 20, error)
+"""
+
+
+@pytest.mark.timeout(LIMIT)
+def test_the_gloo_group_beside_another_backend_is_one_line_and_an_error_in_time_if_a_rank_is_gone(
+    tmp_path: Path,
+) -> None:
+    """It outlives the default group, so that an optimizer can be closed behind that; another life makes another one."""
+    command = [sys.executable, "-c", BESIDE, str(tmp_path / "store")]
+    ranks = [subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    first, second = (rank.communicate(timeout=LIMIT)[0] for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    line = "the process group's backend is 'cuda:unmoving': 2 ranks have made a gloo group beside it"
+    assert first.splitlines()[:2] == [line, line]
+    error = (
+        "True rank 0: the process group's backend is 'cuda:unmoving'. The gloo group beside it, for short messages, "
+    )
+    assert first.splitlines()[2].startswith(error)
+    assert "did not come within 3 s or cannot be reached (no answer from rank 1)" in first
+    assert second == ""

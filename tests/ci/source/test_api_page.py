@@ -46,6 +46,16 @@ def test_every_public_name_and_call_has_a_docstring() -> None:
     assert [name for module in modules() for name in undocumented(module)] == []
 
 
+def test_the_sidebar_has_each_call_that_the_page_describes() -> None:
+    render = importlib.import_module("pdoc.render")
+    render.configure(docformat="google", show_source=False, template_directory=ROOT / ".ci" / "api")
+    page = render.html_module(doc.Module(importlib.import_module("zero")), all_modules={})
+    sidebar, _, body = page.partition("</nav>")
+    described = set(re.findall(r'id="(ZeroOptimizer[.]\w+)"', body))
+    assert {"ZeroOptimizer.step", "ZeroOptimizer.full_state_dict", "ZeroOptimizer.clip_grad_norm_"} <= described
+    assert set(re.findall(r'href="#(ZeroOptimizer[.]\w+)"', sidebar)) == described
+
+
 def test_every_public_name_is_on_the_page() -> None:
     for module in modules():
         page = doc.Module(importlib.import_module(module))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero import clip_grad_norm_
+
 from ..sides import AsPlain
 from . import program as p
 from .classes import PlainClasses
@@ -36,6 +38,8 @@ class Oracle(AsPlain, Player):
         places = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         listed = [places[id(parameter)] for group in groups for _, parameter in group["params"]]
         for group in groups:
+            if not group["params"]:
+                group["param_names"] = []  # torch's own classes want them of every group
             group["params"] = [(name, updated[places[id(q)]]) for name, q in group["params"]]
         self.updated = [updated[index] for index in listed]
         self.held = [self.numbers.held[index] for index in listed]
@@ -53,6 +57,13 @@ class Oracle(AsPlain, Player):
     def fail(self, command: p.Fail) -> None:
         if command.in_block:  # a whole micro-batch came before the failure
             self.do(p.Backward(command.seed, sync=False))
+
+    def roll_back(self, command: p.RollBack) -> None:
+        self.numbers.follow()  # see `load`
+        self.whole_step(command.seed + 1)
+
+    def fail_to_add(self, command: p.FailToAdd) -> None:
+        self.meet()
 
     def edit(self, parameter: Tensor, factor: float) -> None:
         if self.setting.stage < 3:
@@ -73,23 +84,42 @@ class Oracle(AsPlain, Player):
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
         scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
-        for rank in self.ranks:
-            loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank))
+        parts = [p.part_of(command, rank) for rank in self.ranks]
+        for rank, part in zip(self.ranks, parts, strict=True):
+            loss = scaler.scale(p.loss_to_scale(self.model, self.setting, command, rank, part))
             self.backward(rank, loss.backward)
         self.settle()
+        beside = [q for part in parts if part is not None for q in part.parameters()]
+        for gradient in (q.grad for q in beside if q.grad is not None):
+            gradient.div_(self.divisor if command.beside == "also" else 1)
+        norms = list[Tensor]()
+        found = self._unscale(scaler, self.held)
+        also = self._unscale(scaler, beside)
+        if command.beside == "also":
+            found = also = found or also
+            norms.append(clip_grad_norm_([*self.held, *beside], 1.0))
+        else:
+            norms += [self.clip(1.0), *([clip_grad_norm_(beside, 1.0)] if beside else [])]
+        if not found:
+            self.step()
+        if beside and not also:
+            torch.optim.SGD(beside, lr=0.1).step()
+        self.clear()
+        seen = norms, found or also, self.read(None)
+        return p.ByRank((*seen, None if part is None else p.values(list(part.parameters()))) for part in parts)
+
+    @staticmethod
+    def _unscale(scaler: torch.amp.GradScaler, updated: Sequence[Tensor]) -> bool:
+        """Unscale gradients in place. Return whether one is not finite."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for held in self.held:
-            if held.grad is not None:
-                by_dtype.setdefault(held.grad.dtype, []).append(held.grad)
+        for each in updated:
+            if each.grad is not None:
+                by_dtype.setdefault(each.grad.dtype, []).append(each.grad)
         found = torch.zeros(1)
         for gradients in by_dtype.values():
             inverse = torch.tensor(scaler.get_scale()).double().reciprocal().float()
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse)
-        norm = self.clip(1.0)
-        if not found:
-            self.step()
-        self.clear()
-        return norm, bool(found), self.read(None)
+        return bool(found)
 
     def consolidated(self, to: int) -> dict[str, Any]:
         """Return the dict of each class, with the master weights with which the next step would begin."""

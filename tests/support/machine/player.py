@@ -38,6 +38,10 @@ class Player:
                     for turn in command.of(rank):
                         self._micro_batch(rank, turn)
                 self.check()
+            case p.Dropped():
+                for rank in self.ranks:
+                    self._micro_batch(rank, p.Backward(command.seed, "one", command.mask, command.sync))
+                self.clear(command.how)
             case p.Keep():
                 kept = p.Backward(command.seed, "one", command.mask)
                 self.kept = [(rank, p.backwards(self.model, self.setting, kept, rank)) for rank in self.ranks]
@@ -96,6 +100,11 @@ class Player:
                 return self.full_gradient(number)
             case p.Describe():
                 self.check()
+            case p.RollBack():
+                self.roll_back(command)
+                return self.read(None)
+            case p.FailToAdd():
+                self.fail_to_add(command)
             case p.Consolidate():
                 return self.consolidated(command.to)
             case p.FullState():
@@ -103,6 +112,13 @@ class Player:
             case p.Load():
                 self.load(command.setting)
         return None
+
+    def whole_step(self, seed: int) -> None:
+        for rank in self.ranks:
+            self._micro_batch(rank, p.Backward(seed))
+        self.clip(1.0)
+        self.step()
+        self.clear("zero_grad")
 
     def _micro_batch(self, rank: int, command: p.Backward) -> None:
         self.run(rank, p.backwards(self.model, self.setting, command, rank), command.sync)

@@ -6,6 +6,7 @@ program is executed. `Numbers` are indices into `list(model.parameters())`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -13,13 +14,14 @@ from torch import Tensor, nn
 
 import zero
 
+from ..models import seeded
 from ..narrowed import PRECISIONS
 from ..plain import Clear
 from ..programs import BY_PARAMETER, CLASSES, MATRICES
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
-Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before"]
+Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before", "zeros"]
 
 
 class Setting(Source):
@@ -59,6 +61,9 @@ class Config(Source):
     wholes: tuple[bool, ...] = (False,)
     stacks: tuple[bool, ...] = (False,)
     rounded: bool = False  # what is in bf16 is rounded at random, by ``seed``
+    empty: int | None = None  # the place of a param group without parameters
+    inference: bool = False  # the optimizer is built in inference mode
+    alias: str = ""  # first an optimizer is refused, since the first parameter shares memory with this
 
     @property
     def rounding(self) -> Any:
@@ -93,13 +98,20 @@ class Config(Source):
             rest = [(key, p) for key, p in members if p.dim() != 2] if name in MATRICES else members
             own = "" if name in MATRICES else name
             stacked = self.stacks[number % len(self.stacks)] and (own or self.optimizer) in CLASSES
-            stacks = [(key, p) for key, p in rest if stacked and p.dim() > 1 and p.numel() and p.is_contiguous()]
+            stacks = [(key, p) for key, p in rest if stacked and self._may_be_rows(p)]
             rest = [(key, p) for key, p in rest if all(p is not q for _, q in stacks)]
             found += [self._group(*each, options, number) for each in ((rest, own), (matrices, name)) if each[0]]
             if stacks:
                 group = self._group(stacks, own, options, number)
                 found.append({**group, "partition": "parameter", "blocks": 0})
+        if self.empty is not None:
+            found.insert(self.empty % (len(found) + 1), {"params": []})
         return found
+
+    def _may_be_rows(self, p: nn.Parameter) -> bool:
+        """Return whether torch has the same bits for each row alone. Fused or in 16 bits, short rows have others."""
+        kept = not self.precision and p.itemsize == 2
+        return p.dim() > 1 and p.numel() > 0 and p.is_contiguous() and not kept and "fused" not in self.optimizer
 
     def _group(
         self, members: list[tuple[str, nn.Parameter]], name: str, options: tuple[tuple[str, Any], ...], number: int
@@ -137,6 +149,15 @@ class Uneven(Command):
 
     def of(self, rank: int) -> list[Backward]:
         return [Backward(self.seed + turn, sync=self.sync) for turn in range(self.counts[rank % len(self.counts)])]
+
+
+class Dropped(Command):
+    """Run a backward after a clip or a step, and then clear gradients."""
+
+    seed: int
+    mask: int
+    sync: bool
+    how: Clear
 
 
 class Keep(Command):
@@ -179,12 +200,14 @@ class Step(Command):
 class Scaled(Command):
     """Run a whole step with a `GradScaler`: a micro-batch of each rank, unscaling, a clip, a step that may be skipped.
 
-    ``overflow``: a rank (modulo their number) whose loss is infinite.
+    ``overflow``: a rank (modulo their number) whose loss is infinite. ``beside``: each rank has a part of its own, too
+    (`part_of`), whose loss is the infinite one. Parts are clipped with the model (`also=`) or by themselves (`over=`).
     """
 
     seed: int
     scale: float = 64.0
     overflow: int | None = None
+    beside: Literal["", "also", "over"] = ""
 
 
 class Joined(Command):
@@ -272,6 +295,26 @@ class FullState(Command):
     masters: bool
 
 
+class FailToAdd(Command):
+    """Call `add_param_group`, which raises and changes nothing.
+
+    ``why``: the parameter has a group, the class raises, on rank 0 alone, or so does the function of precisions, if
+    there is one.
+    """
+
+    why: Literal["twice", "class", "class, rank 0", "precision"]
+
+
+class RollBack(Command):
+    """Save, take a step, save, restore the first checkpoint, take another step, and save in place of the second one.
+
+    ``folder``: of the checkpoints; `Run` makes one.
+    """
+
+    seed: int
+    folder: str = ""
+
+
 class Load(Command):
     """Save, build new ranks with another setting, and load. ``full``: weights are those of a whole state dict."""
 
@@ -279,7 +322,7 @@ class Load(Command):
     full: bool = False
 
 
-LATER = (FullState, SetGrad)
+LATER = (FullState, SetGrad, Dropped)
 """Commands that commits before them do not know."""
 
 
@@ -299,6 +342,7 @@ def loss_of(model: Tree, batch: Batch) -> Tensor:
 def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> list[Any]:
     """Return the backwards of a micro-batch, to be called one after another."""
     batch = micro_batch(setting, command.seed, command.mask, rank)
+    batch = replace(batch, zeros=command.form == "zeros")
     if command.form == "two forwards":
         more = micro_batch(setting, command.seed + 500, command.mask, rank)
         total = loss_of(model, batch) + loss_of(model, more)
@@ -316,9 +360,20 @@ def backwards(model: Tree, setting: Setting, command: Backward, rank: int) -> li
     return [loss.backward]
 
 
-def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int) -> Tensor:
+class ByRank(list[Any]):
+    """The result that each rank must have, where they differ."""
+
+
+def loss_to_scale(model: Tree, setting: Setting, command: Scaled, rank: int, part: nn.Module | None = None) -> Tensor:
     loss = loss_of(model, micro_batch(setting, command.seed, -1, rank)).float()
-    return loss / 0 if command.overflow is not None and command.overflow % setting.world_size == rank else loss
+    own = loss if part is None else part(torch.ones(2, 3) + rank).square().mean()
+    if command.overflow is not None and command.overflow % setting.world_size == rank:
+        own = own / 0
+    return own if part is None else loss + own
+
+
+def part_of(command: Scaled, rank: int) -> nn.Module | None:
+    return seeded(command.seed + rank, lambda: nn.Linear(3, 2)) if command.beside else None
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -20,7 +20,7 @@ from .backends import Backend
 from .program import Command, Config, Setting
 from .ranks import UNIT_ARGUMENTS
 from .run import Run
-from .trees import LEAVES, WRAPPERS, Part
+from .trees import GAPS, LEAVES, VIEWS, WRAPPERS, Kind, Part
 
 INFINITY = float("inf")
 OPTIMIZERS = [
@@ -57,9 +57,11 @@ def whole_step(turns: Sequence[Command], look: bool = False) -> list[Command]:
     return [*turns, p.Clip(1.0), p.Step(look), p.ZeroGrad()]
 
 
+CLEARS = st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"])
 ALONE: tuple[st.SearchStrategy[Command], ...] = (
     st.builds(p.Schedule),
     TURNS,
+    st.builds(p.Dropped, SEEDS, MASKS, SYNC, CLEARS),
     st.builds(p.Uneven, SEEDS, counts(3), SYNC),
     st.builds(p.Keep, SEEDS, MASKS),
     st.builds(p.BackwardOfKept, SYNC),
@@ -70,7 +72,7 @@ ALONE: tuple[st.SearchStrategy[Command], ...] = (
     st.builds(p.Step, st.booleans()),
     st.builds(p.Scaled, SEEDS, st.sampled_from([1.0, 64.0, 3.0]), st.none() | st.integers(0, 7)),
     st.builds(p.Joined, SEEDS, counts(2)),
-    st.builds(p.ZeroGrad, st.sampled_from(["zero_grad", "zero_grad", "zeros", "module", "module zeros", "none"])),
+    st.builds(p.ZeroGrad, CLEARS),
     st.builds(p.Freeze, st.lists(st.integers(1, 30), min_size=1, max_size=3, unique=True).map(tuple)),
     st.builds(lambda group, change: p.Change(group, *change), st.integers(0, 2), st.sampled_from(CHANGES)),
     st.builds(p.Write, SOME, SEEDS),
@@ -79,9 +81,9 @@ ALONE: tuple[st.SearchStrategy[Command], ...] = (
 STEPS = st.builds(whole_step, st.lists(TURNS, min_size=1, max_size=3), st.booleans())
 
 
-def parts(dtypes: tuple[str, ...]) -> st.SearchStrategy[tuple[Part, ...]]:
+def parts(dtypes: tuple[str, ...], leaves: Sequence[Kind]) -> st.SearchStrategy[tuple[Part, ...]]:
     sizes, names = st.sampled_from([1, 2, 3, 5, 7, 13, 31]), st.sampled_from(dtypes)
-    leaf = st.builds(Part, st.sampled_from(LEAVES), sizes, names, st.sampled_from([False, False, False, True]))
+    leaf = st.builds(Part, st.sampled_from(leaves), sizes, names, st.sampled_from([False, False, False, True]))
 
     def wrap(inside: st.SearchStrategy[Part]) -> st.SearchStrategy[Part]:
         of = st.lists(inside, min_size=1, max_size=3).map(tuple)
@@ -107,8 +109,43 @@ OPTIONS = st.fixed_dictionaries(
 
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 STAGES = (0, 1, 2, 3)
+ALIASES = ("buffer", "frozen", "trained")
 UNITS = ("", "", *UNIT_ARGUMENTS)
 ROUNDED = ("bf16", "bf16, sent in fp32", "bf16, added up in bf16", "by kind", "policy")
+
+
+EDGES: tuple[str, ...] = (
+    "views",
+    "gaps",
+    "zeros",
+    "empty groups",
+    "inference mode",
+    "failing groups",
+    "shared memory",
+    "parts",
+    "rollback",
+)
+"""What few loops have. `tests.net`, whose other side is an older commit, draws none of it."""
+
+
+STEPS_OF_EDGES: dict[str, st.SearchStrategy[list[Command]]] = {
+    "zeros": st.builds(
+        lambda seed, number: [p.Backward(seed, "zeros"), p.Clip(1.0), p.FullGrad(number), p.Step(), p.ZeroGrad()],
+        SEEDS,
+        NUMBERS,
+    ),
+    "parts": st.builds(
+        lambda *drawn: [p.Scaled(*drawn)],
+        SEEDS,
+        st.sampled_from([1.0, 64.0]),
+        st.none() | st.integers(0, 7),
+        st.sampled_from(["also", "over"]),
+    ),
+    "rollback": st.builds(lambda seed: [p.ZeroGrad(), p.RollBack(seed)], SEEDS),
+    "failing groups": st.sampled_from(["twice", "class", "class, rank 0", "precision"]).map(
+        lambda why: [p.ZeroGrad(), p.FailToAdd(why)]
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -118,6 +155,7 @@ class Collectives:
     ``exact`` add in rank order; ``in_any_order`` give the same bits only if sums are exact. ``units``: how units are
     chosen and gathered at stage 3, as keys of `ranks.UNIT_ARGUMENTS`. ``meshes``: ranks may be those of a mesh.
     ``stacks``: rows of parameters may have owners of their own. ``rounds``: what is in bf16 may be rounded at random.
+    ``edges``: of `EDGES`, what is drawn, too.
     """
 
     exact: tuple[str, ...]
@@ -126,6 +164,7 @@ class Collectives:
     meshes: bool = False
     stacks: bool = False
     rounds: bool = False
+    edges: tuple[str, ...] = ()
 
     def names(self, integer: bool) -> tuple[str, ...]:
         return (*self.exact, *self.in_any_order) if integer else self.exact
@@ -166,15 +205,19 @@ def configs(
     rounded = collectives.rounds and precision in ROUNDED and draw(st.booleans())
     stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
     integer = not precision and draw(st.sampled_from([False, False, True]))
-    drawn = draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16")))
-    # the plain loop rounds no class that has numbers alone
-    second = ("",) if rounded and "scalar" in kinds(drawn) else SECOND
+    optimizer = draw(st.sampled_from(OPTIMIZERS))
+    leaves = (*LEAVES, *(VIEWS if "views" in collectives.edges else ()))
+    if "gaps" in collectives.edges and optimizer in CLASSES and "fused" not in optimizer:
+        leaves += GAPS
+    drawn = draw(parts(("float32", "float64") if integer else ("float32", "float32", "float64", "bfloat16"), leaves))
+    # the plain loop rounds no class that has numbers alone; Shampoo adds up
+    second = ("",) if (rounded and "scalar" in kinds(drawn)) or "gaps" in kinds(drawn) else SECOND
     return Config(
         draw(settings(stages, most_ranks, collectives, integer=integer)),
         drawn,
         draw(st.sampled_from([1, 2, 4, 9, 17])),
         integer,
-        draw(st.sampled_from(OPTIMIZERS)),
+        optimizer,
         tuple(draw(st.lists(st.sampled_from([0, 0, 1, 2, -1]), min_size=1, max_size=5))),
         tuple(draw(st.lists(OPTIONS, min_size=1, max_size=3))),
         draw(SEEDS),
@@ -184,6 +227,11 @@ def configs(
         tuple(draw(st.lists(st.sampled_from([False, False, False, True]), min_size=1, max_size=3))),
         tuple(draw(st.lists(st.booleans(), min_size=1, max_size=3))) if stacked else (False,),
         rounded,
+        draw(st.none() | st.integers(0, 3)) if "empty groups" in collectives.edges else None,
+        "inference mode" in collectives.edges and draw(st.sampled_from([False, False, False, True])),
+        draw(st.sampled_from(["", "", "", "buffer", "frozen", "trained"]))
+        if "shared memory" in collectives.edges
+        else "",
     )
 
 
@@ -203,8 +251,12 @@ class Written:
 
     def fits(self, command: Command) -> bool:
         match command:
+            case p.RollBack():
+                return self.open and not self.kept and self.stepped
             case p.Keep() | p.Fail() | p.Divide():
                 return self.open
+            case p.Dropped():
+                return not self.open
             case p.Uneven():
                 return self.open and self.setting.stage < 3  # where all ranks run the same number
             case p.BackwardOfKept():
@@ -247,12 +299,14 @@ class Written:
                 self.open = self.pending = False
             case p.Step():
                 self.open, self.pending, self.stepped = False, False, True
-            case p.Scaled(overflow=overflow):
+            case p.Scaled(seed=chosen, scale=scale, overflow=overflow, beside=beside):
+                if beside == "over" and self.setting.mesh:
+                    command = p.Scaled(chosen, scale, overflow, "also")  # a group of all ranks is needed
                 self.open, self.pending, self.stepped = True, False, self.stepped or overflow is None
             case p.Joined():
                 stepped = any(map(command.of, range(self.setting.world_size)))
                 self.open, self.pending, self.stepped = True, False, self.stepped or stepped
-            case p.ZeroGrad(how=how):
+            case p.ZeroGrad(how=how) | p.Dropped(how=how):
                 self.open, self.pending = True, "zeros" in how  # which later backwards add to
             case p.Freeze(numbers=numbers):
                 # never freeze the first: the library would not notice a backward without any gradient
@@ -295,7 +349,8 @@ def programs(
         settings(STAGES, most_ranks, collectives, integer=config.integer),
         st.booleans(),
     )
-    drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS)
+    edges = [commands for edge, commands in STEPS_OF_EDGES.items() if edge in collectives.edges]
+    drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS, *edges)
     size = draw(st.sampled_from([1, count // 2, *[count] * 14]))  # the first ones are for a failure that is shortened
     written = Written(config)
     for some in draw(st.lists(drawn, min_size=size, max_size=size)):
@@ -341,4 +396,4 @@ class RandomPrograms:
         follow()
         assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
-        assert len({*map(type, followed)}) >= 19, "of 24 kinds of commands"
+        assert len({*map(type, followed)}) >= 19, "of 25 kinds of commands"

@@ -10,17 +10,18 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from collectives import Algorithm
-from zero import Offload, ZeroOptimizer
+from collectives import Algorithm, solo
+from zero import CheckpointManager, Offload, ZeroOptimizer
 
 from ..narrowed import sum_dtypes
+from ..plain import assert_same_value
 from ..sides import OnRank
 from . import program as p
 from .player import Player
 from .program import Config, Setting
-from .trees import Leaf, PlannedError, Wrapper
+from .trees import Leaf, PlannedError, Tree, Wrapper
 
 UNIT_ARGUMENTS: dict[str, dict[str, Any]] = {
     "inside units": {"units": lambda module: isinstance(module, (Leaf, Wrapper))},
@@ -33,6 +34,15 @@ UNIT_ARGUMENTS: dict[str, dict[str, Any]] = {
     "three ahead": {"prefetch_depth": 3},
 }
 """How the units of a tree may be chosen and gathered, by name."""
+
+
+class Refusing(torch.optim.SGD):
+    """Cannot be built for further parameters."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise PlannedError("in the constructor of a class")
+
+
 Saved = tuple[dict[str, Any], dict[str, Any]]  # the state dicts of the model and of the optimizer
 
 
@@ -48,6 +58,8 @@ class Rank(OnRank, Player):
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.config, self.setting, self.rank = config, setting, rank
+        self.refuses = False  # the function of precisions raises
+        self.group = group
         model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
         full = saved is not None and saved[1].pop("full", False)
         if saved is not None:
@@ -55,21 +67,9 @@ class Rank(OnRank, Player):
                 model.load_state_dict(saved[0])
             for parameter, trainable in zip(model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
-        cls, arguments = config.optimizer_class
-        optimizer = ZeroOptimizer(
-            config.groups(model),
-            cls,
-            module=model,
-            **self._places(setting, group),
-            stage=setting.stage,
-            bucket_cap_mb=setting.bucket_cap_mb,
-            collective=self.algorithms.get(setting.collective, setting.collective),
-            **self._units(config, setting),
-            offload=self._offload(setting),
-            mixed_precision=config.mixed,
-            **({"rounding": config.rounding} if config.rounded else {}),  # `tests.net` also runs on commits without it
-            **arguments,
-        )
+        if config.alias:
+            self._refuse_alias(model, group)
+        optimizer = self._build(model, group)
         super().__init__(model, optimizer)
         self.scheduler = p.scheduler_of(optimizer)
         if saved is not None:
@@ -86,6 +86,52 @@ class Rank(OnRank, Player):
         if setting.stage == 3 and self.offload_at_stage_3:
             return replace(self.offload_at_stage_3, step="cpu" if setting.offload else None)
         return Offload(tempfile.gettempdir()) if setting.offload else None
+
+    def _build(self, model: Tree, group: Any) -> ZeroOptimizer:
+        config, setting = self.config, self.setting
+        cls, arguments = config.optimizer_class
+        with torch.inference_mode() if config.inference else nullcontext():
+            return ZeroOptimizer(
+                config.groups(model),
+                cls,
+                module=model,
+                **self._places(setting, group),
+                stage=setting.stage,
+                bucket_cap_mb=setting.bucket_cap_mb,
+                collective=self.algorithms.get(setting.collective, setting.collective),
+                **self._units(config, setting),
+                offload=self._offload(setting),
+                mixed_precision=self._mixed(),
+                **({"rounding": config.rounding} if config.rounded else {}),  # `tests.net` runs on commits without it
+                **arguments,
+            )
+
+    def _refuse_alias(self, model: Tree, group: Any) -> None:
+        """Assert that a model whose first parameter shares memory is refused by name, and stays as it is."""
+        before, first = p.values(list(model.parameters())), model.first.weight
+        place, alias = first.data_ptr(), first.detach()[:2]
+        if self.config.alias == "buffer":
+            model.register_buffer("alias", alias)
+        else:
+            model.register_parameter("alias", nn.Parameter(alias, self.config.alias == "trained"))
+        with pytest.raises(ValueError, match=r"'(alias|first\.weight)' and '(alias|first\.weight)' share memory"):
+            self._build(model, group)
+        del model.alias
+        assert first.data_ptr() == place
+        assert_same_value(p.values(list(model.parameters())), before, "after an error")
+
+    def _mixed(self) -> Any:
+        """Return the precision. A function raises where `fail_to_add` lets it."""
+        mixed = self.config.mixed
+        if not callable(mixed):
+            return mixed
+
+        def of(name: str, module: Any) -> Any:
+            if self.refuses:
+                raise PlannedError("in a function of precisions")
+            return mixed(name, module)
+
+        return of
 
     @staticmethod
     def _places(setting: Setting, group: Any) -> dict[str, Any]:
@@ -119,6 +165,31 @@ class Rank(OnRank, Player):
             self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(command.seed), self.rank), True)
         self.model(p.micro_batch(self.setting, command.seed, -1, self.rank, fails=True))
 
+    def roll_back(self, command: p.RollBack) -> None:
+        with CheckpointManager(command.folder, self.optimizer) as manager:
+            manager.save(2)
+            self.whole_step(command.seed)
+            manager.save(4)
+            manager.restore(2, rng=False)
+            self.whole_step(command.seed + 1)
+            manager.save(4)
+
+    def fail_to_add(self, command: p.FailToAdd) -> None:
+        parameters = list(self.model.parameters())
+        others = [q for q in parameters if id(q) not in self.listed and q.requires_grad and q.grad is None]
+        is_function = callable(self.config.mixed)
+        twice = command.why == "twice" or (command.why == "precision" and not is_function)
+        group: dict[str, Any] = {"params": parameters[:1] if twice or not others else others[:1]}
+        if command.why == "class" or (command.why == "class, rank 0" and not self.rank):
+            group["optimizer_class"] = Refusing
+        dtypes = [q.dtype for q in parameters]
+        self.refuses = command.why == "precision" and is_function
+        with pytest.raises((PlannedError, RuntimeError, ValueError)):
+            self.optimizer.add_param_group(group)
+        self.refuses = False
+        assert dtypes == [q.dtype for q in parameters]
+        assert self.listed == {id(q) for g in self.optimizer.param_groups for q in g["params"]}
+
     def edit(self, parameter: Tensor, factor: float) -> None:
         with pytest.raises(RuntimeError, match="gathered") if self.setting.stage == 3 else nullcontext():
             super().edit(parameter, factor)
@@ -137,13 +208,25 @@ class Rank(OnRank, Player):
     def scaled_step(self, command: p.Scaled) -> Any:
         self.clear()
         scaler = torch.amp.GradScaler("cpu", init_scale=command.scale)
-        scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank)).backward()
-        scaler.unscale_(self.optimizer)
-        norm = self.clip(1.0)
-        scaler.step(self.optimizer)
+        part, optimizers = p.part_of(command, self.rank), [self.optimizer]
+        if part is not None:
+            divisor = self.divisor if command.beside == "also" else 1
+            own: dict[str, Any] = {"stage": 0, "process_group": solo(), "divisor": divisor, "lr": 0.1}
+            optimizers.append(ZeroOptimizer(part, torch.optim.SGD, **own))
+        scaler.scale(p.loss_to_scale(self.model, self.setting, command, self.rank, part)).backward()
+        for each in optimizers:
+            scaler.unscale_(each)
+        norms = [self.clip(1.0, **({"also": optimizers[1:]} if command.beside == "also" else {}))]
+        if command.beside == "over":
+            norms.append(optimizers[1].clip_grad_norm_(1.0, over=self.group))
+        for each in optimizers:
+            scaler.step(each)
         scaler.update()
         self.clear()
-        return norm, scaler.get_scale() < command.scale, self.read(None)
+        for each in optimizers[1:]:
+            each.close()
+        seen = norms, scaler.get_scale() < command.scale, self.read(None)
+        return *seen, None if part is None else p.values(list(part.parameters()))
 
     def consolidated(self, to: int) -> dict[str, Any] | None:
         self.optimizer.consolidate_state_dict(to)

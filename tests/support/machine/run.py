@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 from ..plain import assert_same_value
@@ -27,7 +30,8 @@ class Run:
     def do(self, command: Command) -> None:
         """Execute a command on both sides and compare. After a step with ``look``, compare all states, too."""
         self.commands.append(command)
-        self._follow(command)
+        with tempfile.TemporaryDirectory() if isinstance(command, p.RollBack) else nullcontext("") as folder:
+            self._follow(replace(command, folder=folder) if isinstance(command, p.RollBack) else command)
         if isinstance(command, p.Step) and command.look:
             self._follow(p.Consolidate(0))
 
@@ -41,7 +45,8 @@ class Run:
                 continue
             if isinstance(command, p.Consolidate):
                 seen = self._by_class(seen, expected)
-            assert_same_value(seen, expected, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
+            theirs = expected[rank] if isinstance(expected, p.ByRank) else expected
+            assert_same_value(seen, theirs, f"rank {rank} after {command}", any_nan=bool(self.config.precision))
 
     def _by_class(self, seen: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict of a rank by class.

@@ -21,10 +21,12 @@ from ..models import seeded
 
 FEATURES, ROWS = 3, 2
 Kind = Literal[
-    "linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused",
+    "linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused", "views", "gaps",
     "sequence", "twice", "sometimes", "checkpoint",
 ]  # fmt: skip
 LEAVES: tuple[Kind, ...] = ("linear", "matrix", "tied", "turned", "scalar", "one", "empty", "norm", "unused")
+VIEWS: tuple[Kind, ...] = ("views",)
+GAPS: tuple[Kind, ...] = ("gaps",)  # used by element alone: sums and products over gaps add up in another order
 WRAPPERS: tuple[Kind, ...] = ("sequence", "twice", "sometimes", "checkpoint")
 
 
@@ -55,11 +57,12 @@ class Part(Source):
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch. ``mask``: bit j is set if the j-th part of kind "sometimes" is used."""
+    """A micro-batch. ``mask``: bit j is set if the j-th "sometimes" part is used. ``zeros``: so are all gradients."""
 
     x: Tensor
     mask: int = -1
     fails: bool = False
+    zeros: bool = False
 
 
 class PlannedError(ZeroDivisionError):
@@ -75,7 +78,7 @@ class Builder:
         self.sometimes = 0
 
     def build(self, part: Part) -> nn.Module:
-        return Leaf(part, self) if part.kind in LEAVES else Wrapper(part, self)
+        return Wrapper(part, self) if part.kind in WRAPPERS else Leaf(part, self)
 
 
 class Leaf(nn.Module):
@@ -110,13 +113,16 @@ class Leaf(nn.Module):
                 return {"scale": nn.Parameter(torch.tensor(1.25, dtype=dtype))}
             case "norm":
                 return {"gain": random(width), "shift": random(width)}
+            case "views" | "gaps":  # of one tensor
+                both = random(2, width).detach() if part.kind == "views" else random(width, 2).detach().t()
+                return {"left": nn.Parameter(both[0]), "right": nn.Parameter(both[1])}
             case _:
                 return {part.kind: random(*{"one": (1,), "empty": (0, 3), "unused": (size,)}[part.kind])}
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         if self.kind == "unused":
             return x
-        if self.integer:
+        if self.integer or batch.zeros:
             return _with_integers(x, list(self.parameters()), batch)
         return x + USES[self.kind](self, x.to(next(self.parameters()).dtype)).to(x.dtype)
 
@@ -130,6 +136,8 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {  # of the parameters of a l
     "one": lambda leaf, y: y + leaf.one,
     "empty": lambda leaf, y: y + leaf.empty.sum(),
     "norm": lambda leaf, y: nn.functional.layer_norm(y, y.shape[-1:], leaf.gain, leaf.shift),
+    "views": lambda leaf, y: y * leaf.left + leaf.right,
+    "gaps": lambda leaf, y: y * leaf.left + leaf.right,
 }
 
 
@@ -168,7 +176,7 @@ class Tree(nn.Module):
         self.last = nn.Linear(width, 2)
 
     def forward(self, batch: Batch) -> Tensor:
-        if self.integer:
+        if integer := self.integer or batch.zeros:
             x = _with_integers(batch.x.new_zeros(ROWS, self.first.out_features), list(self.first.parameters()), batch)
         else:
             x = torch.tanh(self.first(batch.x.to(self.first.weight.dtype)))
@@ -178,14 +186,15 @@ class Tree(nn.Module):
             x = part(x, batch)
         if batch.fails:
             raise PlannedError("at the end of a forward")
-        return _with_integers(x, list(self.last.parameters()), batch) if self.integer else self.last(x)
+        return _with_integers(x, list(self.last.parameters()), batch) if integer else self.last(x)
 
 
 def _with_integers(x: Tensor, parameters: list[nn.Parameter], batch: Batch) -> Tensor:
-    """Return ``x`` plus the sum of all elements, each times an integer from -3 to 3 that the batch chooses."""
+    """Return ``x`` plus the sum of all elements, each times an integer from -3 to 3, or 0.0 and -0.0 in turn."""
     for parameter in parameters:
         positions = torch.arange(parameter.numel(), dtype=torch.float64).reshape(parameter.shape)
         factors = (positions * 5 + batch.x.detach()[0, 0].double() * 1000).round().remainder(7) - 3
+        factors = (0.5 - positions.remainder(2)) * 0.0 if batch.zeros else factors
         x = x + (parameter * factors.to(parameter.dtype)).sum().to(x.dtype)
     return x
 

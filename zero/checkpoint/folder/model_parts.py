@@ -5,17 +5,19 @@
     <directory>/tp-1/step-00000200/        not complete in tp-0: it is no checkpoint of the model
 
 A part is named by the dimensions of the larger mesh that the optimizer's own mesh leaves out. Its ranks save and load
-it alone. Before a load the ranks with one place in each part compare what their parts have.
+it alone. Before a load the ranks with one place in each part compare what their parts have. A step that was saved again
+after a rollback, but not in all parts, has another mark in some: it is no checkpoint of the model either.
 
 Knows: names of folders, groups of the larger mesh. Does not know: how a checkpoint is written or read.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,21 @@ from typing import Any
 from collectives import Kind, Tag, Transport
 
 from ...config import transport_of
+from ...core.statetree import FormatError
 from ...optimizer import ZeroOptimizer
 from ..sharded_optimizer import ShardedOptimizer
+from .directory import is_complete, read_manifest
 
 _TAG = Tag(Kind.EXCHANGE, "comparing the parts of a model")
+
+
+def marks_of(folders: Mapping[int, Path]) -> dict[int, str]:
+    """Return the marks of those checkpoints of a part that are complete, by their steps."""
+    found = {step: "" for step, path in folders.items() if is_complete(path)}
+    for step in found:
+        with suppress(OSError, FormatError):  # another version's
+            found[step] = str(read_manifest(folders[step]).written_by.get("mark", ""))
+    return found
 
 
 @dataclass
@@ -36,12 +49,12 @@ class _Found:
     Attributes:
         problems: an error of a part, by its name.
         broken: why its checkpoint is broken.
-        steps: the steps that it has.
+        steps: the steps that it has, each with its mark.
     """
 
     problems: dict[str, str] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
-    steps: dict[str, list[int]] = field(default_factory=dict)
+    steps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
 
 class ModelParts:
@@ -53,6 +66,7 @@ class ModelParts:
         self._groups: tuple[Any, ...] = () if place is None else place.groups
         self._transports: list[Transport] | None = None
         self._told = True  # the other parts know how it went here
+        self.mark = ""  # for the next save: what all parts had before
 
     @property
     def name(self) -> str:
@@ -97,18 +111,23 @@ class ModelParts:
         """Note that nothing more is compared. Local."""
         self._told = True
 
-    def common(self, steps: Sequence[int], *, may_differ: bool = False) -> list[int]:
-        """Return the steps that every part has, newest first. Collective. ``steps``: those of this part.
+    def common(self, steps: Mapping[int, str], *, may_differ: bool = False) -> list[int]:
+        """Return the steps that every part has from one save, newest first. Collective.
+
+        ``steps``: those of this part, with their marks.
 
         Unless they ``may_differ``, raises `ValueError` on every rank if some part has steps, but no step is in all.
         """
         if not self._part:
             return list(steps)
-        found = self._exchange(_Found(steps={self.name: list(steps)}))
-        common = sorted(set.intersection(*map(set, found.steps.values())), reverse=True)
+        found = self._exchange(_Found(steps={self.name: list(steps.items())}))
+        self.mark = hashlib.sha256(str(sorted(found.steps.items())).encode()).hexdigest()
+        every = [{(step, mark) for step, mark in of} for of in found.steps.values()]
+        common = sorted((step for step, _ in set.intersection(*every)), reverse=True)
         if not (common or may_differ) and any(found.steps.values()):
             texts = [
-                f"{name} has {', '.join(map(str, sorted(of))) or 'none'}" for name, of in sorted(found.steps.items())
+                f"{name} has {', '.join(str(step) for step, _ in sorted(of)) or 'none'}"
+                for name, of in sorted(found.steps.items())
             ]
             raise ValueError(
                 f"no step is complete in every part of the model ({'; '.join(texts)}): all ranks must see one folder, "

@@ -17,11 +17,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.cuts import EvenCuts
-from ...core.layout import ALIGNMENT_BYTES, BucketSpec, ParameterSpec, Piece
+from ...core.layout import ALIGNMENT_BYTES, BucketSpec, EvenCuts, ParameterSpec, Piece
 from ...core.stage import Placement, Stage
-from .checksums import split
-from .tensorfile import TensorEntry, header_bytes
+from .tensorfile import TensorEntry, header_bytes, split
 
 
 @dataclass(frozen=True)

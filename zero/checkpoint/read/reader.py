@@ -1,49 +1,217 @@
 """Reads a checkpoint: the plain dicts, the states by name, the caller's state, its files of tensors.
 
-Knows: the manifest, headers, indices, the folders and keys of the format. Does not know: ranks, how an optimizer is
-loaded. Every block that is touched is compared with its checksum. Runs no code of the checkpoint, follows no link, and
-reads nothing outside its folder.
+Reads one file of a checkpoint. Every block that is touched is compared with its checksum.
+
+Reads parts of saved tensors into memory, in the order of the files, each block once.
+
+Knows: the manifest, headers, indices, the folders and keys of the format, parts of tensors. Does not know: ranks, how
+an optimizer is loaded. Runs no code of the checkpoint, follows no link, and reads nothing outside its folder.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+import threading
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from ...checkpoint import files
 from ...core.bits import as_bytes, laid_out, memory_of
-from ...core.cuts import EvenCuts
+from ...core.layout import EvenCuts
 from ...core.statetree import DTYPES, NO_OPTIONS, FormatError, Rebuild, decode, decode_states
 from ...state.plain_dicts import split
 from ..folder.directory import read_manifest, steps_in
-from ..format.manifest import NAME, Manifest
-from ..format.names import (
+from ..format.extents import Part, TensorFile, chunks
+from ..format.manifest import (
     AVERAGES,
     FOLDERS,
     MASTERS,
     MODEL,
+    NAME,
     OPTIMIZER,
     STATE_FILE,
+    FileSums,
+    Manifest,
     averages_in,
     index_file,
     rank_file,
     split_key,
 )
-from ..format.tensorfile import (
-    Header,
-    TensorEntry,
-    header_length,
-    parse_header,
-    parse_index,
-    parse_json,
-    with_strides,
-)
-from .file_reader import CheckpointError, FileReader
+from ..format.tensorfile import Header, TensorEntry, header_length, parse_header, parse_index, parse_json, with_strides
+
+MOST_THREADS = 4  # of one process: more of them wait for the same disk
+_Block = TypeVar("_Block")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or a folder is no checkpoint."""
+
+
+class FileReader:
+    """Reads one file of a checkpoint. It is open inside a ``with`` block."""
+
+    def __init__(self, folder: Path, path: str, sums: FileSums, block_bytes: int) -> None:
+        self.path = path
+        self._folder, self._file, self._sums, self._block = folder, folder / path, sums, block_bytes
+        self._opened = ExitStack()
+        self._number = -1
+        self._buffer: memoryview | None = None
+        self._kept = -1  # the block in the buffer
+
+    def __enter__(self) -> FileReader:
+        """Open the file. Raises `CheckpointError` unless it is a regular file of the size that the manifest says."""
+        try:
+            self._number = self._opened.enter_context(files.read_only(self._folder, self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self._file} cannot be read ({error.strerror or error})") from error
+        size = os.fstat(self._number).st_size
+        if size != self._sums.nbytes:
+            self._opened.close()
+            raise CheckpointError(
+                f"{self._file} has {size:,} bytes instead of {self._sums.nbytes:,}: it was cut off or changed"
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+        self._number = self._kept = -1
+
+    @property
+    def nbytes(self) -> int:
+        return self._sums.nbytes
+
+    @property
+    def blocks(self) -> int:
+        return len(self._sums.crc32)
+
+    def span(self, block: int) -> tuple[int, int]:
+        """Return the first byte of a block, and its length."""
+        begin = block * self._block
+        return begin, min(self._block, self._sums.nbytes - begin)
+
+    def verify(self, first: int, last: int, threads: int = 1) -> None:
+        """Read the blocks from ``first`` to ``last`` (exclusive), in ``threads`` threads.
+
+        Raises `CheckpointError` naming the first broken one.
+        """
+        buffers = threading.local()
+
+        def read(block: int) -> None:
+            if not hasattr(buffers, "memory"):
+                buffers.memory = memoryview(bytearray(min(self._block, self.nbytes)))
+            self.read_block(block, buffers.memory[: self.span(block)[1]])
+
+        each_block(range(first, last), read, threads)
+
+    def read(self, begin: int, length: int) -> bytearray:
+        """Return bytes of the file, checked."""
+        data = bytearray(length)
+        self.read_into(memoryview(data), begin)
+        return data
+
+    def read_into(self, out: memoryview, begin: int) -> None:
+        """Fill ``out`` with the bytes from ``begin`` on. Raises `CheckpointError` naming a broken block."""
+        done = 0
+        while done < len(out):
+            block, inside = divmod(begin + done, self._block)
+            whole = self.span(block)[1]
+            length = min(whole - inside, len(out) - done)
+            if length == whole:
+                self.read_block(block, out[done : done + length])
+            else:
+                out[done : done + length] = self._keep(block)[inside : inside + length]
+            done += length
+
+    def _keep(self, block: int) -> memoryview:
+        """Return a block. The last one is kept, since small tensors share one."""
+        if self._buffer is None:
+            self._buffer = memoryview(bytearray(min(self._block, self.nbytes)))
+        data = self._buffer[: self.span(block)[1]]
+        if block != self._kept:
+            self._kept = -1
+            self.read_block(block, data)
+            self._kept = block
+        return data
+
+    def read_block(self, block: int, *pieces: memoryview) -> None:
+        """Fill ``pieces``, which together have the block's length. Raises `CheckpointError` if the block is broken."""
+        begin, length = self.span(block)
+        try:
+            read = files.read_pieces(self._number, pieces, begin)
+        except OSError as error:
+            raise CheckpointError(f"block {block} of {self._file} cannot be read ({error.strerror})") from error
+        found = 0
+        for piece in pieces:
+            found = zlib.crc32(piece, found)
+        if read != length or found != self._sums.crc32[block]:
+            raise CheckpointError(f"{self._file} is broken at block {block}{self._names(block)}")
+
+    def _names(self, block: int) -> str:
+        """Return, as text, the tensors that a broken block has bytes of, if the header can still be read."""
+        try:
+            found = self._header()
+        except (FormatError, OSError):
+            return " (its header)" if block == 0 and self.path.endswith(".safetensors") else ""
+        begin = block * self._block - found.data
+        end = begin + self._block
+        names = [repr(e.name) for e in found.tensors if e.nbytes and e.end > begin and e.begin < end]
+        if len(names) > 1:
+            names = [f"one of {len(names)} tensors from {names[0]} to {names[-1]}"]
+        return f" ({' or '.join([*(['its header'] if begin < 0 else []), *names])})"
+
+    def _header(self) -> Header:
+        """Return the header of a safetensors file, unchecked."""
+        first = bytearray(8)
+        read = files.read_at(self._number, memoryview(first), 0)
+        text = bytearray(header_length(bytes(first[:read]), self.nbytes))
+        files.read_at(self._number, memoryview(text), 8)
+        return parse_header(bytes(text), self.nbytes)
+
+
+def threads_of_rank(world_size: int) -> int:
+    """Return how many threads a rank uses if all ``world_size`` ranks may be on this host, and read at once."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(MOST_THREADS, cores // world_size))
+
+
+def each_block(blocks: Sequence[_Block], read: Callable[[_Block], None], threads: int) -> None:
+    """Call ``read`` for each block, in ``threads`` threads, of which the caller's is one.
+
+    Returns when no thread reads any more. If reads fail, the error of the first of these blocks is raised.
+    """
+    numbers = iter(range(len(blocks)))
+    failed: list[tuple[int, BaseException]] = []
+
+    def work() -> None:
+        while not failed and (number := next(numbers, None)) is not None:
+            try:
+                read(blocks[number])
+            except BaseException as error:  # raised by the caller's thread
+                failed.append((number, error))
+
+    others = []
+    try:
+        for _ in range(min(threads, len(blocks)) - 1):
+            other = threading.Thread(target=work, name="zero-read")
+            other.start()
+            others.append(other)
+    except RuntimeError:  # no further thread can be started: those that there are do the work
+        pass
+    work()
+    for other in others:
+        other.join()
+    if failed:
+        raise min(failed, key=lambda pair: pair[0])[1]
+
 
 _Value = TypeVar("_Value")
 
@@ -363,3 +531,81 @@ def _newest_in(directory: Path) -> str:
 def _may_mislead(path: str) -> bool:
     """Return whether a file that a manifest does not name could be taken for a part of the checkpoint."""
     return not path.startswith("model/") or path.endswith((".safetensors", ".safetensors.index.json", ".bin"))
+
+
+Target = tuple[str, int]
+
+
+class PartReader:
+    """Reads parts of tensors of one checkpoint. `want` says which, `read` reads all of them."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._rounds: list[dict[tuple[str, str], list[Part]]] = []  # of a tensor that two read, each has one part
+        self._memory: dict[Target, Tensor] = {}
+        self._left: Counter[Target] = Counter()  # bytes of each that are still to be read
+        self._then: dict[Target, list[Callable[[], object]]] = {}
+        self._lock = threading.Lock()  # of these three, while several threads read
+
+    def memory(self, target: Target, make: Callable[[], Tensor]) -> Tensor:
+        """Return the memory of a target, a contiguous tensor on the CPU: ``make()`` at the first time.
+
+        It is kept until all parts of the target were read.
+        """
+        if target not in self._memory:
+            self._memory[target] = make()
+        return self._memory[target]
+
+    def want(self, folder: str, name: str, part: Part, then: Callable[[], object] | None = None) -> None:
+        """Read a part of a tensor to its source, a target. ``then``: called when all parts of that target are there."""
+        key = folder, name
+        if all(key in parts for parts in self._rounds):
+            self._rounds.append({})
+        next(parts for parts in self._rounds if key not in parts)[key] = [part]
+        self._left[part.source] += part.nbytes
+        if then is not None:
+            self._then.setdefault(part.source, []).append(then)
+
+    def read(self, threads: int) -> None:
+        """Read all parts, in the order of the files. Raises `CheckpointError` naming a broken block."""
+        for parts in self._rounds:
+            self._read_round(parts, threads)
+
+    def _read_round(self, parts: Mapping[tuple[str, str], Sequence[Part]], threads: int) -> None:
+        found, folders = self._checkpoint, dict.fromkeys(folder for folder, _ in parts)
+        headers = {path: found.header(path) for folder in folders for path in found.paths(folder)}
+        saved = [TensorFile(path, header.data, header.tensors) for path, header in headers.items()]
+        block_bytes = found.manifest.block_bytes
+        wanted = chunks(saved, parts, block_bytes)
+        for path, of_file in itertools.groupby(wanted, key=lambda chunk: chunk.path):
+            blocks = [
+                (block, [part for chunk in of_block for part in chunk.parts])
+                for block, of_block in itertools.groupby(of_file, key=lambda chunk: chunk.begin // block_bytes)
+            ]
+            with found.file(path) as reader:
+                each_block(blocks, functools.partial(self._read_block, reader), threads)
+
+    def _read_block(self, reader: FileReader, wanted: tuple[int, Sequence[Part]]) -> None:
+        """Read the parts of a block to their places, and skip what lies between them."""
+        block, parts = wanted
+        begin, length = reader.span(block)
+        with self._lock:
+            memory = {source: memory_of(as_bytes(self._memory[source])) for source in {part.source for part in parts}}
+        end, pieces = begin, []
+        for part in parts:
+            into = memory[part.source][part.offset : part.offset + part.nbytes]
+            pieces += [_nowhere(part.begin - end), into]
+            end = part.begin + part.nbytes
+        reader.read_block(block, *(piece for piece in (*pieces, _nowhere(begin + length - end)) if piece))
+        with self._lock:
+            for part in parts:
+                self._left[part.source] -= part.nbytes
+            done = {part.source for part in parts if not self._left[part.source]}
+        for target in done:
+            for action in self._then.pop(target, ()):
+                action()
+            del self._memory[target]
+
+
+def _nowhere(nbytes: int) -> memoryview:
+    return memoryview(bytearray(nbytes))

@@ -21,17 +21,14 @@ import torch
 
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents
-from ..folder.directory import is_complete, set_aside, step_name, steps_in
-from ..folder.model_parts import ModelParts
+from ..folder.directory import set_aside, step_name, steps_in
+from ..folder.model_parts import ModelParts, marks_of
 from ..format.manifest import VersionError
 from ..options import check_step, warn_caller
 from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import check_generators, check_keys, restored, set_generators
-from .differences import Differences
-from .file_reader import CheckpointError, threads_of_rank
-from .fit import Fit
-from .loader import Loader
-from .reader import Checkpoint
+from .loader import Differences, Fit, Loader
+from .reader import Checkpoint, CheckpointError, threads_of_rank
 
 Reshard = Callable[[Sequence[Mapping[str, Any]], int, int], Mapping[str, Any]]
 
@@ -117,7 +114,7 @@ class Restorer:
         """Return those of this part's checkpoints whose steps all parts of the model have. Collective."""
         if not self.parts.name:
             return told
-        common = self.parts.common([number for path, number in told if is_complete(path)])
+        common = self.parts.common(marks_of({number: path for path, number in told}))
         if step is not None and step not in common:
             raise CheckpointError(f"step {step} is not complete in every part of the model; those that are: {common}")
         newer = [path for path, number in told if common and number > common[0] and step is None]
@@ -140,8 +137,8 @@ class Restorer:
             raise CheckpointError(f"{directory} cannot be read ({error.strerror or error})") from error
         if step is not None and step not in there and (aside := set_aside(directory, step)):
             raise CheckpointError(
-                f"step {step} of {directory} was set aside as {', '.join(path.name for path in aside)} by a save of a "
-                "lower step: zero.load() reads it by path, and renamed to its step it is the newest again"
+                f"step {step} of {directory} was set aside as {', '.join(path.name for path in aside)} when training "
+                "went on from a lower step: zero.load() reads it by path, and renamed to its step it counts again"
             )
         older = [number for number in reversed(there) if step is None or number < step]
         wanted = older if step is None else [step, *older]

@@ -1,8 +1,5 @@
 """The folder of a checkpoint while it is written: one rename makes it the checkpoint.
 
-Knows: folders, files, the notes that ranks leave for each other, how a commit that fails is undone. Does not know:
-tensors, threads, messages, locks.
-
     .tmp-step-00000200-<nonce>/     what follows, and all files of the checkpoint
         notes/nonce                 made by rank 0 with the folder: a later run knows the folder for one of these
         notes/copied                which files of `model/` are copies of the caller's, if any are
@@ -10,7 +7,7 @@ tensors, threads, messages, locks.
         notes/rank-00000.done       the checksums of what the rank has written, which is on the disk
         notes/rank-00000.failed     why the rank could not
         notes/failed                why there will be no checkpoint
-        parts/rank-00000 ...        see `chunk_writer`
+        parts/rank-00000 ...        see below
     step-00000200/                  if it is replaced: renamed to .trash-step-00000200-<nonce> before
     step-00000300/                  if it is set aside: renamed to abandoned-step-00000300-<nonce> before
     .saved-<nonce>-<content>        if there are other ranks: an empty file, made before
@@ -24,24 +21,173 @@ names. So the last rename decides about all of them at once.
 Rank 0 knows how a save has ended. When the temporary folder is gone, the `.saved` file says to the other ranks that it
 was renamed, and with which content. They read nothing for it. The file stays until every rank has seen it, so that the
 checkpoint itself may be moved or removed as soon as any rank has returned.
+
+Writes the chunks of one rank into files, and forms their checksums.
+
+    parts/rank-00000, parts/rank-00001, ...      there: the chunks of each rank, one after the other; rank 0 makes the
+                                                 files of the checkpoint from them
+
+A chunk passes through one page-aligned buffer. Its whole pages are written past the kernel's page cache (O_DIRECT),
+which takes a fifth of the CPU time; its ragged ends, and everything on a file system that refuses, through the cache.
+The checksum is that of the buffer, so it is that of what was written.
+
+Knows: folders, files, chunks, the notes that ranks leave for each other, how a commit that fails is undone. Does not
+know: tensors, messages, locks.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import time
+import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
-from .. import files
+import torch
+from torch import Tensor
+
+from ...checkpoint import files
 from ..folder.directory import remove_all
-from ..format.checksums import Fragment
-from ..format.manifest import LONGEST, NAME, Manifest
-from ..format.names import COPIED, NOTES, is_copied
-from .chunk_writer import PARTS, ChunkWriter, PartWriter, Writer, put_together
+from ..format.manifest import COPIED, LONGEST, NAME, NOTES, Manifest, is_copied
+from ..format.tensorfile import PAGE, Fragment, split
+
+PARTS = "parts"
+SMALLEST_DIRECT = 64 * 1024  # below, two system calls cost more than the copy into the cache
+
+
+class Writer(ABC):
+    """Writes chunks. They are on the disk after `finish`."""
+
+    def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
+        """``folder``: of the save. ``block_bytes``: of the largest chunk."""
+        self._folder, self._rank, self._block_bytes = folder, rank, block_bytes
+        self._memory = mmap.mmap(-1, block_bytes + PAGE)
+        self._view = memoryview(self._memory)
+        self._buffer = torch.frombuffer(self._memory, dtype=torch.uint8)
+        self._open = ExitStack()
+        self.fragments: dict[str, list[Fragment]] = {}
+        self.nbytes = 0
+
+    def write(self, path: str, begin: int, nbytes: int, fill: Callable[[Tensor], None]) -> None:
+        """Write ``nbytes`` at ``begin`` of the file ``path``. ``fill``: puts the bytes into a 1-D uint8 tensor."""
+        place = begin % PAGE
+        fill(self._buffer[place : place + nbytes])
+        data = self._view[place : place + nbytes]
+        fragment = Fragment(begin, nbytes, zlib.crc32(data), self._rank, self.nbytes)
+        self.fragments.setdefault(path, []).append(fragment)
+        self._put(path, begin, data)
+        self.nbytes += nbytes
+
+    @abstractmethod
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
+        """Write the bytes of a chunk."""
+
+    def write_bytes(self, path: str, data: bytes) -> None:
+        """Write the first bytes of the file ``path``."""
+        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        for begin, end in split(0, len(data), self._block_bytes):
+            self.write(path, begin, end - begin, partial(_copy, whole[begin:end]))
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until all that was written is on the disk."""
+
+    def close(self) -> None:
+        """Close what is open. Called also after an error."""
+        self._open.close()
+        del self._buffer
+        self._view.release()
+
+
+class ChunkWriter(Writer):
+    """Writes each chunk at its place in its file, file after file."""
+
+    _path: str | None = None
+    _file = _direct = -1
+
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
+        if path != self._path:
+            self._begin(path)
+        low = -(-begin // PAGE) * PAGE
+        high = (begin + len(data)) // PAGE * PAGE
+        if self._direct < 0 or high - low < SMALLEST_DIRECT:
+            files.write_at(self._file, data, begin)
+            return
+        try:
+            files.write_at(self._direct, data[low - begin : high - begin], low)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # this file system asks for another alignment
+                raise
+            self._direct = -1
+            files.write_at(self._file, data, begin)
+            return
+        files.write_at(self._file, data[: low - begin], begin)
+        files.write_at(self._file, data[high - begin :], high)
+
+    def _begin(self, path: str) -> None:
+        self._open.close()
+        self._path, self._direct = path, -1
+        self._file = self._open.enter_context(files.opened(self._folder / path))
+        if files.DIRECT:
+            with suppress(OSError):  # not on this file system
+                self._direct = self._open.enter_context(files.opened(self._folder / path, os.O_WRONLY | files.DIRECT))
+
+    def finish(self) -> None:
+        files.sync_files([self._folder / path for path in self.fragments])
+
+
+class PartWriter(Writer):
+    """Writes chunks one after the other into a new file."""
+
+    def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
+        super().__init__(folder, rank, block_bytes)
+        self._file = self._open.enter_context(files.opened(part_of(folder, rank), files.NEW))
+
+    def _put(self, path: str, begin: int, data: memoryview) -> None:
+        files.write_at(self._file, data, self.nbytes)
+
+    def finish(self) -> None:
+        files.sync(self._file)
+
+
+def part_of(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's part."""
+    return folder / PARTS / f"rank-{rank:05d}"
+
+
+def put_together(folder: Path, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
+    """Make the files of a checkpoint from the parts of all ranks, and remove these. The files are on the disk then.
+
+    Raises `OSError` also if a part does not have the bytes that its rank has written.
+    """
+    with ExitStack() as opening:
+        parts: dict[int, int] = {}
+        for path in paths:
+            with files.opened(folder / path, files.NEW) as number:
+                for fragment in sorted(fragments.get(path, ())):
+                    if fragment.rank not in parts:
+                        name = f"{PARTS}/{part_of(folder, fragment.rank).name}"
+                        parts[fragment.rank] = opening.enter_context(files.read_only(folder, name))
+                    data = bytearray(fragment.length)
+                    files.read_at(parts[fragment.rank], memoryview(data), fragment.place)
+                    if zlib.crc32(data) != fragment.crc32:
+                        raise OSError(f"{part_of(folder, fragment.rank)} does not have what its rank has written")
+                    files.write_at(number, memoryview(data), fragment.begin)
+                files.sync(number)
+    for part in (folder / PARTS).iterdir():
+        files.remove(part)
+    files.remove_folder(folder / PARTS)
+
+
+def _copy(source: Tensor, out: Tensor) -> None:
+    out.copy_(source)
+
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
 _BLIND = 1.0  # seconds for which a rank tries again to look at a folder that it cannot read
@@ -177,7 +323,7 @@ class SaveFolder:
         files.remove_folder(self.temporary / NOTES)
         files.sync_folder(self.temporary)
         check()
-        replaced = [(self.target, self.trash)] if files.exists(self.target) else []
+        replaced = [(self.target, self.trash)] if self.target not in dict(aside) and files.exists(self.target) else []
         if replaced and not overwrite:
             raise SaveError(f"rank 0 could not save {self.target}: it exists by now, another run has made it")
         self._rename(manifest.content, [*aside, *replaced])

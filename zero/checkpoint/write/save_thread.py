@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 
 from ..folder.directory import check_free, remove_checkpoint
-from ..format.checksums import Fragment, block_sums
 from ..format.extents import Chunk
 from ..format.manifest import NAME, FileSums, Manifest
+from ..format.tensorfile import Fragment, block_sums
+from .capture import Snapshot
 from .save_folder import GivenUpError, LateError, SaveError, SaveFolder, UnseenError
-from .snapshot import Snapshot
 
 LONGEST_CAUSE = 500  # characters
 _LATE = "late: "  # before a report that another rank may know better
@@ -73,7 +73,9 @@ class Destination:
         folder.commit(manifest, self._overwrite, lambda: None)
 
     def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
-        """Remove what the commit has made superfluous. Return, as text, what was left instead, and why."""
+        """Remove what the commit, if it is synced, has made superfluous. Return, as text, what was left, and why."""
+        if folder.unsynced is not None:
+            return [folder.unsynced]
         return remove_checkpoint(folder.trash) if os.path.lexists(folder.trash) else []
 
 
@@ -312,8 +314,6 @@ class Saving:
         return manifest
 
     def _tidy(self, destination: Destination, manifest: Manifest) -> list[str]:
-        if self._folder.unsynced is not None:
-            return [self._folder.unsynced]
         try:
             return destination.tidy(self._folder, manifest)
         except Exception as error:  # the checkpoint is complete, whatever happens to older ones

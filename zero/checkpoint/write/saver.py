@@ -27,17 +27,14 @@ from ...core.statetree import encode
 from ...optimizer import ZeroOptimizer
 from ..contents import Contents, StateFacts
 from ..folder.model_parts import ModelParts
-from ..format.checksums import BLOCK_BYTES
 from ..format.extents import chunks
-from ..format.manifest import Manifest
-from ..format.names import STATE_FILE, rank_file
+from ..format.manifest import STATE_FILE, Manifest, rank_file
+from ..format.tensorfile import BLOCK_BYTES
 from ..sharded_optimizer import ShardedOptimizer
 from ..user_state import collected, digests, generators
-from .capture import Capture, TreeFile, gather_permuted
-from .plan import WritePlan, permuted_tensors
+from .capture import Capture, Snapshot, Source, TreeFile, WritePlan, gather_permuted, permuted_tensors
 from .save_folder import SaveError, SaveFolder
 from .save_thread import Destination, SavePlan, Saving
-from .snapshot import Snapshot, Source
 
 
 @dataclass(frozen=True)
@@ -54,6 +51,7 @@ class SaveRequest:
         assets: further files that are copied into `model/`, by name.
         block_bytes: of each checksum; equal on all ranks. The checkpoint's `content` depends on it.
         in_parts: whether ranks cannot write into one file there; see `PartWriter`.
+        mark: of the save, equal in all parts of a model; empty if it is whole. Rank 0's counts.
         problem: an error that the caller has found; every rank raises it.
     """
 
@@ -67,6 +65,7 @@ class SaveRequest:
     assets: Mapping[str, bytes] | None = None
     block_bytes: int = BLOCK_BYTES
     in_parts: bool = False
+    mark: str = ""
     problem: Exception | None = None
 
 
@@ -211,7 +210,7 @@ class Saver:
             **_versions(),
         }
         if facts_of_part := ModelParts(self._optimizer).facts:
-            written_by["part"] = facts_of_part
+            written_by |= {"part": facts_of_part, "mark": request.mark}
         manifest = Manifest(
             request.step,
             contents.parameters(),

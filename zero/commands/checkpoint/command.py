@@ -15,7 +15,7 @@ from ... import CheckpointError, open_checkpoint
 from ...checkpoint.folder.directory import steps_in
 from ...checkpoint.format.manifest import NAME
 from ...checkpoint.read.reader import Checkpoint
-from ..console import Console
+from ..console import print_line, print_table
 from ..flags import PATH
 from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
 from .export import EXPORTS
@@ -23,29 +23,21 @@ from .export import EXPORTS
 SHOWN = 12  # characters of a hash
 
 
-def _path(text: str) -> Path:
-    """Return the path. `Path` would take an empty text, often of a variable that is not set, for this folder."""
-    if not text:
-        raise typer.BadParameter(f"it is empty: it must be {PATH[0]}")
-    return Path(text)
-
-
 @reports_errors
 def list_(
-    directory: Annotated[Path, typer.Argument(parser=_path, metavar="DIR", help="a folder of checkpoints, or one")],
+    directory: Annotated[Path, typer.Argument(parser=PATH, metavar="DIR", help="a folder of checkpoints, or one")],
 ) -> int:
     """List the checkpoints in a folder: step, bytes, writer, content hash, and whether the files are complete."""
     if not directory.is_dir():
         raise WrongInputError(f"{directory} is not a folder")
-    console = Console()
     if (directory / NAME).exists():
         rows = [_row(_open(directory).step, directory)]
     else:
         rows = [_row(step, folder) for step, folder in steps_in(directory).items()]
     if not rows:
-        console.line(f"{directory} has no checkpoints")
+        print_line(f"{directory} has no checkpoints")
         return 0
-    console.table(f"checkpoints of {directory}", ["step", "bytes", "written by", "content", "files"], rows)
+    print_table(f"checkpoints of {directory}", ["step", "bytes", "written by", "content", "files"], rows)
     return 0
 
 
@@ -67,11 +59,11 @@ def _row(step: int, folder: Path) -> list[str]:
 
 @reports_errors
 def verify(
-    path: Annotated[Path, typer.Argument(parser=_path, metavar="PATH", help="a checkpoint, or a folder of them")],
+    path: Annotated[Path, typer.Argument(parser=PATH, metavar="PATH", help="a checkpoint, or a folder of them")],
 ) -> int:
     """Read every byte of a checkpoint, or of each one in a folder. If one is damaged, print the file and the tensor,
     and exit with 1."""
-    console, code = Console(), 0
+    code = 0
     folders = list(steps_in(path).values()) if path.is_dir() and not (path / NAME).exists() else []
     for folder in folders or [_open(path).path]:
         try:
@@ -80,15 +72,15 @@ def verify(
         except CheckpointError as error:
             code = fail(error)
         else:
-            console.line(f"{folder}: whole, step {checkpoint.step}, content {checkpoint.content[:SHOWN]}")
+            print_line(f"{folder}: whole, step {checkpoint.step}, content {checkpoint.content[:SHOWN]}")
     return code
 
 
 @reports_errors
 def export(
-    path: Annotated[Path, typer.Argument(parser=_path, metavar="PATH", help="a checkpoint")],
+    path: Annotated[Path, typer.Argument(parser=PATH, metavar="PATH", help="a checkpoint")],
     to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],
-    out: Annotated[Path, typer.Argument(parser=_path, metavar="OUT", help="a path that does not exist yet")],
+    out: Annotated[Path, typer.Argument(parser=PATH, metavar="OUT", help="a path that does not exist yet")],
 ) -> int:
     """Convert a checkpoint to another format: torch (one file with model, optimizer and state, for torch.load with
     weights_only=True), hf (a transformers folder, with the model only), or dcp (torch.distributed.checkpoint, with the
@@ -101,7 +93,7 @@ def export(
         out.parent.mkdir(parents=True, exist_ok=True)
     left_out = EXPORTS[to](checkpoint, out) + ["averages"] * bool(checkpoint.average_names)
     without = f", without {' and '.join(left_out)}" if left_out else ""
-    Console().line(f"{path}: written to {out} for {to}{without}")
+    print_line(f"{path}: written to {out} for {to}{without}")
     return 0
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...checkpoint.format.names import MODEL
+from ...checkpoint.format.manifest import MODEL
 from ...checkpoint.read.reader import Checkpoint
-from ...core.names import MASTERS
+from ...core.parameter_specs import MASTERS
 
 
 def _export_torch(checkpoint: Checkpoint, out: Path) -> list[str]:

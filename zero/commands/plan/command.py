@@ -1,120 +1,198 @@
 """`zero plan`: what a training costs on a cluster, before it is rented.
 
-Knows: the order of the work, the lines that are printed, the exit codes. Does not know: equations (`zero.planning`),
-how the files are written (`written`) and drawn (`pictures`).
+Knows: the training that flags describe, the order of the work, what is printed, written and drawn, the call that starts
+a setting, the exit codes. Does not know: equations (`zero.planning`), flags (`settings`). Wrong input is a `ValueError`
+of one line that names the flag or the file. The same plan writes the same bytes: no file has a date or a measured time.
 """
 
 from __future__ import annotations
 
-import resource
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import itertools
+import json
+import pkgutil
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
+
+from ...config import Offload, ShardingOptions
 from ...core.buckets import MIB
-from ...planning.choose import Findings, enough_bytes, findings_of, frontier, name_of, settings, smallest_cluster
-from ...planning.hardware import Cluster
+from ...core.stage import check_prefetch_depth
+from ...parameters.casting import put_casts
+from ...planning.choose import Findings, enough_bytes, findings_of, name_of
+from ...planning.hardware import Cluster, presets, read_hardware
+from ...planning.model import Model, UnitWork
+from ...planning.models.shapes import model_of, of_config, of_parameter_list
+from ...planning.models.works import count_module, count_transformer, products_in_fp32
 from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
-from ..console import INSTALL_HINT, Console
-from ..plots import can_draw
+from ...planning.seconds.schedule import chrome_trace
+from ...planning.setting import OPTIMIZERS, PlanSetting
+from ...precision import MixedPrecision, Patterns, Precisions, named_precision, param_dtype_of
+from ..console import ACCENT, INSTALL_HINT, RESOLUTION, can_draw, figure_of, print_line, print_table
+from ..flags import require
 from ..runner import check_output, checking_input, fail, reports_errors
-from .inputs import Asked, asked_of, training_of
-from .pictures import draw_choices, draw_scale
 from .settings import PlanConfig
-from .written import cap_argument, start_of, write
 
-NOTHING_FITS = 1
-FILES = ("plan.json", "plan.png", "plan-scale.png", "trace.json")
+SOURCES = ("config", "parameters", "module")
+HEADER = ("setting", "GB", "states", "activations", "gathered", "buckets", "s per step", "MFU", "GB sent per host")
+FILES = {  # and what is printed about each
+    "plan.json": "",
+    "trace.json": "",
+    "plan.png": "a dot is a simulated setting; no other beats those with names in both time and memory; star: the best",
+    "plan-scale.png": (
+        "each rank keeps its batch, so more ranks train a larger one; a band reaches from a good to a poor fabric. The "
+        "fewer ranks share a copy, the more copies there are, whose gradients are summed one by one between hosts"
+    ),
+}
+FARTHEST = 3.0  # times the fastest: slower settings would squeeze the others in plan.png
+COLORS = ("#c98a1b", "#2b8a5a", "#2f6f9f", "#8a5fa8")
+_CLASSES = {  # of the optimizer, by `--optimizer`, with arguments; fused kernels where torch has them on GPUs
+    "adamw": "torch.optim.AdamW, fused=True",
+    "adam": "torch.optim.Adam, fused=True",
+    "momentum": "torch.optim.SGD, fused=True, momentum=0.9",
+    "sgd": "torch.optim.SGD, fused=True",
+    "adagrad": "torch.optim.Adagrad",
+    "muon": "torch.optim.AdamW, module=model",
+    "adamw8bit": "torchao.optim.AdamW8bit",
+    "adamw4bit": "torchao.optim.AdamW4bit",
+    "adamwfp8": "torchao.optim.AdamWFp8",
+}
+_MUON = '[{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}, {"params": rest}]'
 
 
 @reports_errors
+@checking_input(ValueError)
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
-    with checking_input(ValueError):
-        return _plan(config)
+    hardware = presets() if config.hardware is None else read_hardware(config.hardware)
+    cluster = hardware.cluster(config.cluster, nic=config.nic, fabric=config.fabric)
+    require(config.optimizer in OPTIMIZERS, "optimizer", config.optimizer, f"one of {', '.join(OPTIMIZERS)}")
+    cluster.gpu.peak(str(param_dtype_of(config.precision)).removeprefix("torch."))
+    training = training_of(config)
+    training.micro_batches(cluster.ranks)
+    check_output(config.out)
+    if hardware.measured:
+        print_line(f"hardware as measured: {hardware.measured}")
+    planner = Planner(training)
+    found = findings_of(planner, cluster, hardware.fabrics, always=config.all)
+    _print(config, found)
+    check_output(config.out, *FILES)  # the last plan's files, which stay until this one is made
+    _write(config, found, planner)
+    return 0 if found.best else 1
 
 
-def _plan(config: PlanConfig) -> int:
-    """Plan one training."""
-    imports = _used()
-    asked = asked_of(config)
-    check_output(config.out, *FILES)
-    console = Console()
-    if asked.hardware.measured:
-        console.line(f"hardware as measured: {asked.hardware.measured}")
-    planner = Planner(asked.training)
-    choices = [planner.choice(each, asked.cluster, always=config.all) for each in settings(planner, asked.cluster)]
-    found = findings_of(planner, asked.cluster, choices, asked.hardware.fabrics)
-    _print(config, found, console)
-    code = 0
-    if found.best is None:
-        gb = _gb(usable_bytes(asked.cluster))
-        fail(f"no setting fits into {gb} GB per rank: {_smallest_change(config, asked, planner)}")
-        code = NOTHING_FITS
-    files = write(config, found, planner)
-    if can_draw():
-        files += [draw_choices(config.out, found)] if found.best else []
-        files += [draw_scale(config.out, found)] if any(len(curve.points) > 1 for curve in found.curves) else []
-    else:
-        console.line(f"no pictures: {INSTALL_HINT}")
-    seconds, mebibytes = _used()
-    console.line(f"wrote {', '.join(files)} in {config.out}")
-    console.line(
-        f"{seconds - imports[0]:.1f} s of CPU time and {mebibytes - imports[1]:.0f} MiB, plus "
-        f"{imports[0]:.1f} s and {imports[1]:.0f} MiB for imports, torch included"
-    )
-    return code
+def training_of(config: PlanConfig) -> Training:
+    """Return the training that the flags describe."""
+    given = [name for name in SOURCES if getattr(config, name) is not None]
+    if len(given) != 1:
+        found = "none" if not given else " and ".join(f"--{name}" for name in given)
+        raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
+    check_prefetch_depth(config.prefetch_depth)
+    tokens = config.micro * config.sequence
+    patterns = () if config.fp32_modules is None else tuple(config.fp32_modules.split(","))
+    if patterns and config.precision == "fp32":
+        raise ValueError("--fp32-modules: with --precision fp32 every module computes in fp32, so leave it out")
+    # an empty pattern would match the outermost module, and so all of them
+    require(all(patterns), "fp32_modules", config.fp32_modules, "patterns with commas between them, none of them empty")
+    try:
+        if config.config is not None:
+            model = of_config(config.config)
+            works = count_transformer(model, config.micro, config.sequence, param_dtype_of(config.precision))
+        elif config.parameters is not None:
+            model, works = of_parameter_list(config.parameters), None
+        else:
+            model, works = _of_module(config, patterns)
+    except (ArithmeticError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
+    counted = works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]
+    if patterns and config.module is None:
+        counted = products_in_fp32(model, counted, model.dtypes(named_precision(config.precision, patterns)), tokens)
+    # its fields have the names of flags
+    flags = {item.name: getattr(config, item.name) for item in fields(Training) if hasattr(config, item.name)}
+    return Training(model, counted, **flags | {"fp32_modules": patterns, "counts_activations": bool(works)})
 
 
-def _used() -> tuple[float, float]:
-    """Return the processor's seconds and the peak of resident memory, in MiB, of this process so far."""
-    return time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def _of_module(config: PlanConfig, patterns: tuple[str, ...]) -> tuple[Model, tuple[UnitWork, ...] | None]:
+    """Return the model that ``PKG:CALLABLE`` makes, and the work of its units; None if it makes no loss."""
+    text = str(config.module)
+    if not all(text.partition(":")):
+        raise ValueError(f"--module {text!r} must be PKG:CALLABLE, as in --module my_model:build")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        with torch.device("meta"):
+            made: Any = pkgutil.resolve_name(text)()
+    except Exception as error:
+        raise ValueError(f"--module {text}: {type(error).__name__}: {error}") from error
+    module, loss = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not (loss is None or callable(loss)):
+        raise ValueError(
+            f"--module {text} returned {type(made).__name__}: it must return a module, or a module and a function of it"
+        )
+    model = model_of(module, text)
+    if loss is None:
+        return model, None
+    module.to(param_dtype_of(config.precision))
+    if patterns:
+        precisions = Precisions(named_precision(config.precision, patterns), module)
+        for parameter in module.parameters():
+            if precisions.of(parameter).param_dtype is torch.float32:
+                parameter.data = parameter.detach().float()
+        for border in precisions.borders:
+            put_casts(border, None)
+    with torch.device("meta"):
+        return model, count_module(module, loss)
 
 
-def _print(config: PlanConfig, found: Findings, console: Console) -> None:
-    training, cluster = found.training, found.cluster
-    micro_batches = training.micro_batches(cluster.ranks)
-    console.line(
-        f"{training.model.name}: {_short(training.model.numel)} parameters in {len(training.model.units)} units, "
-        f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {micro_batches} x {training.micro} x "
-        f"{training.sequence:,} tokens per rank and step, recompute {training.recompute}"
+def _print(config: PlanConfig, found: Findings) -> None:
+    """Print the table of settings, the recommendation, the smallest clusters and the rates of more ranks."""
+    training, cluster, best = found.training, found.cluster, found.best
+    numel = training.model.numel
+    size = f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.2f} M"
+    print_line(
+        f"{training.model.name}: {size} parameters in {len(training.model.units)} units, "
+        f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {training.micro_batches(cluster.ranks)} x "
+        f"{training.micro} x {training.sequence:,} tokens per rank and step, recompute {training.recompute}"
     )
     if not training.counts_activations:
-        console.line("activations are not counted, and compute is 2 operations for each parameter and token")
-    shown = found.choices if config.all else frontier(found.choices)
-    if found.best and found.best not in shown:
-        shown = [*shown, found.best]
-    header = ["setting", "GB", "states", "activations", "gathered", "buckets", "s per step", "MFU", "GB a host sends"]
-    rows = [_row(choice, found) for choice in sorted(shown, key=lambda choice: (choice.seconds, choice.peak.total))]
-    if rows:
-        console.table(f"a rank can use {_gb(usable_bytes(cluster))} GB; * recommended, - does not fit", header, rows)
-        for line in _words(shown):
-            console.line(line)
-    if found.best:
-        for line in _recommendation(config, found, found.best):
-            console.line(line)
+        print_line("activations are not counted, and compute is 2 operations for each parameter and token")
+    if shown := found.choices if config.all else found.shown:
+        rows = [_row(choice, found) for choice in sorted(shown, key=lambda choice: (choice.seconds, choice.peak.total))]
+        print_table(f"a rank can use {_gb(usable_bytes(cluster))} GB; * recommended, - does not fit", HEADER, rows)
+        print_line("buckets: gradients and sums under way, of several at a time; all bytes are upper bounds")
+        print_line(
+            "over N ranks: sharding_factor=N, each N ranks share one copy; kept: reshard_after_forward, parameters "
+            "stay gathered for the backward, whole (False) or each N neighbouring ranks share them (over N)"
+        )
+    for line in _recommendation(config, found, best) if best else ():
+        print_line(line)
     for recompute, smallest in found.smallest.items():
-        console.line(
+        print_line(
             f"smallest cluster that fits, recompute {recompute}: {_cluster(smallest.cluster)}, "
             f"{name_of(smallest.setting)}, {_gb(smallest.peak.total)} of {_gb(smallest.usable)} GB{_beside(smallest)}"
         )
     for curve in found.curves:
-        if len(curve.points) == 1:
-            continue
-        ends = (curve.points[0], curve.points[-1])
         rates = ", ".join(
             f"{_rate(p.tokens_per_second_of_rank)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
             + ("" if p.fits else ", which does not fit")
-            for p in ends
+            for p in (curve.points[0], curve.points[-1])
         )
-        console.line(f"tokens/s per rank, {curve.name}: {rates}")
+        print_line(f"tokens/s per rank, {curve.name}: {rates}")
+    if best is None:
+        changes = ["--recompute full"] * (config.recompute != "full") + ["--micro 1"] * (config.micro > 1)
+        changes += ["more hosts", "shorter sequences", "GPUs with more memory"]
+        fail(f"no setting fits into {_gb(usable_bytes(cluster))} GB per rank: try {', '.join(changes)}")
 
 
 def _row(choice: PlannedSetting, found: Findings) -> list[str]:
     peak, step = choice.peak, choice.step
     sizes = [_gb(size) for size in (peak.total, peak.states, peak.activations, peak.gathered, peak.buckets)]
-    mark = "* " if choice is found.best else "" if choice.fits else "- "
-    name = mark + name_of(choice.setting)
+    name = ("* " if choice is found.best else "" if choice.fits else "- ") + name_of(choice.setting)
     if step is None:
         return [name, *sizes, "", "", ""]
     low, high = found.bands.get(choice.setting, (step.seconds, step.seconds))
@@ -122,74 +200,37 @@ def _row(choice: PlannedSetting, found: Findings) -> list[str]:
     return [name, *sizes, band, f"{step.utilization:.1%}", _gb(step.left_host)]
 
 
-def _words(shown: Sequence[PlannedSetting]) -> Iterator[str]:
-    """Yield what the words in the names of settings mean."""
-    names = [name_of(choice.setting) for choice in shown]
-    if any(" ranks" in name for name in names):
-        yield "over N ranks: sharding_factor=N, each N ranks share one copy; the others: all ranks do"
-    if any("kept" in name for name in names):
-        yield (
-            "kept whole: reshard_after_forward=False, parameters stay gathered between forward and backward; kept over "
-            "N: reshard_after_forward=N, N ranks keep them"
-        )
-
-
-def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Sequence[str]:
+def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -> Iterator[str]:
+    """Yield the lines about the recommended setting: its reason, its time and its price, its buckets, its call."""
     assert best.step is not None
-    training, cluster, step = found.training, found.cluster, best.step
-    spare = f"fits with {_gb(best.usable - best.peak.total)} GB to spare"
-    reasons = [spare + _beside(best)]
-    others = [each for each in found.choices if each.fits and _kind(each) != _kind(best)]
-    if others:
-        other = min(others, key=lambda choice: choice.seconds)
-        reasons.append(
-            f"the fastest of another kind, {name_of(other.setting)}, is {_than(other.seconds / step.seconds)} in time "
-            f"and {_than(other.peak.total / best.peak.total)} in memory"
-        )
+    cluster, step, setting = found.cluster, best.step, best.setting
+    yield f"recommended: {name_of(setting)}: fits with {_gb(best.usable - best.peak.total)} GB to spare{_beside(best)}"
     waits = sorted(step.parts.items(), key=lambda part: -part[1])
     of_time = ", ".join(f"{s / step.seconds:.0%} {name}" for name, s in waits if s > 0.005 * step.seconds)
-    lines = [f"recommended: {name_of(best.setting)}: {'; '.join(reasons)}", f"of its time: {of_time}"]
-    lines.append(
-        f"{step.tokens_per_second:,.0f} tokens/s, {step.tokens_per_second / cluster.ranks:,.0f} per rank; ranks send "
-        f"{_gb(step.sent)} GB per step"
-    )
+    yield f"of its time: {of_time}"
+    rate = step.tokens_per_second
+    yield f"{rate:,.0f} tokens/s, {rate / cluster.ranks:,.0f} per rank; ranks send {_gb(step.sent)} GB per step"
     if config.tokens:
-        lines.append(f"{config.tokens:.3g} tokens: {config.tokens / step.tokens_per_second / 86400:.1f} days")
+        yield f"{config.tokens:.3g} tokens: {config.tokens / rate / 86400:.1f} days"
     if config.price:
-        dollars = config.price * cluster.ranks / 3600 * 1e9 / step.tokens_per_second
-        lines.append(f"${dollars:,.2f} for a billion tokens")
-    lines += [line for line in [found.spread] if line]
-    lines.append(_buckets(found, best))
-    lines.append(f"start: {start_of(config, best.setting, cluster, training.micro_batches(cluster.ranks), training)}")
-    return lines
-
-
-def _than(ratio: float) -> str:
-    return f"{abs(ratio - 1):.1%} {'higher' if ratio > 1 else 'lower'}"
+        yield f"${config.price * cluster.ranks / 3600 * 1e9 / rate:,.2f} for a billion tokens"
+    if found.spread:
+        yield found.spread
+    named = _cap_argument(setting, found.training)
+    line = f"bucket_cap_mb: {setting.bucket_bytes // MIB}"
+    line += " (the default)" if not named else f" ({named})" if named == '"auto"' else ""
+    line += "".join(f"; {other} would cost {change:+.1%}" for other, change in found.other_caps)
+    if setting.factor > 1:
+        enough = enough_bytes(cluster, setting.factor) / MIB
+        line += f" (latency is at most a tenth of a ring's time from {enough:,.0f} MiB on)"
+    yield line
+    yield f"start: {start_of(setting, found.training)}"
 
 
 def _beside(choice: PlannedSetting) -> str:
     """Return what a rank needs beside its own memory."""
     place = {"": "", "host": "of the host's memory", "disk": "of a disk"}[choice.setting.states_on]
     return f", with {_gb(choice.offloaded)} GB {place} for each rank" if place else ""
-
-
-def _kind(choice: PlannedSetting) -> tuple[int, int, object]:
-    """Return what tells settings apart beside buckets and where states are."""
-    return choice.setting.stage, choice.setting.factor, choice.setting.reshard_after_forward
-
-
-def _buckets(found: Findings, best: PlannedSetting) -> str:
-    cap, cluster = best.setting.bucket_bytes // MIB, found.cluster
-    line = f"bucket_cap_mb: {cap}"
-    named = cap_argument(best.setting, found.training)
-    line += " (the default)" if not named else ' ("auto")' if named == "auto" else ""
-    for other, change in found.other_caps:
-        line += f"; {other} would cost {change:+.1%}"
-    if best.setting.factor > 1:
-        enough = enough_bytes(cluster, best.setting.factor) / MIB
-        line += f" (latency is at most a tenth of a ring's time from {enough:,.0f} MiB on)"
-    return line
 
 
 def _gb(nbytes: float) -> str:
@@ -201,49 +242,131 @@ def _rate(tokens: float) -> str:
     return f"{tokens:,.0f}" if tokens >= 10 else f"{tokens:.2g}"
 
 
-def _short(count: int) -> str:
-    """Return a number of parameters, as 8.03 B or 124.44 M."""
-    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
-
-
 def _cluster(cluster: Cluster) -> str:
     network = f", {cluster.nic * 8 / 1e9:,.0f} Gb/s a host" if cluster.hosts > 1 else ""
     hosts = f"{cluster.hosts} hosts" if cluster.hosts > 1 else "1 host"
     return f"{cluster.ranks} {cluster.gpu.name} ({hosts}{network})"
 
 
-def _smallest_change(config: PlanConfig, asked: Asked, planner: Planner) -> str:
-    """Return the first change that makes a setting fit: more recomputation, smaller micro-batches, more hosts.
-
-    ``planner``: of what was asked.
-    """
-    tried = [config]
-    if config.preset is None:
-        tried += [replace(config, recompute=each) for each in ("selective", "full") if each != config.recompute]
-    tried += [replace(each, micro=1) for each in tried if config.micro > 1]
-    planners = [planner, *(planner.of(training_of(each)) for each in tried[1:])]
-    for each, other in zip(tried[1:], planners[1:], strict=True):
-        if any(other.peak(s).total <= usable_bytes(asked.cluster) for s in settings(other, asked.cluster)):
-            return f"{_changed(config, each)} would fit"
-    for each, other in zip(tried, planners, strict=True):
-        larger = smallest_cluster(other, asked.cluster)
-        if larger is not None:
-            flags = [_changed(config, each), _batch(other.training, larger.cluster.ranks)]
-            changed = " and ".join(flag for flag in flags if flag)
-            return f"{_cluster(larger.cluster)}{f' with {changed}' if changed else ''} would fit"
-    return "no number of hosts would; take GPUs with more memory or shorter sequences"
+def start_of(setting: PlanSetting, training: Training) -> str:
+    """Return the call of `ZeroOptimizer`: its stage, and the options that are not the default."""
+    default, options = ShardingOptions().arguments(), setting.arguments()
+    given = {name: _code(options[name]) for name in default if _code(options[name]) != _code(default[name])}
+    given |= {"stage": str(setting.stage), "bucket_cap_mb": _cap_argument(setting, training)}
+    named = [f"{name}={given[name]}" for name in default if given.get(name)]
+    params = _MUON if setting.optimizer == "muon" else "model"
+    return f"ZeroOptimizer({', '.join([params, _CLASSES[setting.optimizer], *named])})"
 
 
-def _changed(config: PlanConfig, tried: PlanConfig) -> str:
-    """Return the flags in which ``tried`` differs."""
-    names = ("recompute", "micro")
-    flags = [f"--{name} {getattr(tried, name)}" for name in names if getattr(tried, name) != getattr(config, name)]
-    return " and ".join(flags)
-
-
-def _batch(training: Training, ranks: int) -> str:
-    """Return the flag of a global batch that so many ranks divide, if the one that is asked for does not."""
-    together = training.micro * ranks
-    if training.global_batch is None or training.global_batch % together == 0:
+def _cap_argument(setting: PlanSetting, training: Training) -> str:
+    """Return ``bucket_cap_mb`` as an argument; empty if buckets have the default size."""
+    if setting.bucket_sizes == training.bucket_sizes(setting, None):
         return ""
-    return f"--global-batch {-(-training.global_batch // together) * together}"
+    by_units = setting.bucket_sizes == training.bucket_sizes(setting, "auto")
+    return '"auto"' if by_units else str(setting.bucket_bytes // MIB)
+
+
+def _code(value: object) -> str:
+    """Return the value of an option as Python code."""
+    if isinstance(value, Patterns):
+        return "{" + ", ".join(f'"{pattern}": {_code(each)}' for pattern, each in value.pairs) + "}"
+    if isinstance(value, MixedPrecision):
+        output = "" if value.output_dtype is None else f", output_dtype={value.output_dtype}"
+        return f"MixedPrecision({value.param_dtype}{output})"
+    if isinstance(value, Offload):
+        parameters = "" if value.parameters is None else f', parameters="{value.parameters}"'
+        return f'Offload("{value.states}"{parameters})'
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _write(config: PlanConfig, found: Findings, planner: Planner) -> None:
+    """Write and draw the files, and print their names."""
+    training, cluster, best = found.training, found.cluster, found.best
+    flags = {name: value.name if isinstance(value, Path) else value for name, value in vars(config).items()}
+    written = {
+        "format": 3,
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+        "config": {name: value for name, value in flags.items() if name not in ("out", "all", "trace")},
+        "model": {
+            "name": training.model.name,
+            "parameters": training.model.numel,
+            "units": len(training.model.units),
+            "activations": "counted" if training.counts_activations else "not counted",
+        },
+        "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
+        "choices": [_numbers(choice, seconds_by_fabric=found.bands.get(choice.setting)) for choice in found.choices],
+        "recommended": best and _numbers(best, start=start_of(best.setting, training)),
+        "smallest": [_numbers(each, recompute=recompute) for recompute, each in found.smallest.items()],
+        "scale": [asdict(curve) for curve in found.curves],
+    }
+    (config.out / "plan.json").write_text(json.dumps(written, default=str) + "\n")
+    if config.trace and best is not None:
+        events = planner.step(best.setting, cluster, trace=True).events
+        (config.out / "trace.json").write_text(json.dumps({"traceEvents": chrome_trace(events)}) + "\n")
+    if not can_draw():
+        print_line(f"no pictures: {INSTALL_HINT}")
+    elif best is not None:
+        _draw_choices(config.out / "plan.png", found)
+        if found.curves:
+            _draw_scale(config.out / "plan-scale.png", found)
+    files = [name for name in FILES if (config.out / name).exists()]
+    for name in filter(FILES.get, files):
+        print_line(f"{name}: {FILES[name]}")
+    print_line(f"wrote {', '.join(files)} in {config.out}")
+
+
+def _numbers(choice: PlannedSetting, **more: Any) -> dict[str, Any]:
+    """Return what plan.json has of a setting."""
+    return {
+        "name": name_of(choice.setting),
+        "setting": {**asdict(choice.setting), "bucket_bytes": choice.setting.bucket_bytes},
+        "bytes": asdict(choice.peak),
+        "total_bytes": choice.peak.total,
+        "offloaded_bytes": choice.offloaded,
+        "fits": choice.fits,
+        "step": choice.step and asdict(choice.step),
+        **more,
+    }
+
+
+def _draw_choices(path: Path, found: Findings) -> None:
+    """Draw the simulated settings in seconds and GB, with names for those that no other one beats and for the best."""
+    from matplotlib import colormaps
+
+    shown, cluster = found.shown, found.cluster
+    slowest = FARTHEST * min(choice.seconds for choice in found.choices)
+    others = [choice for choice in found.choices if choice.seconds <= slowest and choice not in shown]
+    name = found.training.model.name
+    figure, axes = figure_of(f"{name} on {cluster.ranks:,} {cluster.gpu.name}, planned", (11.0, 6.0))
+    axes.axhline(usable_bytes(cluster) / 1e9, color=ACCENT, linestyle="--", label="memory that a rank can use")
+    places = [choice.seconds for choice in others], [choice.peak.total / 1e9 for choice in others]
+    axes.scatter(*places, s=30, facecolors="none", edgecolors="0.7", label="other settings")
+    for number, choice in enumerate(shown):
+        marker, size = ("*", 150) if choice is found.best else ("o", 46)
+        color = [colormaps["viridis"](number / len(shown))]
+        place, name = (choice.seconds, choice.peak.total / 1e9), name_of(choice.setting)
+        axes.scatter(*place, s=size, c=color, marker=marker, label=name, zorder=3)
+    axes.set(xlabel=f"seconds per step (up to {FARTHEST:g} times the fastest)", ylabel="GB per rank (10⁹ bytes)")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path, dpi=RESOLUTION)
+
+
+def _draw_scale(path: Path, found: Findings) -> None:
+    """Draw tokens per second of a rank over the number of ranks, with bands. The longest line's points have ticks."""
+    figure, axes = figure_of(f"{found.training.model.name} on {found.cluster.gpu.name}, planned")
+    for curve, color in zip(found.curves, itertools.cycle(COLORS)):
+        ranks, points = [point.ranks for point in curve.points], curve.points
+        rates = [point.tokens_per_second_of_rank for point in points]
+        axes.plot(ranks, rates, color=color, label=curve.name)
+        axes.fill_between(ranks, [p.low for p in points], [p.high for p in points], color=color, alpha=0.15)
+        faces = [color if point.fits else "white" for point in points]
+        axes.scatter(ranks, rates, s=22, facecolors=faces, edgecolors=color, zorder=3)
+    hollow = any(not point.fits for curve in found.curves for point in curve.points)
+    label = f"ranks, each with the same batch (bands: fabrics{'; hollow: does not fit' if hollow else ''})"
+    axes.set(xlabel=label, ylabel="tokens/s per rank", xscale="log", ylim=(0, None))
+    ticks = [point.ranks for point in max(found.curves, key=lambda curve: len(curve.points)).points]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
+    axes.minorticks_off()
+    axes.legend(frameon=False, fontsize=8, loc="lower left")
+    figure.savefig(path, dpi=RESOLUTION)

@@ -1,18 +1,17 @@
-"""The flags of `zero plan`.
+"""The flags of `zero plan`, fields of a frozen dataclass.
 
-Knows: the name, type, default and help text of every flag, as fields of a frozen dataclass. Does not know: the parser,
-which values are valid, or what a flag does.
+Knows: names, types, defaults and help texts; which values are valid. Does not know: the parser, or what a flag does.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from ...precision import PrecisionName
-
-__all__ = ["PlanConfig"]
+from ..flags import require
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +19,10 @@ class PlanConfig:
     """The settings of `zero plan`. A field is a flag; the text in its type is the flag's help."""
 
     GROUPS: ClassVar = {
-        "Model": ("config", "parameters", "module", "preset"),
+        "Model": ("config", "parameters", "module"),
         "Cluster": ("cluster", "nic", "fabric", "hardware"),
         "Training": (
-            "micro",
-            "sequence",
-            "global_batch",
-            "recompute",
-            "precision",
-            "fp32_modules",
-            "optimizer",
+            *("micro", "sequence", "global_batch", "recompute", "precision", "fp32_modules", "optimizer"),
             "prefetch_depth",
         ),
         "Cost": ("tokens", "price"),
@@ -38,7 +31,7 @@ class PlanConfig:
     EXAMPLES: ClassVar = (
         "zero plan --config Llama-3.1-8B --cluster h100:8 --global-batch 64 --sequence 8192 --recompute full",
         "# your own model, built by a function; days of the whole training, dollars per billion tokens",
-        "zero plan --module my_model:build --cluster a100:8x4 --tokens 1e12 --price 2",
+        "zero plan --module my_model:build --cluster a100-80:8x4 --tokens 1e12 --price 2",
     )
 
     config: Annotated[Path | None, "the model: a Hugging Face config.json, or its folder"] = None
@@ -50,7 +43,6 @@ class PlanConfig:
         "the model: PKG:CALLABLE, called on the meta device; returns a module, or a module and a function that returns "
         "its loss",
     ] = None
-    preset: Annotated[Literal["tiny", "small", "medium"] | None, "the model: a preset of zero train"] = None
     cluster: Annotated[str, "GPU:GPUS_PER_HOSTxHOSTS, as in h100:8x4; h100 alone: one usual host"] = "h100:8"
     nic: Annotated[float | None, "Gb/s that a host can send; default: the usual network of such a host"] = None
     fabric: Annotated[str, "good, typical or poor: the network's latency per rank of a ring"] = "typical"
@@ -77,7 +69,7 @@ class PlanConfig:
     trace: Annotated[bool, "write trace.json: the recommended setting's step, for chrome://tracing or Perfetto"] = False
     out: Annotated[Path, "output folder"] = Path("zero-plan")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return what decides the plan as values of JSON's types: no folders of the machine."""
-        values = {name: value.name if isinstance(value, Path) else value for name, value in asdict(self).items()}
-        return {name: value for name, value in values.items() if name not in ("out", "all", "trace")}
+    def __post_init__(self) -> None:
+        for name in ("micro", "sequence", "global_batch", "tokens", "price"):
+            value = getattr(self, name)
+            require(value is None or 0 < value < math.inf, name, value, "a number above 0")

@@ -1,108 +1,181 @@
-"""`zero train`: checks the flags, starts the ranks unless torchrun has started this one, and reports an error.
+"""`zero train`: the training of `zero.examples.train` on ranks that it starts, and the measurements of each rank.
 
-Knows: which settings fit together. Does not know: what a rank does (`rank`).
+Knows: which settings fit together, what is measured, and when. Does not know: the loop, how ranks are started, or how
+results are printed.
+
+    micro-batch j of the M of a step goes to rank j mod W and is the same data for every W;
+    the summed gradient is divided by M.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import os
-import traceback
+import sys
+from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
 
-from ...runtime.process_group import under_launcher
-from ..flags import to_flags
+from ...examples.train import LENGTH, ByteModel, build, choose_device, read, train
+from ...optimizer import ZeroOptimizer
+from ...planning.memory import bytes_by_stage
+from ...planning.models.shapes import model_of
+from ...precision import PRECISIONS
+from ...runtime.process_group import bind_to_parent, under_launcher
 from ..runner import (
-    StoppedError,
     check_output,
     checking_input,
-    choose_device,
     counted,
-    fail,
     launch_ranks,
-    record_error,
+    process_group,
     reports_errors,
+    run_rank,
 )
-from .data import load_corpus
-from .model import build_model
-from .optimizers import classes_of, make_optimizer
-from .rank import work
-from .saves import check_resume
+from .report import KINDS, next_command, write_report
 from .settings import DEFAULT_RANKS, TrainConfig
-
-TRACEBACK = "error.txt"
 
 
 @reports_errors
 def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
+    launched, first = "WORLD_SIZE" in os.environ, os.environ.get("RANK", "0") == "0"
     with checking_input():
-        world = _world_size(config)
+        world = int(os.environ.get("WORLD_SIZE", config.ranks or DEFAULT_RANKS))
+        if config.ranks not in (None, world):
+            raise ValueError(
+                f"--ranks {config.ranks}, but the launcher started {world} (WORLD_SIZE): omit --ranks or let them agree"
+            )
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         device, remark = choose_device(config.device, local, torch.cuda.device_count())
         config = replace(config, device="cuda" if device == "cuda" else "cpu")
-        about = _check(config, world)
-        if int(os.environ.get("RANK", "0")) == 0:
-            print(*([remark] if remark else []), *about, sep="\n", flush=True)
-        if "WORLD_SIZE" not in os.environ:  # the library checks the rest on a throw-away model, which takes seconds
-            make_optimizer(config, build_model("tiny", 1, seed=0), alone=True).close()
-    try:
-        if "WORLD_SIZE" in os.environ or world == 1:
-            work(config)
-        else:
-            patience = 5 if config.checkpoint is None else 30
-            launch_ranks("zero.commands.train.rank", to_flags(config), world, patience)
-    except StoppedError as stopped:
-        return stopped.report()
-    except Exception as error:
-        record_error(error)
-        return fail(error, _save_traceback(error, config.out))
+        config.reshard_group_size(world)
+        args = _arguments(config)
+        read(args)
+        if not launched:  # the library checks the rest on a throw-away model
+            alone = replace(config, sharding_factor=None, reshard_after_forward=True)
+            build(args, ByteModel(4, 1).to(device), **alone.arguments()).close()
+        if first:
+            if config.checkpoint is not None:
+                check_output(config.checkpoint, flag="--checkpoint")
+            check_output(config.out)
+    if first:
+        with torch.device("meta"):
+            numel = sum(parameter.numel() for parameter in ByteModel(config.width, config.layers).parameters())
+        ranks = counted(world, "GPU rank" if device == "cuda" else "CPU rank")
+        print(
+            *filter(None, [remark]),
+            f"training {numel:,} parameters on {ranks}, stage {config.stage}, on the bytes of {args.data}",
+            f"{counted(config.steps, 'step')} of {config.micro_batches} x {config.batch} x {LENGTH} bytes; losses are "
+            "in nats per byte",
+            sep="\n",
+            flush=True,
+        )
+    if launched or world == 1:
+        work(config)
+    else:
+        launch_ranks(__name__, config.written(), world)
+    if first:
+        print(f"try next: {next_command(sys.argv[1:], world)}; for your own model: zero verify --help")
     return 0
 
 
-def _world_size(config: TrainConfig) -> int:
-    """Return the number of ranks: WORLD_SIZE under a launcher, else that of the flag."""
-    started = os.environ.get("WORLD_SIZE")
-    if started is None:
-        return config.ranks or DEFAULT_RANKS
-    if config.ranks not in (None, int(started)):
-        raise ValueError(
-            f"--ranks {config.ranks}, but the launcher started {started} (WORLD_SIZE): omit --ranks, or let them agree"
-        )
-    return int(started)
+def _arguments(config: TrainConfig) -> argparse.Namespace:
+    """Return the arguments of the example."""
+    default = str(nn.functional.__file__)
+    return argparse.Namespace(**{**vars(config), "data": default if config.data is None else str(config.data)})
 
 
-def _check(config: TrainConfig, world: int) -> list[str]:
-    """Raise an error for bad settings before any process is started or any step is taken. Return the lines that say
-    what is trained."""
-    config.reshard_group_size(world)
-    classes_of(config)
-    corpus = load_corpus(config.data, config.sequence)
-    check_resume(config, corpus.sha256)
-    if int(os.environ.get("RANK", "0")) == 0:
-        check_output(config.out, TRACEBACK)
-        if config.checkpoint is not None:
-            check_output(config.checkpoint, flag="--checkpoint")
-    numel = sum(parameter.numel() for parameter in build_model(config.preset, 1, seed=0).parameters())
-    ranks = counted(world, "GPU rank" if config.device == "cuda" else "CPU rank")
-    size = (len(corpus.train) + len(corpus.validation)) / 1e6
-    return [
-        f"training {config.preset} ({numel:,} parameters) on {ranks}, stage {config.stage}, on {corpus.source} "
-        f"({size:.1f} MB of text)",
-        f"{counted(config.steps, 'step')} of {config.micro_batches} x {config.batch * config.sequence:,} bytes; losses "
-        "are in nats per byte",
-    ]
+def work(config: TrainConfig) -> None:
+    """Train as one rank. Rank 0 writes the report. All ranks end together, so that a launcher that restarts ranks
+    starts them all if one fails at the end."""
+    torch.set_num_threads(config.threads)
+    device, args = config.device or "cpu", _arguments(config)
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if under_launcher():
+        bind_to_parent()
+    with nullcontext() if alone else process_group(device=device):
+        torch.manual_seed(0)
+        model = ByteModel(config.width, config.layers).to(device)
+        optimizer = build(args, model, **config.arguments())
+        scaler = None
+        if config.mixed_precision == PRECISIONS["fp16"]:
+            scaler = GradScaler(device)
+            scaler.scale(torch.zeros(1, device=device))  # a rank without a micro-batch scales nothing else
+        held = HeldBytes(optimizer)
+        losses, validation = train(args, device, model, optimizer, scaler)
+        facts = held.at_the_end()
+        ranks = [json.loads(data) for data in optimizer.exchange(json.dumps(facts).encode())]
+        optimizer.close()
+        if optimizer.rank == 0:
+            record = {
+                "world_size": len(ranks),
+                "stage": config.stage,
+                "parameters": sum(parameter.numel() for parameter in model.parameters()),
+                "losses": losses,
+                "validation_loss": validation,
+                "params_sha256": parameters_sha256(model),
+                "ranks": ranks,
+                "formula_bytes_by_stage": _by_stage(config, model, len(ranks)),
+                "config": config.written(),
+            }
+            write_report(record, config)
+        if not alone:
+            dist.barrier()
 
 
-def _save_traceback(error: Exception, out: Path) -> str:
-    """Write the traceback, that of the rank that failed if there is one, below ``out``. Return words that say so."""
-    trace = getattr(error, "trace", "".join(traceback.format_exception(error)))
-    if not trace or under_launcher():
-        return ""
-    try:
-        (out / TRACEBACK).write_text(trace)
-    except OSError:
-        return ""
-    return f" (traceback in {out / TRACEBACK})"
+class HeldBytes:
+    """The bytes that a rank holds of each kind, next to the formulas. States exist, and peaks are final, at the end of
+    the training; gradients are measured when a step begins, for on a GPU they are gone after it."""
+
+    def __init__(self, optimizer: ZeroOptimizer) -> None:
+        self._optimizer, self._before_step = optimizer, optimizer.describe().bytes
+        optimizer.register_step_pre_hook(self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._before_step = self._optimizer.describe().bytes
+
+    def at_the_end(self) -> dict[str, Any]:
+        """Return the entry of this rank in ``ranks`` of run.json. Local."""
+        now = self._optimizer.describe()
+        held = {kind: self._before_step[kind] for kind in ("parameters", "gradients")}
+        return {"measured": {**now.bytes, **held}, "formula": now.formula_bytes}
+
+
+def _by_stage(config: TrainConfig, model: nn.Module, ranks: int) -> dict[str, dict[str, int]]:
+    """Return what the plain loop holds, and rank 0 at each stage, by formulas. The optimizer must be closed."""
+    shapes = model_of(model, "ByteModel")
+    grouped = [replace(shape, group=int(len(shape.shape) <= 1)) for shape in shapes.parameters]  # as `build` does
+    on_cpu = config.device != "cuda"  # where states on the host stay where they are
+    found = bytes_by_stage(
+        replace(shapes, parameters=tuple(grouped)),
+        [torch.optim.AdamW],
+        {"lr": config.lr},
+        ranks,
+        config.sharding_factor,
+        device=config.device or "cpu",
+        mixed_precision=config.mixed_precision,
+        offload=None if on_cpu and config.offload and config.offload.on_host else config.offload,
+        rounding=config.rounding,
+        bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
+    )
+    return {name: {kind: getattr(held, kind) for kind in KINDS} for name, held in found.items()}
+
+
+def parameters_sha256(model: nn.Module) -> str:
+    """SHA-256 of the whole parameters: fp32, little-endian, contiguous, in order of registration, ties once."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        values = parameter.detach().to("cpu", torch.float32).contiguous().numpy()
+        digest.update(values.astype("<f4", copy=False).tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    sys.exit(run_rank(lambda settings: work(TrainConfig.read(settings))))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +38,6 @@ class Difference:
         place = f"{self.parameter}{list(self.index) if self.index else ''}"
         values = f"{self.plain:.{digits}g} in the plain loop and {self.other:.{digits}g} here"
         return f"{place} is {values} ({self._distance()}); {self.count:,} of {self.numel:,} elements differ"
-
-    @staticmethod
-    def from_json(values: dict[str, Any] | None) -> Difference | None:
-        """Return the difference whose fields these are, as JSON has them; None if there are none."""
-        return None if values is None else Difference(**{**values, "index": tuple(values["index"])})
 
     def _distance(self) -> str:
         if self.ulps is None:
@@ -84,12 +78,6 @@ class Run:
         where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
         return f"{name}: DIFFERS {when}{where}: {self.difference}"
 
-    @staticmethod
-    def from_json(values: dict[str, Any]) -> Run:
-        """Return the run whose fields these are, as JSON has them."""
-        difference = Difference.from_json(values["difference"])
-        return Run(**{**values, "ranks": tuple(values["ranks"]), "difference": difference})
-
 
 def _counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
@@ -117,7 +105,7 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     return Difference(
         parameter=name,
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), plain[name].shape)),
-        dtype=str(plain[name].dtype).removeprefix("torch."),
+        dtype=_name(plain[name].dtype),
         plain=float(ours),
         other=float(theirs),
         ulps=ulps_between(ours, theirs),
@@ -127,17 +115,20 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
 
 
 def _check_same_kind(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    ours, theirs = (
+        {name: f"{_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()}
+        for tensors in (plain, other)
+    )
     for name in [*plain, *other]:
-        kinds = [
-            f"{str(tensors[name].dtype).removeprefix('torch.')} {list(tensors[name].shape)}"
-            if name in tensors
-            else "none"
-            for tensors in (plain, other)
-        ]
-        if kinds[0] != kinds[1]:
+        one, another = ours.get(name, "none"), theirs.get(name, "none")
+        if one != another:
             raise ValueError(
-                f"{name} is {kinds[0]} in the plain loop and {kinds[1]} here: build_model() must build one model"
+                f"{name} is {one} in the plain loop and {another} here: build_model() must build one model"
             )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _integers(tensor: Tensor) -> Tensor:

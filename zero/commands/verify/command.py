@@ -5,13 +5,14 @@ Knows: how to find the function, and which arguments flags replace. Does not kno
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from typing import Any
 
+from ...job import resolve
 from ..runner import check_alone, checking_input
 from .settings import VerifyConfig
-from .spec import resolve
 from .verification import verify
 
 
@@ -22,6 +23,12 @@ def run(config: VerifyConfig) -> int:
     with checking_input():
         check_alone("zero verify")
         arguments = _arguments(config.function)
+        if "build_model" not in arguments:
+            near = difflib.get_close_matches("build_model", arguments, 1)
+            meant = f" (did you mean that by {near[0]!r}?)" if near else ""
+            raise ValueError(
+                f"{config.function}() returned no 'build_model', the function that builds the model{meant}"
+            )
     with checking_input(ValueError, TypeError):
         return 0 if verify(**{**arguments, **given}).ok else 1
 

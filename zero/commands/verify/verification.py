@@ -1,36 +1,34 @@
 """`zero.verify`: a user's own model, at each stage and number of ranks, against the user's own plain loop.
 
 Knows: the public function, and the order: the plain loop, twice, each time in a new process; then all stages on the
-ranks. Does not know: what the processes do (`ranks`), or how they get their arguments (`spec`).
+ranks. Does not know: what the processes do (`ranks`), or how they get their job (`zero.job`).
 """
 
 from __future__ import annotations
 
-import json
+import copy
 import math
 import operator
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from collectives import Algorithm
-
-from ...config import Offload, ShardingOptions
-from ...core.rounding import StochasticRounding
-from ...core.stage import STAGES, check_prefetch_depth, check_reshard
-from ...core.units import Given, Predicate
+from ...config import ShardingOptions
+from ...core.conflicts import FACTOR_OF_MESH, IN_BITS, check
+from ...core.stage import STAGES
+from ...core.units import Given
+from ...job import Job, integers, load, save
 from ...optimizer import ZeroOptimizer
-from ...precision import MixedPrecision, PrecisionOption, checked
-from ...step.arguments import check_class, merged
+from ...precision import MixedPrecision
+from ...step.arguments import merged
 from .bit_diff import Run
-from .spec import RESULTS, VerifySpec, as_batches, plain_data, reference, written_precision
 
 NOT_DETERMINISTIC = (
     "The model itself is not deterministic, so there is nothing to compare the stages with. If it draws random numbers "
@@ -46,6 +44,37 @@ BUILT_TWICE = (
     "random generators; torch's own one is seeded before each call."
 )
 WORLD_SIZES = (1, 2, 3)  # if the caller names none
+COMPARISON, RUNS = "comparison.pt", "run-*.pt"  # files of a verification
+OPTIONS = frozenset(option.name for option in fields(ShardingOptions)) - {"stage"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A job, and the stages and numbers of ranks at which it is compared with the plain loop.
+
+    As text it is the first line that `verify` prints. ``mesh``: of all ``world_sizes``, which then are one.
+    """
+
+    job: Job
+    stages: tuple[int, ...]
+    world_sizes: tuple[int, ...]
+    mesh: tuple[int, ...] | None
+    quiet: bool
+
+    def __str__(self) -> str:
+        options = self.job.options
+        collective, offload = options.collective, options.offload
+        parts = [
+            f"{self.job.optimizer_class.__name__}, first in the plain loop, twice",
+            f"stages: {', '.join(map(str, self.stages))}",
+            f"ranks: {', '.join(map(str, sorted(self.world_sizes, reverse=True)))}",
+            f"micro-batches a step: {self.job.micro_batches}",
+            "" if self.mesh is None else f"mesh: {' x '.join(map(str, self.mesh))}",
+            "" if collective == "auto" else f"collective: {getattr(collective, '__qualname__', collective)}",
+            "" if offload is None else offload.kind,
+            "" if self.job.device == "cpu" else "on GPUs",
+        ]
+        return "; ".join(part for part in parts if part)
 
 
 @dataclass(frozen=True)
@@ -97,22 +126,14 @@ def verify(
     mesh: Sequence[int] | None = None,
     micro_batches: int | None = None,
     max_norm: float | None = None,
-    units: Predicate | None = None,
-    reshard_after_forward: bool | int | Predicate = True,
-    prefetch_depth: int = 1,
     param_groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     ignored: Callable[[nn.Module], Given] | None = None,
-    bucket_cap_mb: float | Literal["auto"] | None = None,
-    collective: str | Algorithm = "auto",
-    mixed_precision: PrecisionOption = None,
-    offload: Offload | None = None,
-    rounding: StochasticRounding | None = None,
     threads: int = 1,
     timeout: float = 300.0,
     device: Literal["cpu", "cuda"] | None = None,
     quiet: bool = False,
     optimizer_kwargs: Mapping[str, Any] | None = None,
-    **defaults: Any,
+    **arguments: Any,
 ) -> Verification:
     """Train a model by the plain loop and by `ZeroOptimizer`, and find where the first bit of a parameter differs.
 
@@ -130,7 +151,7 @@ def verify(
         batches: micro-batches in the order of the plain loop, made of tensors, numbers, text and collections of these;
             or a function that returns any micro-batches. Their number is a multiple of ``micro_batches``, which each
             step takes.
-        optimizer_class: a `torch.optim` class; it gets ``defaults``.
+        optimizer_class: a `torch.optim` class.
         loss_fn: (model, micro-batch) -> scalar loss. Default: ``model(*batch)`` for a tuple or list, ``model(**batch)``
             for a mapping, else ``model(batch)``.
         stages: the stages to run.
@@ -140,22 +161,20 @@ def verify(
         micro_batches: the number of micro-batches per step, over all ranks, by which the summed gradient is divided.
             None: the least common multiple of ``world_sizes``.
         max_norm: clip the gradients to this norm, in the plain loop by `zero.clip_grad_norm_`; None: no clipping.
-        units, reshard_after_forward, prefetch_depth: arguments of `ZeroOptimizer` at stage 3.
-        bucket_cap_mb, collective: arguments of `ZeroOptimizer`.
         param_groups: a function that takes the model and returns its param groups; each may have its own
             ``optimizer_class``. Default: one group of all parameters.
         ignored: a function that takes the model and returns the argument of `ZeroOptimizer`. No loop trains these.
-        mixed_precision: argument of `ZeroOptimizer`; the plain loop then has a 16-bit model, or modules, and its own
-            fp32 weights.
-        offload: argument of `ZeroOptimizer`; with ``parameters="cpu"`` for ``stages=(3,)``.
-        rounding: argument of `ZeroOptimizer`; the plain loop then steps by `StochasticRounding.step`.
         threads: intra-op threads per process; their number changes bits.
         timeout: the most seconds for building the model, for a micro-batch, or for an update.
         device: "cpu" (over gloo) or "cuda" (over NCCL); the model and the batches' tensors are moved there. None:
             "cuda" if this host has a GPU for each rank, else "cpu".
         quiet: print nothing.
-        optimizer_kwargs: further arguments of ``optimizer_class``, which may have names of arguments of this function.
-        defaults: arguments of ``optimizer_class``.
+        optimizer_kwargs: further arguments of ``optimizer_class``, which may have names of other arguments.
+        arguments: options of `ZeroOptimizer`, which describes them: ``units``, ``reshard_after_forward`` and
+            ``prefetch_depth`` (at stage 3 alone), ``sharding_factor`` (not at stage 0), ``bucket_cap_mb``,
+            ``collective``, ``offload``, ``partition``; with ``mixed_precision`` the plain loop has a 16-bit model, or
+            modules, and its own fp32 weights, and with ``rounding`` it steps by `StochasticRounding.step`. Every other
+            keyword goes to ``optimizer_class``; where that has one of these names, use ``optimizer_kwargs``.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -166,67 +185,48 @@ def verify(
 
     _check_process()
     shape = None if mesh is None else _shape(mesh, world_sizes)
-    sizes = _integers(world_sizes, "world_sizes") if shape is None else (math.prod(shape),)
-    stage_numbers = _integers(stages, "stages", least=0)
+    sizes = integers(world_sizes, "world_sizes") if shape is None else (math.prod(shape),)
+    stage_numbers = integers(stages, "stages", least=0)
     place, note = choose_device(device, max(sizes), torch.cuda.device_count())
-    rule = checked(mixed_precision)
-    whole = rule if isinstance(rule, MixedPrecision) else None  # the throw-away module has none of the user's modules
-    ours = {"bucket_cap_mb": bucket_cap_mb, "collective": collective, "mixed_precision": whole}
-    arguments = merged(defaults, optimizer_kwargs)
-    for stage in stage_numbers:
-        ShardingOptions(stage=stage, offload=offload, rounding=rounding)
-    _dry_run(optimizer_class, stage_numbers, ours, arguments)
-    most_sharded = STAGES[max(stage_numbers)]
-    check_prefetch_depth(prefetch_depth, most_sharded)
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    given = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
+    options = ShardingOptions(stage=max(stage_numbers), **given)
+    check([IN_BITS], options)
+    if not (options.units is None or callable(options.units)):
+        raise TypeError(f"units must be a function of a module that returns a bool, not {options.units!r}")
+    if shape is not None and options.sharding_factor is not None:
+        raise ValueError(FACTOR_OF_MESH.text())
     for ranks in sizes if shape is None else shape[-1:]:
-        check_reshard(reshard_after_forward, ranks, most_sharded)
-    spec = VerifySpec(
-        build_model=reference(build_model, "build_model"),
-        batches=reference(batches, "batches")
-        if callable(batches)
-        else plain_data(as_batches(batches), "batches", "or give a function that returns them"),
-        optimizer_class=reference(optimizer_class, "optimizer_class"),
-        loss_fn=None if loss_fn is None else reference(loss_fn, "loss_fn"),
-        units=None if units is None else reference(units, "units"),
-        reshard_after_forward=reference(reshard_after_forward, "reshard_after_forward")
-        if callable(reshard_after_forward)
-        else reshard_after_forward,
-        prefetch_depth=prefetch_depth,
-        param_groups=None if param_groups is None else reference(param_groups, "param_groups"),
-        ignored=None if ignored is None else reference(ignored, "ignored"),
-        defaults=plain_data(arguments, "the optimizer's arguments", "leave out what is none of these"),
-        stages=stage_numbers,
-        world_sizes=sizes,
-        mesh=shape,
-        micro_batches=math.lcm(*sizes) if micro_batches is None else _integers([micro_batches], "micro_batches")[0],
+        options.reshard_group_size(ranks)
+    for stage in stage_numbers:
+        options.at_stage(stage)
+    job = Job(
+        options=options,
+        build_model=build_model,
+        batches=batches,
+        optimizer_class=optimizer_class,
+        optimizer_kwargs=merged(arguments, optimizer_kwargs),
+        param_groups=param_groups,
+        ignored=ignored,
+        loss_fn=loss_fn,
+        micro_batches=math.lcm(*sizes) if micro_batches is None else micro_batches,
         max_norm=max_norm,
-        bucket_cap_mb=bucket_cap_mb,
-        collective=collective if isinstance(collective, str) else reference(collective, "collective"),
-        mixed_precision=written_precision(rule),
-        offload=None if offload is None else {**asdict(offload), "states": os.fspath(offload.states)},
-        rounding=None if rounding is None else rounding.seed,
-        threads=_integers([threads], "threads")[0],
-        timeout=timeout,
+        threads=threads,
         device=place,
-        path=[os.path.abspath(entry) for entry in sys.path],
-        quiet=quiet,
     )
-    listed = {
-        "stages": stage_numbers,
-        "ranks": sorted(sizes, reverse=True),
-        "micro-batches a step": [spec.micro_batches],
-    }
-    settings = "; ".join(f"{name}: {', '.join(map(str, numbers))}" for name, numbers in listed.items())
-    settings += "" if shape is None else f"; mesh: {' x '.join(map(str, shape))}"
-    settings += "" if collective == "auto" else f"; collective: {spec.collective}"
-    settings += "" if offload is None else f"; {offload.kind}"
-    settings += "" if place == "cpu" else "; on GPUs"
-    if note is not None:
-        spec.tell(note)
-    spec.tell(f"{optimizer_class.__name__}, first in the plain loop, twice; {settings}")
-    found = _run(spec)
-    spec.tell(found.conclusion)
-    return found
+    _try_class(job)
+    asked = Comparison(job, stage_numbers, sizes, shape, quiet)
+    with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
+        save(asked, Path(name, COMPARISON))
+        for line in (note, str(asked)):
+            if line is not None and not quiet:
+                print(line, flush=True)
+        plain, *runs = _run(Path(name), asked, timeout)
+    result = Verification(plain, tuple(runs))
+    if not quiet:
+        print(result.conclusion, flush=True)
+    return result
 
 
 def _check_process() -> None:
@@ -253,57 +253,41 @@ def _shape(mesh: Sequence[int], world_sizes: Sequence[int]) -> tuple[int, ...]:
     return shape
 
 
-def _integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...]:
-    """Return the distinct whole numbers, in their order."""
+def _try_class(job: Job) -> None:
+    """Let the library check the class and the collective on a throw-away module, before any process is started."""
+    given = job.options.mixed_precision
+    precision = given if isinstance(given, MixedPrecision) else None  # the module has none of the user's names
     try:
-        found = tuple(dict.fromkeys(operator.index(value) for value in values))
-    except TypeError:
-        raise TypeError(f"{name} must be a sequence of whole numbers, not {values!r}") from None
-    if not found or min(found) < least:
-        raise ValueError(f"{name} must hold numbers of at least {least}, not {values!r}")
-    return found
-
-
-def _dry_run(optimizer_class: Any, stages: Sequence[int], ours: dict[str, Any], arguments: dict[str, Any]) -> None:
-    """Let the library check its own arguments on a throw-away module, before any process is started."""
-    check_class(optimizer_class)
-    with torch.random.fork_rng(devices=[]):
-        module = nn.Linear(1, 1)
-    try:
-        for stage in stages:
-            ZeroOptimizer(module, optimizer_class, stage=stage, **ours, optimizer_kwargs=arguments).close()
+        with torch.random.fork_rng(devices=[]):
+            module = nn.Linear(1, 1)
+        ours = {"bucket_cap_mb": job.options.bucket_cap_mb, "collective": job.options.collective}
+        how: dict[str, Any] = {
+            **ours,
+            "mixed_precision": precision,
+            "optimizer_kwargs": copy.deepcopy(job.optimizer_kwargs),
+        }
+        ZeroOptimizer(module, job.optimizer_class, **how).close()
     except TypeError as error:
-        raise TypeError(
-            f"{error} (what is no argument of verify() goes to {optimizer_class.__name__}: {', '.join(arguments)})"
-        ) from error
+        name, words = job.optimizer_class.__name__, ", ".join(job.optimizer_kwargs)
+        raise TypeError(f"{error} (what is no argument of verify() goes to {name}: {words})") from error
 
 
-def _run(spec: VerifySpec) -> Verification:
+def _run(folder: Path, asked: Comparison, timeout: float) -> list[Run]:
     """Run the plain loops and, if they agree, the stages. The processes print each run as it ends."""
-    with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
-        folder = Path(name)
-        spec.save(folder)
-        results = folder / RESULTS
-        results.touch()
-        _start("plain", folder, 1)
-        _start("again", folder, 1)
-        if all(run.ok for run in _read(results)):
-            _start("ranks", folder, max(spec.world_sizes))
-        runs = _read(results)
-    if all(run.ok for run in runs) and len(runs) != 1 + len(spec.stages) * len(spec.world_sizes):
-        raise RuntimeError("the processes ended without an error, but before their runs: is there an os._exit()?")
-    return Verification(runs[0], tuple(runs[1:]))
-
-
-def _start(loop: str, folder: Path, processes: int) -> None:
     from ..runner import RankError, launch_ranks
 
-    try:
-        launch_ranks("zero.commands.verify.ranks", {"loop": loop, "folder": str(folder)}, processes)
-    except RankError as error:
-        cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
-        raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
-
-
-def _read(results: Path) -> list[Run]:
-    return [Run.from_json(json.loads(line)) for line in results.read_text().splitlines()]
+    runs: list[Run] = []
+    for loop, processes in (("plain", 1), ("again", 1), ("ranks", max(asked.world_sizes))):
+        path = [os.path.abspath(entry) for entry in sys.path]
+        settings = {"loop": loop, "folder": str(folder), "timeout": timeout, "path": path}
+        try:
+            launch_ranks("zero.commands.verify.ranks", settings, processes)
+        except RankError as error:
+            cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
+            raise RuntimeError(str(error) if loop == "ranks" else error.line) from cause
+        runs = [load(file) for file in sorted(folder.glob(RUNS))]
+        if not all(run.ok for run in runs):
+            return runs
+    if len(runs) != 1 + len(asked.stages) * len(asked.world_sizes):
+        raise RuntimeError("the processes ended without an error, but before their runs: is there an os._exit()?")
+    return runs

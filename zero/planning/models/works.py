@@ -1,25 +1,453 @@
 """The work of each unit of a model for one micro-batch: of a transformer by its plain numbers, of a module as it is.
 
-Knows: units, micro-batches, which blocks are recomputed. Does not know: how operations are counted, hardware, ranks.
-Nothing has memory: modules and inputs are on the meta device, and units that are equal are counted once.
+Counts what a module computes, moves and keeps, by running it once on meta tensors, which have no memory.
+
+    matmul_flops, attention_flops    formulas of torch.utils.flop_counter, and 4 * pairs * features for attention
+    moved_bytes                      what every other operation reads and writes, views left out
+    saved_bytes                      distinct storages that autograd saved and that are alive after the forward
+    peak_bytes                       the most that is alive at one moment of forward and backward
+
+Attention (`scaled_dot_product_attention`) and `rms_norm` are counted as the fused kernels of a GPU, which keep their
+inputs, outputs and one or two float32 for each row, and never a matrix of scores. Everything else is counted as torch
+runs it without a compiler.
+
+A transformer as an ordinary module, built from its plain numbers, so that its work can be counted on meta tensors.
+
+Knows: units, micro-batches, operations, which blocks are recomputed. Does not know: hardware, ranks. Nothing has
+memory: modules and inputs are on the meta device, and units that are equal are counted once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, cast
+import math
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import flop_registry
+
+from collectives.torch_internals import TorchDispatchMode, missing
 
 from ...core.layout import Dtypes
 from ...core.units import ROOT, Units, find_units
-from ..model import Model, UnitWork
-from .counting import OperationCounter, bytes_of, count, tensors_in
-from .reference import ReferenceModel
+from ..model import Model, Transformer, UnitWork
+
+ATTENTION: Final = {torch.nn.functional.scaled_dot_product_attention}
+RMS_NORM: Final = {torch.nn.functional.rms_norm, torch.rms_norm}
+ALLOCATIONS: Final = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+GATHERS: Final = {"embedding", "index_select", "gather", "index"}  # they read as much as they write, not their source
+BATCHED: Final = {"bmm", "baddbmm"}  # products of two activations: scores, and their product with the values
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in arguments or results: in lists, tuples, dicts, and by themselves."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from tensors_in(part)
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Return the bytes that an operation reads of a tensor: of an expanded one, no more than its storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+@dataclass
+class OperationCounter:
+    """Counts operations while `counting` is on: all of a forward, and of a backward the memory alone.
+
+    Attributes:
+        matmul_flops, fp32_flops, attention_flops, moved_bytes, kernels: sums over the forward, as in `UnitWork`.
+        backward: whether a backward runs.
+        paused: whether nothing is counted.
+        live, peak: bytes of the storages that counted operations made, now and at most.
+        made: these storages, as long as they are alive, by id.
+        saved: those that autograd saved.
+        given: storages of parameters and inputs, which are held here.
+        reused: ids of those that autograd saved, too.
+    """
+
+    matmul_flops: float = 0.0
+    fp32_flops: float = 0.0
+    attention_flops: float = 0.0
+    moved_bytes: float = 0.0
+    kernels: int = 0
+    backward: bool = False
+    paused: bool = False
+    live: int = 0
+    peak: int = 0
+    made: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    saved: dict[int, weakref.ref[Any]] = field(default_factory=dict)
+    given: dict[int, Any] = field(default_factory=dict)
+    reused: set[int] = field(default_factory=set)
+
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
+        """Leave the storages of parameters and inputs out of what is saved."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self.given[id(storage)] = storage  # held, so that its id stays its own
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what runs inside."""
+        with saved_tensors_hooks(self._save, lambda tensor: tensor), _fused(self), _dispatched(self):
+            yield
+
+    def saved_bytes(self) -> int:
+        """Return the bytes of distinct storages that autograd saved and that are still alive."""
+        return sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
+
+    def work(self, inputs: Iterable[Any]) -> UnitWork:
+        """Return what was counted. ``inputs``: the storages of the unit's inputs."""
+        distinct = {id(storage): storage.nbytes() for storage in inputs}
+        return UnitWork(
+            self.matmul_flops,
+            self.attention_flops,
+            self.moved_bytes,
+            self.saved_bytes(),
+            sum(distinct.values()),
+            self.kernels,
+            self.peak,
+            self.fp32_flops,
+        )
+
+    def fused(self, read: Iterable[Tensor], written: Iterable[Tensor], flops: float) -> None:
+        """Count one kernel: attention with its ``flops``, or one that only moves bytes if they are 0."""
+        if self.paused or self.backward:
+            return
+        self.kernels += 1
+        self.attention_flops += flops
+        if not flops:
+            self.moved_bytes += sum(map(bytes_of, (*read, *written)))
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not self.paused and id(storage) in self.given:
+            self.reused.add(id(storage))
+        elif not self.paused:
+            self.saved[id(storage)] = weakref.ref(storage)
+        return tensor
+
+    def operation(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operation, and count it."""
+        result = function(*args, **kwargs)
+        if self.paused:
+            return result
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(result))
+        before = {id(tensor.untyped_storage()) for tensor in inputs}
+        new = [tensor for tensor in outputs if id(tensor.untyped_storage()) not in before]
+        for tensor in new:
+            self._make(tensor)
+        packet = function.overloadpacket
+        name = packet.__name__
+        is_view = bool(outputs) and not new and not name.endswith("_")
+        if self.backward or is_view or name in ALLOCATIONS:
+            return result
+        self.kernels += 1
+        if packet not in flop_registry:
+            read = [*inputs[1:], *outputs] if name in GATHERS else inputs
+            self.moved_bytes += sum(map(bytes_of, (*read, *outputs)))
+        elif "attention" in name or (name in BATCHED and before.isdisjoint(self.given)):
+            self.attention_flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        else:
+            flops = flop_registry[packet](*args, **kwargs, out_val=result)
+            self.matmul_flops += flops
+            self.fp32_flops += flops * (outputs[0].dtype is torch.float32)
+        return result
+
+    def _make(self, tensor: Tensor) -> None:
+        """Add a storage to what is alive, until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.made or key in self.given:
+            return
+
+        def freed(_: object) -> None:
+            self.live -= size
+            self.made.pop(key, None)
+            self.saved.pop(key, None)
+
+        self.made[key] = weakref.ref(storage, freed)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Stands for a flash kernel: it keeps queries, keys, values, output and one float32 a row, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        batch, heads, sequence, _ = query.shape
+        out = query.new_empty(batch, sequence, heads, value.shape[-1]).transpose(1, 2)  # as flash kernels lay it out
+        rows = query.new_empty(batch, heads, sequence, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, rows, *([] if mask is None else [mask]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return *(torch.empty_like(tensor) for tensor in (query, key, value)), None
+
+
+class _FusedNorm(torch.autograd.Function):
+    """Stands for a fused RMSNorm: it keeps its input and one float32 a row, and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+
+
+class _WithGradient(torch.autograd.Function):
+    """Stands for what follows a unit: in a backward it gives the unit's output a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = out.shape, out.dtype
+        return out.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
+
+
+def _dispatched(counter: OperationCounter) -> Any:
+    """Return a mode in which the counter runs every operation that torch dispatches."""
+    if (gone := missing(TorchDispatchMode)) is not None:
+        gone()
+
+    def dispatch(_: Any, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return counter.operation(function, args, kwargs or {})
+
+    return type("CountedOperations", (TorchDispatchMode,), {"__torch_dispatch__": dispatch})()
+
+
+def _fused(counter: OperationCounter) -> TorchFunctionMode:
+    """Return a mode that puts the fused functions in place of torch's, which have other forms on the meta device."""
+
+    class FusedFunctions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func in ATTENTION:
+                return _attention(counter, *args, **kwargs)
+            if func in RMS_NORM:
+                return _rms_norm(counter, *args, **kwargs)
+            return func(*args, **kwargs)
+
+    return FusedFunctions()
+
+
+def _attention(
+    counter: OperationCounter,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **_: Any,
+) -> Tensor:
+    """Return the output of a fused attention: two products of (queries, keys) pairs, half of them if it is causal."""
+    out: Tensor = _FusedAttention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+    pairs = math.prod(query.shape[:-1]) * key.shape[-2] * (0.5 if is_causal else 1.0)
+    counter.fused((query, key, value), (out,), 2 * pairs * (query.shape[-1] + value.shape[-1]))
+    return out
+
+
+def _rms_norm(counter: OperationCounter, input: Tensor, _: Any, weight: Tensor | None = None, **__: Any) -> Tensor:
+    out: Tensor = _FusedNorm.apply(input, weight)  # type: ignore[no-untyped-call]
+    counter.fused((input,), (out,), 0.0)
+    return out
+
+
+def count(run: Callable[[], Tensor], inputs: Sequence[Tensor], kept: Iterable[Tensor] = ()) -> UnitWork:
+    """Return the work of ``run``, which computes on meta tensors and returns its output.
+
+    Args:
+        run: what is counted, forward and backward.
+        inputs: the unit's input, which the UnitWork counts apart.
+        kept: what exists anyway: parameters, buffers, and inputs that several units share.
+    """
+    counter = OperationCounter()
+    counter.exclude((*inputs, *kept))
+    with counter.counting():
+        out = run()
+        work = counter.work(tensor.untyped_storage() for tensor in inputs)
+        counter.backward = True
+        ends = [tensor for tensor in inputs if tensor.requires_grad]
+        if ends and out.requires_grad:
+            torch.autograd.grad(cast(Tensor, _WithGradient.apply(out)), ends)  # type: ignore[no-untyped-call]
+    return replace(work, peak_bytes=counter.peak)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "relu": functional.relu,
+}
+
+
+def make_norm(numbers: Transformer, features: int) -> nn.Module:
+    """Return the norm that a transformer uses, over so many features."""
+    if numbers.norm == "rms":
+        return nn.RMSNorm(features)
+    return nn.LayerNorm(features, elementwise_affine=numbers.norm == "layer", bias=numbers.norm_bias)
+
+
+class SelfAttention(nn.Module):
+    """Attention of (batch, sequence, hidden) to itself, or to ``memory`` of the same shape.
+
+    ``causal`` and ``crossed`` are fixed at construction. Queries have `heads` heads, keys and values `kv_heads`.
+    """
+
+    def __init__(self, numbers: Transformer, causal: bool, crossed: bool = False) -> None:
+        super().__init__()
+        self.numbers, self.causal, self.crossed = numbers, causal, crossed
+        queries, others = numbers.heads * numbers.head_dim, numbers.kv_heads * numbers.head_dim
+        self.query = nn.Linear(numbers.hidden, queries, bias=numbers.qkv_bias)
+        self.key = nn.Linear(numbers.hidden, others, bias=numbers.qkv_bias)
+        self.value = nn.Linear(numbers.hidden, others, bias=numbers.qkv_bias)
+        self.out = nn.Linear(queries, numbers.hidden, bias=numbers.out_bias)
+        if numbers.head_norms:
+            self.query_norm, self.key_norm = (make_norm(numbers, numbers.head_dim) for _ in range(2))
+
+    def forward(self, x: Tensor, rotary: Tensor | None, memory: Tensor | None = None) -> Tensor:
+        other = memory if self.crossed and memory is not None else x
+        query, key, value = self._heads(self.query(x)), self._heads(self.key(other)), self._heads(self.value(other))
+        if self.numbers.head_norms:
+            query, key = self.query_norm(query), self.key_norm(key)
+        if rotary is not None:
+            query, key = rotate(query, rotary), rotate(key, rotary)
+        if self.numbers.attention == "eager":
+            mixed = attend_eagerly(query, key, value, self.causal)
+        else:
+            mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=self.causal, enable_gqa=True)
+        return cast(Tensor, self.out(mixed.transpose(1, 2).flatten(2)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """Return (batch, heads, sequence, head_dim)."""
+        return x.view(*x.shape[:2], -1, self.numbers.head_dim).transpose(1, 2)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Rotate feature i and feature i + half of (..., sequence, features) by the angle of their position.
+
+    ``rotary``: (2, sequence, features) of cosines, and of sines with their signs (Su et al. 2021, section 3.4).
+    """
+    half = x.shape[-1] // 2
+    return x * rotary[0] + torch.cat([x[..., half:], x[..., :half]], -1) * rotary[1]
+
+
+def attend_eagerly(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """Return softmax(q k^T) v with all scores in memory and the softmax in float32, as T5 of transformers does."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
+    scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])
+    if causal:
+        ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(ones.triu(1), -math.inf)
+    return scores.float().softmax(-1).to(value.dtype) @ value
+
+
+class FeedForward(nn.Module):
+    """The feed-forward network of a block, gated or not."""
+
+    def __init__(self, numbers: Transformer) -> None:
+        super().__init__()
+        if numbers.activation not in ACTIVATIONS:
+            raise ValueError(f"activation {numbers.activation!r} is unknown: it is one of {', '.join(ACTIVATIONS)}")
+        self.gated, self.activation = numbers.gated, ACTIVATIONS[numbers.activation]
+        if numbers.gated:
+            self.gate = nn.Linear(numbers.hidden, numbers.ffn, bias=numbers.mlp_bias)
+        self.up = nn.Linear(numbers.hidden, numbers.ffn, bias=numbers.mlp_bias)
+        self.down = nn.Linear(numbers.ffn, numbers.hidden, bias=numbers.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inside = self.activation(self.gate(x)) * self.up(x) if self.gated else self.activation(self.up(x))
+        return cast(Tensor, self.down(inside))
+
+
+class TransformerBlock(nn.Module):
+    """A block with norms before its attention and its feed-forward network.
+
+    ``crossed``: it attends to an encoder, too.
+    """
+
+    def __init__(self, numbers: Transformer, causal: bool = True, crossed: bool = False) -> None:
+        super().__init__()
+        self.shared = numbers.norms == 1
+        self.attention_norm = make_norm(numbers, numbers.hidden)
+        self.attention = SelfAttention(numbers, causal)
+        self.crossed = crossed
+        if crossed:
+            self.cross_norm = make_norm(numbers, numbers.hidden)
+            self.cross_attention = SelfAttention(numbers, causal=False, crossed=True)
+        if not self.shared:
+            self.mlp_norm = make_norm(numbers, numbers.hidden)
+        self.mlp = FeedForward(numbers)
+
+    def forward(self, x: Tensor, rotary: Tensor | None = None, memory: Tensor | None = None) -> Tensor:
+        normed = self.attention_norm(x)
+        if self.shared:
+            return cast(Tensor, x + self.attention(normed, rotary) + self.mlp(normed))
+        x = x + self.attention(normed, rotary)
+        if self.crossed:
+            x = x + self.cross_attention(self.cross_norm(x), None, memory)
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class ReferenceModel(nn.Module):
+    """Embedding, blocks, last norm and head. An encoder has blocks and a last norm of its own."""
+
+    def __init__(self, numbers: Transformer) -> None:
+        super().__init__()
+        self.numbers = numbers
+        self.embedding = nn.Embedding(numbers.vocabulary, numbers.hidden)
+        if numbers.positions:
+            self.positions = nn.Embedding(numbers.positions, numbers.hidden)
+        layers = numbers.layers
+        if numbers.decoder_layers:
+            self.encoder = nn.ModuleList(TransformerBlock(numbers, causal=False) for _ in range(layers))
+            self.encoder_norm = make_norm(numbers, numbers.hidden)
+            layers = numbers.decoder_layers
+        crossed = bool(numbers.decoder_layers)
+        self.blocks = nn.ModuleList(TransformerBlock(numbers, crossed=crossed) for _ in range(layers))
+        self.norm = make_norm(numbers, numbers.hidden)
+        self.head = nn.Linear(numbers.hidden, numbers.vocabulary, bias=False)
+        if numbers.tied:
+            self.head.weight = self.embedding.weight
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return (batch, sequence, hidden) of int64 (batch, sequence)."""
+        x = self.embedding(tokens)
+        if self.numbers.positions:
+            x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        return cast(Tensor, x)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Return (batch, sequence, vocabulary) of the last block's output."""
+        return cast(Tensor, self.head(self.norm(x)))
+
+    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy, in float32."""
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 def count_transformer(

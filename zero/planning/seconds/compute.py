@@ -1,4 +1,4 @@
-"""Seconds of compute: of a unit's forward and backward, and of an update.
+"""Seconds of compute and of collectives: of a unit's forward and backward, of an update, and on the links of a cluster.
 
     forward     matmul/(peak e_mm h/(h+h0))  +  attention/(peak e_at)  +  moved bytes/(bandwidth e_m)
     backward    2 x products, 2.5 x attention, 2 x moved bytes; and what is recomputed of the forward
@@ -9,13 +9,31 @@ The host issues kernels meanwhile (`HostCalls.launch`). Its seconds are returned
 the two waits. `CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are
 fitted to published runs.
 
-Knows: work in operations and bytes, peaks, constants. Does not know: ranks, links, order.
+What a collective costs on the links of a cluster: seconds, and the bytes that are sent and that cross hosts.
+
+    ring            base + (n-1) a + (n-1)/n B/bw      NCCL's reduce-scatter and all-gather: `native`, others' FSDP
+    exchange        `pairwise`, `all_to_all`: a rank sends each owner its part, through the link of one GPU
+    shared          ranks of one host of CPUs: no transfer, but a read of all contributions when they are awaited
+    hierarchical    hosts of CPUs: the sums of `collectives.algorithms.plans` cross, the rest is shared
+    fold            hosts of GPUs: an exchange inside each host, and the sum goes from host to host in chunks, then home
+    chain           between replicas: the sum goes from replica to replica and comes back
+
+n ranks, B bytes of the whole buffer, a seconds a step, bw the slowest link on the way: inside a host the link of a
+rank, between hosts the network of a host, of which a group has the share of its ranks.
+
+Source of the ring: "Demystifying NCCL" (Hu et al. 2025), and nccl-tests, PERFORMANCE.md, for the busbw convention.
+
+Knows: work in operations and bytes, peaks, links, constants. Does not know: order.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+
+from collectives import algorithm_for
+from collectives.algorithms.plans import chunk_of_fold, equal_hosts, folded
 
 from ...core.layout import Dtypes
 from ..hardware import Accelerator, Cluster
@@ -153,7 +171,7 @@ class Compute:
     def orthogonalization(self, multiplications: float) -> float:
         """Return the seconds of Muon's Newton-Schulz iterations, at the rate of the products of the training.
 
-        ``multiplications``: `zero.core.owners.step_work`, m m n, of the matrices. An iteration of torch.optim.Muon
+        ``multiplications``: `zero.core.layout.step_work`, m m n, of the matrices. An iteration of torch.optim.Muon
         takes two products of m m n and one of m m m, at most as many: 6 m m n operations.
         """
         return NEWTON_SCHULZ * 6 * multiplications / (self._peak * self._matmul)
@@ -181,3 +199,230 @@ def update_bytes(dtypes: Dtypes, state_tensors: float) -> float:
     master = dtypes.itemsize("master_dtype")
     parameter = dtypes.itemsize("param_dtype") if dtypes.has_master else 0
     return dtypes.itemsize("accumulate_dtype") + 2 * master * (1 + state_tensors) + parameter
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that take part in one collective, evenly spread over ``hosts`` (domains of fast links)."""
+
+    ranks: int
+    hosts: int
+
+    @property
+    def per_host(self) -> float:
+        return self.ranks / self.hosts
+
+    @classmethod
+    def neighbours(cls, cluster: Cluster, ranks: int) -> RankGroup:
+        """Return the group of ``ranks`` neighbouring ranks, such as those that share a copy."""
+        return cls(ranks, -(-ranks // cluster.per_domain))
+
+    @classmethod
+    def replicas(cls, cluster: Cluster, factor: int) -> RankGroup:
+        """Return the group of the ranks that own one slice, one in each replica of ``factor`` ranks."""
+        replicas, in_domain = cluster.ranks // factor, max(cluster.per_domain // factor, 1)
+        return cls(replicas, -(-replicas // in_domain))
+
+
+@dataclass(frozen=True)
+class WireCost:
+    """What one collective costs.
+
+    Attributes:
+        seconds: from its start until the last rank has all bytes.
+        period: seconds until the wire can begin the next one; shorter than ``seconds`` for a chain of replicas.
+        fold: seconds of the compute stream of the rank that waits: it adds up, or copies.
+        sent: payload bytes, over all ranks of the group.
+        crossed: those that cross between hosts.
+        host: seconds in which the host issues it, and what belongs to it.
+    """
+
+    seconds: float = 0.0
+    period: float = 0.0
+    fold: float = 0.0
+    sent: float = 0.0
+    crossed: float = 0.0
+    host: float = 0.0
+
+
+NOTHING = WireCost()
+
+
+class Wires:
+    """The links of a cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        network, gpu = cluster.network, cluster.gpu
+        self.cluster, self.network = cluster, network
+        self.on_gpu = gpu.family != "cpu"
+        self.link = network.link_efficiency * gpu.link
+        domain_nic = cluster.nic * cluster.per_domain / cluster.per_host
+        self.nic = network.nic_efficiency * domain_nic
+        self.rail = self.nic / cluster.per_domain
+        self.memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
+
+    def ring(self, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of a reduce-scatter or an all-gather by a ring."""
+        n, hosts = group.ranks, group.hosts
+        if n == 1:
+            return NOTHING
+        bandwidth, step = self.link, self.network.hop_inside
+        if hosts > 1:
+            bandwidth, step = min(self.link, self._share(group)), self.network.ring_step
+        seconds = self.network.base + (n - 1) * step + (n - 1) / n * nbytes / bandwidth
+        crossed = hosts * (n - 1) / n * nbytes if hosts > 1 else 0.0
+        return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, crossed)
+
+    def exchange(self, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of a direct exchange: each rank sends each other one its part of ``nbytes``."""
+        n = group.ranks
+        if n == 1:
+            return NOTHING
+        inside, outside = (group.per_host - 1) / n * nbytes, (n - group.per_host) / n * nbytes
+        seconds = self.network.base + (n - 1) * self.network.hop_inside
+        transfer = max(inside, 0.0) / self.link
+        if group.hosts > 1:
+            seconds += self.network.ring_step
+            transfer = max(transfer, outside / self.rail)
+        seconds += transfer
+        return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, outside * n if group.hosts > 1 else 0.0)
+
+    def hop(self, nbytes: float, *, crosses: bool) -> float:
+        """Return the seconds in which one rank sends another ``nbytes``; ``crosses``: to another host."""
+        if crosses:
+            return self.network.ring_step + nbytes / self.rail
+        return self.network.hop_inside + nbytes / self.link
+
+    def chain(self, inner: WireCost, sum_bytes: float, fold: float, factor: int, replicas: RankGroup) -> WireCost:
+        """Return the cost of a reduce-scatter in each replica and of the sum that goes through all and comes back.
+
+        The first replica has the result last: exchange + (R-1)(hop + fold) + fold + (R-1) hop. With many buckets in
+        flight, the wire begins the next one when it has sent both ways, which is the ``period``.
+
+        Args:
+            inner: the reduce-scatter inside a replica.
+            sum_bytes: bytes of the sums of a bucket, over all slices.
+            fold: seconds in which an owner adds its replica's contributions to the sum.
+            factor: ranks of a replica.
+            replicas: the owners of one slice.
+        """
+        count, far = replicas.ranks, replicas.hosts - 1
+        if count == 1:
+            return replace(inner, fold=fold)
+        part = sum_bytes / factor
+        hops = far * self.hop(part, crosses=True) if far else 0.0
+        hops += (count - 1 - far) * self.hop(part, crosses=False)
+        busy = 2 * part / (self.rail if far else self.link)
+        return WireCost(
+            inner.seconds + 2 * hops + count * fold,
+            max(inner.period, busy, fold),
+            fold,
+            count * inner.sent + 2 * (count - 1) * sum_bytes,
+            count * inner.crossed + 2 * far * sum_bytes,
+            inner.host,
+        )
+
+    def fold(
+        self, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+    ) -> WireCost:
+        """Return the cost of a reduce-scatter whose sums go from host to host. See `reduce_scatter` for the arguments.
+
+        The last host has the sum last: exchange, then hosts - 1 hops of the first chunk, then the other chunks, then
+        their return. Each rank of a host sends 1 / (ranks of a host) of the sums through its own link to the network,
+        which is busy for that; the first host also receives the sums so far, and an owner its total.
+        """
+        hosts, local = group.hosts, group.per_host
+        inner = self.exchange(elements * travel, RankGroup(round(local), 1))
+        sums = elements * accumulate / local
+        chunk = min(sums, chunk_of_fold(round(elements / local)) * accumulate)
+        adding = (chunk * travel / accumulate * local + 2 * chunk) / self.memory
+        far = (hosts - 1) / hosts * sums / self.rail  # to the first host, and from the last one
+        hops = (hosts - 1) * (self.network.ring_step + chunk / self.rail + adding) + (sums - chunk) / self.rail
+        ways = 2 if started else 1
+        seconds = inner.seconds + hops + ways * (self.network.ring_step + far)
+        copied = (3 * elements * travel + 2 * sums) / self.memory  # into the order of the rails, and added up
+        crossed = folded(hosts, started=started) * elements * accumulate
+        return WireCost(
+            seconds,
+            max(inner.period, sums / self.rail + sums / hosts / self.rail),
+            copied,
+            hosts * inner.sent + crossed,
+            crossed,
+        )
+
+    def algorithm(self, group: RankGroup) -> str:
+        """Return the algorithm that "auto" takes for neighbouring ranks that share a copy."""
+        replicas = self.cluster.ranks // group.ranks
+        return algorithm_for(group.ranks, group.hosts, by_nccl=self.on_gpu, replicas=replicas)
+
+    def reduce_scatter(
+        self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+    ) -> WireCost:
+        """Return the cost of a reduce-scatter of this library.
+
+        Args:
+            algorithm: its name in `collectives`.
+            elements: of the bucket.
+            travel: bytes of an element of a contribution.
+            accumulate: bytes of an element of the sum.
+            group: the ranks that share a copy.
+            started: the owner adds to a sum of earlier backwards.
+        """
+        n, nbytes = group.ranks, elements * travel
+        sums = (2 if started else 1) * elements / n * accumulate  # written, and read if there is one
+        if n == 1:
+            return WireCost(fold=(nbytes + sums) / self.memory)
+        if algorithm == "native":
+            fold = (3 * nbytes + nbytes / n + sums) / self.memory  # slices are padded: one write of zeros, one copy
+            return replace(self.ring(nbytes, group), fold=fold)
+        if algorithm == "shared":
+            bell = self._doorbell(group)
+            return WireCost(bell, bell, (nbytes + sums) / self.memory, (n - 1) * nbytes, 0.0)
+        if algorithm == "hierarchical":
+            crossed = elements * self.crossing(group, travel, accumulate, started=started)
+            seconds = self._between(crossed, group)
+            return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
+        if algorithm == "fold":
+            return self.fold(elements, travel, accumulate, group, started=started)
+        return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
+
+    def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
+        """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
+        n = group.ranks
+        if n == 1:
+            return NOTHING
+        if algorithm in ("native", "all_to_all", "fold"):
+            return self.ring(nbytes, group)
+        if algorithm in ("shared", "hierarchical"):
+            crossed = (group.hosts - 1) * nbytes
+            seconds = self._between(crossed, group) if crossed else self._doorbell(group)
+            return WireCost(seconds, seconds, 2 * (n - 1) / n * nbytes / self.memory, (n - 1) * nbytes, crossed)
+        return self.exchange(nbytes, group)
+
+    def crossing(self, group: RankGroup, travel: int, accumulate: int, *, started: bool = False) -> float:
+        """Return how many bytes cross between hosts for each element of a bucket, by the plans of `hierarchical`."""
+        hosts, per_host = group.hosts, round(group.per_host)
+        if hosts == 1:
+            return 0.0
+        return equal_hosts(hosts, per_host, started, travel, accumulate) / (hosts * per_host)
+
+    # -- parts ----------------------------------------------------------------------------------------------------
+
+    def latency(self, group: RankGroup) -> float:
+        """Return the seconds of one short message from every rank to every other, by a tree of hosts."""
+        if group.ranks == 1:
+            return 0.0
+        between = 2 * math.ceil(math.log2(group.hosts)) * self.network.ring_step if group.hosts > 1 else 0.0
+        return self.network.base + between
+
+    def _share(self, group: RankGroup) -> float:
+        """Return the bytes a second that the group may send from each host: other ranks send at the same time."""
+        return self.rail * group.per_host
+
+    def _between(self, crossed: float, group: RankGroup) -> float:
+        steps = self.network.base + group.hosts * self.network.ring_step
+        return steps + crossed / group.hosts / self._share(group)
+
+    def _doorbell(self, group: RankGroup) -> float:
+        crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
+        return self.network.doorbell * group.ranks * crowd**2

@@ -24,8 +24,8 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ...core.stage import STATES_AHEAD, STATES_BEHIND
-from .program import PARTS, StepProgram, StepSeconds, TraceEvent
-from .wires import WireCost
+from .compute import WireCost
+from .schedule import PARTS, StepProgram, StepSeconds, TraceEvent
 
 _STATE_BUFFERS = STATES_AHEAD + 1 + STATES_BEHIND  # buckets whose states are in memory, if they are offloaded
 _RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third

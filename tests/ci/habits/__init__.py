@@ -1,0 +1,1 @@
+"""Whole scripts in the way of other libraries, with the line that our pages change, beside the library alone."""
