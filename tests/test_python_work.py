@@ -1,4 +1,4 @@
-"""A step runs no more Python beyond the plain loop's than this table says, by step, unit, bucket and parameter."""
+"""A step of `zero` runs no more Python beyond the plain loop than a table says, by step, unit, bucket and parameter."""
 
 from __future__ import annotations
 
@@ -36,4 +36,4 @@ def test_a_step_runs_at_most_so_much_python_beyond_the_plain_loop(world: int, st
         for kind, known, now in zip(KINDS, figures, found, strict=True)
         if now > known + MARGIN * abs(known)
     ]
-    assert not above, "\n".join([f"stage {stage}, {world} ranks:", *above])
+    assert not above, "\n".join([f"stage {stage} as the last rank of {world}:", *above])
