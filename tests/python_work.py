@@ -16,7 +16,7 @@ else could change a count does not occur: garbage collections, first steps, othe
 more passes for some values), saved tensors with memory (whether they lie in a gathered unit is found in fewer bytecodes
 if their address is below all units; so the output that a unit saves beside its parameters has no elements).
 
-`python -m tests.python_work` prints the rows of the table, from the interpreter and the torch that run it.
+`python -m tests.python_work` prints the rows of the table.
 """
 
 from __future__ import annotations
@@ -29,12 +29,18 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from collectives import Chain, Loopback, Tag, Transport, Work
 from zero import ZeroOptimizer
 
+VERSIONS = pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13."),
+    reason="the figures are those of Python 3.11 and torch 2.13",
+)
+MARGIN = 0.02
 KINDS = ("bytecodes", "Python calls", "C calls")
 CAUSES = ("step", "unit", "bucket", "parameter")
 WIDTH, VALUE = 512, 0.5  # the elements of a parameter, and the value of each
@@ -172,6 +178,16 @@ def slopes(world: int, stage: int) -> list[tuple[float, ...]]:
         unit = (units - least - 16 * parameter - 4 * bucket) / 4
         found.append((least - 16 * parameter - 4 * bucket - 4 * unit, unit, bucket, parameter))
     return list(zip(*found, strict=True))
+
+
+def excess(world: int, stage: int, figures: Sequence[Sequence[float]]) -> list[str]:
+    """Return the slopes that are above the figures by more than the margin."""
+    return [
+        f"{kind} by {cause}: {now:,}, at most {known + MARGIN * abs(known):,.2f} ({known:,} in the table)"
+        for cause, row, found in zip(CAUSES, figures, slopes(world, stage), strict=True)
+        for kind, known, now in zip(KINDS, row, found, strict=True)
+        if now > known + MARGIN * abs(known)
+    ]
 
 
 def main() -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
-import torch
 
-from .python_work import CAUSES, KINDS, slopes
+from .python_work import VERSIONS, excess
 from .support.rows import only
 
 pytestmark = pytest.mark.contract
-MARGIN = 0.02
-FIGURES = {  # by ranks and stage: of a step, a unit, a bucket and a parameter; from `python -m tests.python_work`
+FIGURES = {  # by ranks and stage: (bytecodes, Python calls, C calls) of a step, a unit, a bucket and a parameter
     (1, 0): ((15_463, 616, 381), (0, 0, 0), (5_664, 270, 140), (405, 4, 2)),
     (1, 1): ((13_180, 524, 336), (0, 0, 0), (6_276, 318, 171), (283, 1, -1)),
     (1, 2): ((13_186, 524, 337), (0, 0, 0), (5_815, 290, 171), (283, 1, -1)),
@@ -24,16 +20,8 @@ FIGURES = {  # by ranks and stage: of a step, a unit, a bucket and a parameter; 
 }
 
 
-@pytest.mark.skipif(
-    sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13."),
-    reason="the figures are those of Python 3.11 and torch 2.13",
-)
+@VERSIONS
 @pytest.mark.parametrize(("world", "stage"), only(FIGURES, (1, 2), (8, 3)))
 def test_a_step_runs_at_most_so_much_python_beyond_the_plain_loop(world: int, stage: int) -> None:
-    above = [
-        f"{kind} by {cause}: {now:,}, at most {known + MARGIN * abs(known):,.2f} ({known:,} in the table)"
-        for cause, figures, found in zip(CAUSES, FIGURES[world, stage], slopes(world, stage), strict=True)
-        for kind, known, now in zip(KINDS, figures, found, strict=True)
-        if now > known + MARGIN * abs(known)
-    ]
+    above = excess(world, stage, FIGURES[world, stage])
     assert not above, "\n".join([f"stage {stage} as the last rank of {world}:", *above])
