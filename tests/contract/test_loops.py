@@ -9,8 +9,6 @@ from ..support.pool import GlooPool
 from ..support.rows import rows
 from .recipes import EXAMPLES, OTHERS, assert_trains_as_plain
 
-pytestmark = pytest.mark.contract
-
 
 def test_every_block_of_the_guide_is_run() -> None:
     assert set(BLOCKS) == {*EXAMPLES, *OTHERS, *ECOSYSTEM}

@@ -16,9 +16,9 @@ from zero.config import Config, ShardingOptions
 from zero.core.conflicts import CONFLICTS, OF_CONFIG, OF_OFFLOAD, OF_OPTIONS, OF_PLAN, OF_SHARDING, Conflict
 from zero.planning.setting import PlanSetting
 
-from .test_laws import rows
+from ..files import TESTS, rows
 
-PAGE, HEADING = "zero/contract/limits.md", "options"
+PAGE = TESTS.parent / "zero/contract/limits.md"
 HOST, STEPPED = Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")
 
 
@@ -63,7 +63,7 @@ def words(conflict: Conflict) -> set[str]:
 
 
 def test_the_page_has_each_conflict_with_its_reason_and_its_remedy_and_no_other_row() -> None:
-    table = rows(PAGE, HEADING)
+    table = rows(PAGE, "options")
     of_rows = dict.fromkeys(range(len(table)), 0)
     for conflict in CONFLICTS:
         matching = [

@@ -24,7 +24,7 @@ from .ecosystem import (
     variables,
 )
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_every_recipe_is_run() -> None:

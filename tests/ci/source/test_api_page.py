@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = re.compile(r"python (?P<options>.* -m pdoc .*) -o \S+ (?P<modules>zero .*?)\"?$", re.MULTILINE)
 doc = pytest.importorskip("pdoc.doc", reason="needs the extra docs")
-pytestmark = pytest.mark.contract
 
 
 def page_command(path: str) -> tuple[str, str]:

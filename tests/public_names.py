@@ -1,6 +1,6 @@
-"""Tests with the marker `contract` use only public names, so that they stay valid if the internals change.
+"""Which modules of the tests use only public names of the library, so that they hold when the internals change.
 
-The test reads syntax trees: nothing is imported.
+It reads syntax trees: nothing is imported.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("zero", "collectives")
 INSIDES = ("benchmarks",)  # they measure internals
-MARKED = re.compile(r"^pytestmark = .*\bpytest\.mark\.contract\b", re.MULTILINE)
 
 
 @cache
@@ -89,16 +88,3 @@ def all_inside_names(path: Path) -> set[str]:
         found |= {name for file in todo for name in read(file)[0]}
         todo = {helper for file in todo for helper in read(file)[1]} - seen
     return found
-
-
-def test_what_uses_public_names_alone_is_marked_contract_and_nothing_else_is() -> None:
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        text, insides = path.read_text(), sorted(all_inside_names(path))
-        uses = any(package in text for package in PACKAGES) and path != Path(__file__)
-        assert bool(MARKED.search(text)) == (uses and not insides), (path, insides)
-
-
-def test_the_net_runs_against_other_insides() -> None:
-    """`python -m tests.net` runs this tree's programs on the packages of another commit."""
-    for file in ("side.py", "__main__.py"):
-        assert not all_inside_names(ROOT / "tests/net" / file)
