@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import live, patterns
 
-TABLE, ENTRIES = (Path(__file__).with_name(name) for name in ("zoo.csv", "entries.csv"))
+TABLE = Path(__file__).with_name("zoo.csv")
 
 
 @dataclass(frozen=True)
@@ -25,35 +25,25 @@ class Bug:
 
     Attributes:
         name: also that of its function in one of ``wrong_*.py``, unless ``change`` makes it.
-        entry: those that it stands for, of ``entries.csv``, with blanks between them.
-        published: links to reports.
+        published: links to reports, or the library in whose source it was read.
         seam: the function that is wrong.
         change: a pattern and its arguments, such as "drop wait 0".
         killer: the test that must fail, below ``tests/``.
         wrong: the consequence.
-        seconds: about those of its test.
     """
 
     name: str
-    entry: str
     published: str
     seam: str
     change: str
     killer: str
     wrong: str
-    seconds: str
 
 
 def bugs() -> dict[str, Bug]:
     """Return all bugs, by name."""
     with TABLE.open(newline="") as file:
         return {row["name"]: Bug(**row) for row in csv.DictReader(file)}
-
-
-def entries() -> dict[str, dict[str, str]]:
-    """Return the rows of ``entries.csv``: what was published, what was read in a peer's source, what is promised."""
-    with ENTRIES.open(newline="") as file:
-        return {row["entry"]: row for row in csv.DictReader(file)}
 
 
 def apply(name: str) -> None:
