@@ -26,22 +26,6 @@ for _name, _examples in (("default", 10), ("full", 40), ("ci", 20), ("thorough",
     )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
-LONGEST = (
-    "random_programs",
-    "exact",
-    "gloo",
-    "resumes",
-    "train_ranks",
-    "verify_ranks",
-    "failures_anywhere",
-    "snapshot",
-    "sharding_factor",
-    "average",
-    "units",
-    "wire",
-    "traces",
-)
-
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
@@ -49,15 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out rows behind the `first` ones. Put the longest files first, so that no worker still runs one when the
-    others are done."""
+    """Leave out rows behind the `first` ones."""
     left_out = further_rows(items)
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=list(left_out))
-    if not hasattr(config, "workerinput"):
-        return  # without workers, keep pytest's order
-    place = {f"test_{name}": number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(autouse=True, scope="session")
