@@ -18,7 +18,6 @@ from .drawn import spec
 
 pytestmark = pytest.mark.law("sizes")
 
-META = torch.device("meta")  # sizes, strides and offsets without memory
 LIMIT = 2**31 - 1
 SHAPES = [(3,), (7, LIMIT), (5, 2**30 + 3), (), (0, 4), (LIMIT, 3), (1,)]
 """In order of registration; the layout turns it around, so that all but the last large one lie beyond the limit."""
