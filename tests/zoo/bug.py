@@ -13,6 +13,7 @@ import csv
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import live, patterns
 
@@ -51,12 +52,16 @@ def apply(name: str) -> None:
     made = bugs()[name]
     if made.change:
         live.rewrite(made.seam, pattern_of(made.change))
-        return
+    else:
+        live.replace(made.seam, functions()[name])
+
+
+def functions() -> dict[str, Any]:
+    """Return the functions of ``wrong_*.py``, by the name of their bug."""
     from . import wrong_checkpoints, wrong_devices, wrong_training  # here: they import what they are wrong about
 
     modules = (wrong_training, wrong_devices, wrong_checkpoints)
-    known = {key: value for module in modules for key, value in (vars(module) | module.WRONG).items()}
-    live.replace(made.seam, known.get(name) or known[name.replace("-", "_")])
+    return {name.replace("_", "-"): value for each in modules for name, value in (vars(each) | each.WRONG).items()}
 
 
 def pattern_of(change: str) -> patterns.Pattern:

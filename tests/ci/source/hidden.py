@@ -1,7 +1,7 @@
-"""A process whose torch lacks private names of `collectives.torch_internals`.
+"""A process whose torch lacks every private name of `collectives.torch_internals`.
 
-``python -m tests.ci.source.hidden PATH...`` hides every name before the library is imported, uses each from the module,
-and prints the errors of each name, as JSON.
+``python -m tests.ci.source.hidden`` hides the names before the library is imported, uses each from the module, and
+prints the errors of each name, as JSON.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ def error_of(action: Callable[[], Any]) -> str:
     return ""
 
 
-def errors_of_uses(paths: list[str]) -> dict[str, list[str]]:
+def errors_of_uses() -> dict[str, list[str]]:
     """Hide all names. Return for each name the errors of a call, of an attribute and of ``isinstance``."""
-    resolve = pkgutil.resolve_name
+    hidden = list[str]()
 
-    def resolve_others(path: str) -> Any:
-        if path in paths:
-            raise AttributeError("hidden")
-        return resolve(path)
+    def resolve_nothing(path: str) -> Any:
+        hidden.append(path.replace(":", "."))
+        raise AttributeError(path)
 
-    pkgutil.resolve_name = resolve_others
+    pkgutil.resolve_name = resolve_nothing
     from collectives import torch_internals
     from zero import ZeroOptimizer  # noqa: F401
 
@@ -40,11 +39,11 @@ def errors_of_uses(paths: list[str]) -> dict[str, list[str]]:
         if torch_internals.missing(value) is not None:
             uses = (lambda v=value: v(1), lambda v=value: v.__code__, lambda v=value: isinstance(1, v))
             errors = [error_of(use) for use in uses]
-            named = next(path for path in paths if f" has no {path.replace(':', '.')}, " in errors[0])
-            found[named] = errors
+            found[next(path for path in hidden if f" has no {path}, " in errors[0])] = errors
+    assert found.keys() == {*hidden}
     return found
 
 
 if __name__ == "__main__":
     assert not {"zero", "collectives"} & {name.partition(".")[0] for name in sys.modules}
-    print(json.dumps(errors_of_uses(sys.argv[1:])))
+    print(json.dumps(errors_of_uses()))

@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from ...mutants import sites
-from ...zoo import live, wrong_checkpoints, wrong_devices, wrong_training
-from ...zoo.bug import bugs, pattern_of
+from ...zoo import live
+from ...zoo.bug import bugs, functions, pattern_of
 from ...zoo.judge import How, judge
 
 SOURCE = """
@@ -82,10 +82,9 @@ def test_a_function_is_replaced_wherever_it_is_known(library: ModuleType) -> Non
 
 
 def test_every_bug_has_a_pattern_or_a_function() -> None:
-    modules = (wrong_training, wrong_devices, wrong_checkpoints)
-    functions = {name.replace("_", "-") for module in modules for name in (*vars(module), *module.WRONG)}
+    known = functions()
     for each in bugs().values():
-        assert bool(each.change) != (each.name in functions), each.name
+        assert bool(each.change) != (each.name in known), each.name
 
 
 def test_assertions_and_documented_errors_are_kills_and_crashes_are_not(library: ModuleType) -> None:
