@@ -13,8 +13,6 @@ from ..support.narrowed import PRECISIONS
 from ..support.programs import Program, check
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
