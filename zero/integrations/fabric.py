@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from ..optimizer import ZeroOptimizer
 from .conversion import Conversions
-from .lightning_common import check_precision, default_backend, imported, strategy_arguments
+from .lightning_common import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy
@@ -47,10 +47,6 @@ class ZeroFabricStrategy(DDPStrategy):
         remedy = "set up the optimizer that has it, as in `optimizer = fabric.setup_optimizers(optimizer)`"
         self._conversions = Conversions(options, "ZeroFabricStrategy", remedy)
         self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
-
-    # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return the module as it is. Local. Its backwards raise `RuntimeError` until its optimizer is set up."""

@@ -17,7 +17,7 @@ from ..data import MicroBatchSampler
 from ..optimizer import ZeroOptimizer
 from ..parameters.module_hooks import register_forward_method
 from .conversion import Conversions, held_in, hold, release
-from .lightning_common import check_precision, default_backend, imported, strategy_arguments
+from .lightning_common import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -69,10 +69,6 @@ class ZeroStrategy(DDPStrategy):
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
         self._conversions = Conversions(options, "ZeroStrategy", "list it in the optimizer of configure_optimizers")
-
-    # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
 
     def setup(self, trainer: Trainer) -> None:
         """Place the module and, for a fit, build its optimizer. All ranks."""

@@ -12,11 +12,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from .conversion import split
 
-BACKEND_OF_GPUS = "cpu:gloo,cuda:nccl"  # the optimizer sends short messages by gloo
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
 """The precisions that neither replace modules nor shard by themselves, and that were tried."""
 
@@ -47,11 +44,6 @@ def strategy_arguments(of: type, given: Mapping[str, Any]) -> tuple[dict[str, An
             f"{', '.join(sorted(_ARGUMENTS))} of DDPStrategy"
         )
     return options, others
-
-
-def default_backend(device: torch.device) -> str | None:
-    """Return the backend of the process group for ranks on such devices, or None for Lightning's own choice."""
-    return BACKEND_OF_GPUS if device.type == "cuda" else None
 
 
 def check_precision(of: type, plugin: Any) -> None:
