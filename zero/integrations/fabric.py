@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizer import ZeroOptimizer
-from .conversion import Conversions
+from .conversion import OR_IGNORE, Conversions, gathered
 from .lightning_common import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class ZeroFabricStrategy(DDPStrategy):
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
         remedy = "set up the optimizer that has it, as in `optimizer = fabric.setup_optimizers(optimizer)`"
-        self._conversions = Conversions(options, "ZeroFabricStrategy", remedy)
+        self._conversions = Conversions(options, "ZeroFabricStrategy", remedy + OR_IGNORE)
         self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
 
     def setup_module(self, module: nn.Module) -> Any:
@@ -86,7 +86,7 @@ class ZeroFabricStrategy(DDPStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load weights, also into a module that is sharded. All ranks."""
-        with self._conversions.gathered(module, write=True):
+        with gathered(self._conversions.optimizers_of(module), write=True):
             super().load_module_state_dict(module, state_dict, strict)
 
 

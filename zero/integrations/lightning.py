@@ -16,7 +16,7 @@ import torch
 from ..data import MicroBatchSampler
 from ..optimizer import ZeroOptimizer
 from ..parameters.module_hooks import register_forward_method
-from .conversion import Conversions, held_in, hold, release
+from .conversion import OR_IGNORE, Conversions, gathered, held_in, hold, release
 from .lightning_common import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, **arguments: Any) -> None:
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
-        self._conversions = Conversions(options, "ZeroStrategy", "list it in the optimizer of configure_optimizers")
+        remedy = "list it in the optimizer of configure_optimizers"
+        self._conversions = Conversions(options, "ZeroStrategy", remedy + OR_IGNORE)
 
     def setup(self, trainer: Trainer) -> None:
         """Place the module and, for a fit, build its optimizer. All ranks."""
@@ -142,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's weights, also into a module that is sharded. All ranks."""
-        with self._conversions.gathered(self.lightning_module, write=True):
+        with gathered(self._conversions.optimizers_of(self.lightning_module), write=True):
             super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class _Group:
     rule: Any  # a `WeightConverter`, or None: one tensor under another name
     model: Any
     dtype: torch.dtype  # of the model's tensor, to which the library casts before it converts
-    patterns: list[str] = field(default_factory=list)  # of the rule, one for each saved name
+    patterns: list[Any] = field(default_factory=list)  # of the rule, one for each saved name
     saved: list[str] = field(default_factory=list)
 
     def on_meta(self, files: TensorFiles) -> dict[str, Tensor]:
@@ -174,7 +174,7 @@ class _Group:
         return ValueError(f"{self.name!r} cannot be made of {shown} ({reason}): {_REMEDY}")
 
 
-def _groups(model: Any, known: Mapping[str, Tensor], files: TensorFiles) -> tuple[list[_Group], list[str]]:
+def _groups(model: Any, known: dict[str, Tensor], files: TensorFiles) -> tuple[list[_Group], list[str]]:
     """Return what becomes what, and the saved names that the model lacks, as `from_pretrained` finds them."""
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
