@@ -52,14 +52,8 @@ OR_IGNORE = ", or give ignored=, if each rank trains its own"
 """The end of a remedy where the user gives options of `ZeroOptimizer`."""
 
 Options = Mapping[str, Any]
-_NO_OPTIONS = (
-    "params",
-    "optimizer_class",
-    "module",
-    "optimizer_kwargs",
-    "defaults",
-)  # what the plain optimizer provides
-OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - {*_NO_OPTIONS}
+_OF_PLAIN = {"params", "optimizer_class", "module", "optimizer_kwargs", "defaults"}  # the plain optimizer gives these
+OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - _OF_PLAIN
 
 
 def split(arguments: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -156,9 +150,9 @@ class Conversions:
         """The converted optimizers, in order."""
         return [optimizer for _, optimizer in self._converted]
 
-    def optimizers_of(self, module: nn.Module | None) -> list[ZeroOptimizer]:
-        """Return the converted optimizers of a module (None: of all modules), in order."""
-        return [each for modules, each in self._converted if module is None or any(of is module for of in modules)]
+    def optimizers_of(self, module: Any) -> list[ZeroOptimizer]:
+        """Return the converted optimizers of a module, in order."""
+        return [each for modules, each in self._converted if any(of is module for of in modules)]
 
     def add(self, module: nn.Module, *, trained: bool = True) -> None:
         """Note a module whose optimizer will be given to `convert`. Local.

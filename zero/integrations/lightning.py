@@ -17,7 +17,7 @@ from ..data import MicroBatchSampler
 from ..optimizer import ZeroOptimizer
 from ..parameters.module_hooks import register_forward_method
 from .conversion import OR_IGNORE, Conversions, gathered, held_in, hold, release
-from .lightning_common import check_precision, imported, strategy_arguments
+from .fabric import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -84,7 +84,7 @@ class ZeroStrategy(DDPStrategy):
             self._conversions.forget()
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
-        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = ZeroOptimizer.clip_grad_norm_  # type: ignore[method-assign, assignment]
         self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
         return None
 
@@ -198,10 +198,6 @@ def _finetune(callback: Any, module: Any, epoch: int, optimizer: Any) -> None:
         finally:
             del optimizer.add_param_group
     return None
-
-
-def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
-    optimizer.clip_grad_norm_(clip_val)
 
 
 def _refuse_value(*_: torch.optim.Optimizer | float) -> NoReturn:

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer  # type: ignore[import-not-found, unused-ignore]
 
 from collectives import Kind, Tag
@@ -306,15 +306,12 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         found.prepare_data_loader = lambda loader, *rest, **named: deal(
             check_undealt(loader, "ZeroTrainer"), *rest, **named
         )
-        found.clip_grad_norm_ = self._clip
+        found.clip_grad_norm_ = lambda _, *limits, **named: self._trained("clips").clip_grad_norm_(*limits, **named)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model. Private: that of another trainer is there, and may be sharded, when this one is built."""
         if not held_in(model):
             super()._move_model_to_device(model, device)
-
-    def _clip(self, _: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._trained("clips").clip_grad_norm_(max_norm, norm_type)
 
     def _trained(self, does: str) -> ZeroOptimizer:
         if self.zero_optimizer is None:
