@@ -142,7 +142,7 @@ class Conversions:
         given = () if options.get("ignored") is None else options["ignored"]
         several = isinstance(given, Iterable) and not isinstance(given, nn.Module | Tensor | str)
         self._ignored: list[Any] = list(given) if several else [given]
-        self._modules: dict[nn.Module, list[Any]] = {}  # each with the handles of `watch`
+        self._modules: dict[nn.Module, list[Any]] = {}  # each with the handles of its hooks
         self._converted: list[tuple[Sequence[nn.Module], ZeroOptimizer]] = []
 
     @property
