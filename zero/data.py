@@ -137,7 +137,10 @@ class MicroBatchSampler(Sampler[list[int]]):
         if self._counted and left == 0:
             raise RuntimeError(f"epoch {self.epoch} is trained: call set_epoch({self.epoch + 1}) before the next one")
         self._dealt = True
-        yield from self._deal(self._order(), self.trained, self.trained + left)
+        order, begin, end = self._order(), self.trained, self.trained + left
+        for first in range(begin, end, self.per_step):
+            for number in range(first + self.rank, min(first + self.per_step, end), self.world):
+                yield order[number * self._batch_size : (number + 1) * self._batch_size].tolist()
 
     # -- resuming -----------------------------------------------------------------------------------------------------
 
@@ -224,12 +227,6 @@ class MicroBatchSampler(Sampler[list[int]]):
         digest = hashlib.sha256(f"{self._seed} {self.epoch}".encode()).digest()  # seed + epoch would repeat orders
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
         return torch.randperm(self._samples, generator=generator, device="cpu")
-
-    def _deal(self, order: Tensor, begin: int, end: int) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of the steps between two micro-batches."""
-        for first in range(begin, end, self.per_step):
-            for number in range(first + self.rank, min(first + self.per_step, end), self.world):
-                yield order[number * self._batch_size : (number + 1) * self._batch_size].tolist()
 
 
 def _length(data: Dataset[Any] | Sized | int) -> int:

@@ -6,19 +6,20 @@ gradients, and which arguments it obeys. Does not know: how to train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
-from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, DataLoaderShard  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from accelerate.data_loader import prepare_data_loader  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from accelerate.utils import DistributedType, DynamoBackend, is_compiled_module  # type: ignore[import-not-found, import-untyped, unused-ignore]
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ..data import MicroBatchSampler
-from .conversion import Conversions, check_started, split
+from .conversion import OR_IGNORE, Conversions, check_started, gathered, split
 
 _SHARDINGS = (
     "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin", "torch_tp_plugin",
@@ -55,7 +56,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         super().__init__(**others)
         self._check()
         remedy = "prepare the optimizer that has it, as in `optimizer = accelerator.prepare(optimizer)`"
-        self._conversions = Conversions(options, "ZeroAccelerator", remedy)
+        self._conversions = Conversions(options, "ZeroAccelerator", remedy + OR_IGNORE)
 
     def _check(self) -> None:
         """Raise `ValueError` for what cannot be obeyed, also if `accelerate launch` has asked for it."""
@@ -99,15 +100,13 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
         Raises `ValueError` if that is one of other ranks, or if another sampler has dealt samples.
         """
-        if isinstance(data_loader, _DealtLoader):
-            return data_loader
-        if isinstance(data_loader.batch_sampler, MicroBatchSampler):
-            placed = self.device_placement if device_placement is None else device_placement
-            data_loader = _DealtLoader(data_loader, self, self.device if placed else None)
-            self._dataloaders.append(data_loader)  # private: the base's method would deal it out again
-            return data_loader
-        undealt = check_undealt(data_loader, "ZeroAccelerator")
-        return super().prepare_data_loader(undealt, device_placement, slice_fn_for_dispatch)  # type: ignore[no-any-return]
+        if not hasattr(data_loader, "_is_accelerate_prepared"):  # private: the base takes a prepared one as it is
+            if isinstance(data_loader.batch_sampler, MicroBatchSampler):
+                placed = self.device_placement if device_placement is None else device_placement
+                data_loader = _dealt(data_loader, self, placed)
+            else:
+                check_undealt(data_loader, "ZeroAccelerator")
+        return super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)  # type: ignore[no-any-return]
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -133,7 +132,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
         """Register a hook of `save_state`, during which the parameters are whole. Each rank's hook may read them."""
 
         def whole(*arguments: Any) -> None:
-            with self._conversions.gathered():
+            with gathered(self._conversions.optimizers):
                 hook(*arguments)
 
         return super().register_save_state_pre_hook(whole)
@@ -176,7 +175,7 @@ class ZeroAccelerator(Accelerator):  # type: ignore[misc]
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **load_model_func_kwargs: Any) -> None:
         """Load what `save_state` wrote. All ranks."""
-        with self._conversions.gathered(write=True):
+        with gathered(self._conversions.optimizers, write=True):
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
 
@@ -192,39 +191,35 @@ def check_undealt(loader: DataLoader[Any], where: str) -> DataLoader[Any]:
     return loader
 
 
-class _DealtLoader(DataLoaderShard):  # type: ignore[misc]
-    """A loader whose `MicroBatchSampler` has dealt the micro-batches. The sampler's epoch decides their order."""
-
-    _OWN_COUNT = -1  # in the place of accelerate's count of epochs
-
-    def __init__(self, loader: DataLoader[Any], accelerator: Accelerator, device: torch.device | None) -> None:
-        sampler: Any = loader.batch_sampler
-        place, expected = (sampler.rank, sampler.world), (accelerator.process_index, accelerator.num_processes)
-        if place != expected:
-            raise ValueError(
-                f"ZeroAccelerator: the MicroBatchSampler has (rank, world) = {place} where {expected} is expected: "
-                "build it with accelerator.process_index and accelerator.num_processes"
-            )
-        left = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")  # the batch sampler has them
-        super().__init__(
-            loader.dataset,
-            batch_sampler=sampler,
-            device=device,
-            rng_types=[each for each in accelerator.rng_types if each != "generator"],  # it has none
-            use_stateful_dataloader=accelerator.use_stateful_dataloader,
-            _drop_last=True,  # else gather_for_metrics takes the last samples for repeated ones
-            _non_blocking=accelerator.non_blocking,
-            **{name: getattr(loader, name) for name in _PYTORCH_DATALOADER_KWARGS if name not in left},  # private
+def _dealt(loader: Any, accelerator: Accelerator, placed: bool) -> Any:
+    """Return a prepared loader of the micro-batches of a `MicroBatchSampler`, whose epoch decides their order."""
+    sampler: MicroBatchSampler = loader.batch_sampler
+    place, expected = (sampler.rank, sampler.world), (accelerator.process_index, accelerator.num_processes)
+    if place != expected:
+        raise ValueError(
+            f"ZeroAccelerator: the MicroBatchSampler has (rank, world) = {place} where {expected} is expected: "
+            "build it with accelerator.process_index and accelerator.num_processes"
         )
+    found = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=1,  # accelerate deals nothing out
+        process_index=0,
+        put_on_device=placed,
+        rng_types=accelerator.rng_types.copy(),
+        non_blocking=accelerator.non_blocking,
+        use_stateful_dataloader=accelerator.use_stateful_dataloader,
+    )
 
-    def __iter__(self) -> Iterator[Any]:
-        self.iteration = self._OWN_COUNT  # accelerate sets the epoch to this when an iteration begins
-        return super().__iter__()  # type: ignore[no-any-return]
+    def set_epoch(epoch: float) -> None:
+        if epoch is not found.iteration:
+            sampler.set_epoch(int(epoch))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the sampler."""
-        if epoch != self._OWN_COUNT:
-            self.batch_sampler.set_epoch(epoch)
+    found.iteration = math.nan  # accelerate counts up, and sets the epoch to this when an iteration begins
+    found.set_epoch = set_epoch
+    found._drop_last = True  # else gather_for_metrics takes the last samples for repeated ones
+    found._is_accelerate_prepared = True
+    return found
 
 
 class _Prepared(AcceleratedOptimizer):  # type: ignore[misc]

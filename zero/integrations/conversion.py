@@ -13,7 +13,7 @@ import inspect
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,54 +28,12 @@ from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
 
 
-def watch(
-    module: nn.Module,
-    trainer: object,
-    where: str,
-    remedy: str,
-    optimizers: Sequence[ZeroOptimizer] = (),
-    ignored: Container[Tensor] = (),
-) -> list[Any]:
-    """Let a backward raise `RuntimeError` if it gives a gradient to a parameter of ``module`` without an owner. Local.
-
-    Each rank would train such a parameter by itself. Frozen ones are watched, too: they may be unfrozen later.
-
-    Args:
-        module: the module that was set up.
-        trainer: what set it up; held weakly.
-        where, remedy: its class, and how an optimizer is set up there, for errors.
-        optimizers: those of the module. What they ignore is not watched, and nothing once one of them is closed.
-        ignored: parameters that are each rank's own.
-
-    Returns the handles of the hooks.
-
-    Raises:
-        ValueError: a parameter is not initialised.
-    """
-    of = f"of the {type(module).__name__}"
-    if lazy := [name for name, parameter in named_parameters(module) if is_lazy(parameter)]:
-        raise ValueError(f"{where}: {lazy[0]!r} {of} is not initialised yet: run a forward of its lazy module first")
-    left_out = [ignored, *(optimizer._engine.parts.storage.ignored for optimizer in optimizers)]
-    handles = []
-    for name, parameter in named_parameters(module):
-        if parameter.is_meta or not is_laid_out(parameter) or any(parameter in each for each in left_out):
-            continue
-        floating = parameter.is_floating_point() or parameter.is_complex()
-        frozen = not parameter.requires_grad and not is_released(parameter)
-        if owners_of(parameter) or (frozen and (parameter.is_inference() or not floating)):
-            continue  # the owner's, or frozen for ever
-        message = (
-            f"{where}: a backward gave a gradient to {name!r} {of}, and no ZeroOptimizer has it, so the ranks would "
-            f"not average it: {remedy}. If nothing trains the parameter, freeze it by requires_grad_(False)"
-        )
-        handles.append(_watch(parameter, weakref.ref(trainer), message))
-    for optimizer in optimizers:
-        optimizer._engine.parts.reducer.hooks.remove_also(handles)
-    return handles
-
-
 def _watch(parameter: Any, trainer: weakref.ref[object], message: str) -> Any:
-    """Register the hook of one parameter, until it finds an owner, or the trainer is gone. Return its handle."""
+    """Let a backward raise `RuntimeError` if it gives a gradient to a parameter without an owner. Local.
+
+    Each rank would train it by itself. The hook stays until it finds an owner, or the ``trainer`` is gone. Return its
+    handle.
+    """
 
     @untraced
     def check(parameter: Tensor) -> None:
@@ -90,15 +48,12 @@ def _watch(parameter: Any, trainer: weakref.ref[object], message: str) -> Any:
     return handle
 
 
+OR_IGNORE = ", or give ignored=, if each rank trains its own"
+"""The end of a remedy where the user gives options of `ZeroOptimizer`."""
+
 Options = Mapping[str, Any]
-_NO_OPTIONS = (
-    "params",
-    "optimizer_class",
-    "module",
-    "optimizer_kwargs",
-    "defaults",
-)  # what the plain optimizer provides
-OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - {*_NO_OPTIONS}
+_OF_PLAIN = {"params", "optimizer_class", "module", "optimizer_kwargs", "defaults"}  # the plain optimizer gives these
+OPTIONS = frozenset(inspect.signature(ZeroOptimizer).parameters) - _OF_PLAIN
 
 
 def split(arguments: Options) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,13 +119,22 @@ def on_cpu(states: Mapping[str, Any]) -> OrderedDict[str, Any]:
     return found
 
 
+@contextmanager
+def gathered(optimizers: Iterable[ZeroOptimizer], *, write: bool = False) -> Iterator[None]:
+    """Return a context in which the parameters of the optimizers are whole. All ranks."""
+    with ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(optimizer.gathered(write=write))
+        yield
+
+
 class Conversions:
     """The modules of one trainer, and the optimizers that it has converted.
 
     Args:
         options: of `ZeroOptimizer`, for each plain optimizer.
         where: the class that the user gave the options to, for errors.
-        remedy: how its user sets an optimizer up, for errors.
+        remedy: what its user does about a parameter without an optimizer, for errors.
     """
 
     def __init__(self, options: Options, where: str, remedy: str) -> None:
@@ -178,7 +142,7 @@ class Conversions:
         given = () if options.get("ignored") is None else options["ignored"]
         several = isinstance(given, Iterable) and not isinstance(given, nn.Module | Tensor | str)
         self._ignored: list[Any] = list(given) if several else [given]
-        self._modules: dict[nn.Module, list[Any]] = {}  # each with the handles of `watch`
+        self._modules: dict[nn.Module, list[Any]] = {}  # each with the handles of its hooks
         self._converted: list[tuple[Sequence[nn.Module], ZeroOptimizer]] = []
 
     @property
@@ -186,22 +150,51 @@ class Conversions:
         """The converted optimizers, in order."""
         return [optimizer for _, optimizer in self._converted]
 
-    def optimizers_of(self, module: nn.Module | None) -> list[ZeroOptimizer]:
-        """Return the converted optimizers of a module (None: of all modules), in order."""
-        return [each for modules, each in self._converted if module is None or any(of is module for of in modules)]
+    def optimizers_of(self, module: Any) -> list[ZeroOptimizer]:
+        """Return the converted optimizers of a module, in order."""
+        return [each for modules, each in self._converted if any(of is module for of in modules)]
 
     def add(self, module: nn.Module, *, trained: bool = True) -> None:
-        """Note a module whose optimizer will be given to `convert`.
+        """Note a module whose optimizer will be given to `convert`. Local.
 
-        Until then a backward that gives it gradients raises `RuntimeError`, unless ``trained`` is False.
+        Until then a backward that gives it gradients raises `RuntimeError`, unless ``trained`` is False. Raises
+        `ValueError` if a parameter is not initialised.
         """
         handles = self._modules.setdefault(module, [])
         if trained:
             for handle in handles:
                 handle.remove()
-            remedy = f"{self._remedy}, or give ignored=, if each rank trains its own"
-            ignored = Ignored(self._ignored_in(module), module)
-            handles[:] = watch(module, self, self.where, remedy, self.optimizers_of(module), ignored)
+            handles[:] = self._watch(module)
+
+    def _watch(self, module: nn.Module) -> list[Any]:
+        """Watch the parameters of a module that no optimizer of it has or ignores, and return the handles of the hooks.
+
+        Frozen ones are watched, too: they may be unfrozen later. None is watched once one of the optimizers is closed.
+        """
+        of = f"of the {type(module).__name__}"
+        if lazy := [name for name, parameter in named_parameters(module) if is_lazy(parameter)]:
+            raise ValueError(
+                f"{self.where}: {lazy[0]!r} {of} is not initialised yet: run a forward of its lazy module first"
+            )
+        all_parts = [optimizer._engine.parts for optimizer in self.optimizers_of(module)]
+        left_out = [Ignored(self._ignored_in(module), module), *(parts.storage.ignored for parts in all_parts)]
+        handles = []
+        for name, parameter in named_parameters(module):
+            if parameter.is_meta or not is_laid_out(parameter) or any(parameter in each for each in left_out):
+                continue
+            floating = parameter.is_floating_point() or parameter.is_complex()
+            frozen = not parameter.requires_grad and not is_released(parameter)
+            if owners_of(parameter) or (frozen and (parameter.is_inference() or not floating)):
+                continue  # the owner's, or frozen for ever
+            message = (
+                f"{self.where}: a backward gave a gradient to {name!r} {of}, and no ZeroOptimizer has it, so the ranks "
+                f"would not average it: {self._remedy}. If nothing trains the parameter, freeze it by "
+                "requires_grad_(False)"
+            )
+            handles.append(_watch(parameter, weakref.ref(self), message))
+        for parts in all_parts:
+            parts.reducer.hooks.remove_also(handles)
+        return handles
 
     def _ignored_in(self, *modules: nn.Module) -> list[Any]:
         """Return the entries of ``ignored`` that are parts of these modules, and those that cannot be parts."""
@@ -256,21 +249,13 @@ class Conversions:
             f"{self.where} clips all parameters of an optimizer by their common norm: give all of them, and no others"
         )
 
-    @contextmanager
-    def gathered(self, module: nn.Module | None = None, *, write: bool = False) -> Iterator[None]:
-        """Return a context in which the parameters of ``module`` (None: of all modules) are whole. All ranks."""
-        with ExitStack() as stack:
-            for optimizer in self.optimizers_of(module):
-                stack.enter_context(optimizer.gathered(write=write))
-            yield
-
     def state_dict(self, module: nn.Module, wanted: bool = False) -> OrderedDict[str, Any]:
         """Return a copy of the whole ``module.state_dict()``, on the CPU, on rank 0 and where it is ``wanted``.
 
         Other ranks return {}. All ranks.
         """
-        with self.gathered(module):
-            if not wanted and any(optimizer.rank for optimizer in self.optimizers_of(module)):
+        with gathered(optimizers := self.optimizers_of(module)):
+            if not wanted and any(optimizer.rank for optimizer in optimizers):
                 return OrderedDict()
             return on_cpu(module.state_dict())
 

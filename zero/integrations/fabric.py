@@ -1,24 +1,69 @@
 """A strategy for Lightning Fabric: ``Fabric(strategy=ZeroFabricStrategy(stage=3))``.
 
+Also what the strategy for Lightning's Trainer shares with it: which packages, arguments and precisions they take.
+
 Knows: what Fabric asks of a strategy. Does not know: how to train. Needs lightning-fabric or lightning.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import importlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optimizer import ZeroOptimizer
-from .conversion import Conversions
-from .lightning_common import check_precision, default_backend, imported, strategy_arguments
+from .conversion import OR_IGNORE, Conversions, gathered, split
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true")
+"""The precisions that neither replace modules nor shard by themselves, and that were tried."""
+
+_ARGUMENTS = frozenset(  # of DDPStrategy; its others are those of DistributedDataParallel, which is not used
+    {
+        "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin",
+        "process_group_backend", "timeout", "start_method",
+    }
+)  # fmt: skip
+
+
+def imported(*names: str) -> ModuleType:
+    """Return the first of these packages that is imported, or else the first one that is installed."""
+    installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
+    in_use = [name for name in installed if name in sys.modules]
+    return importlib.import_module([*in_use, *installed, names[-1]][0])
+
 
 if TYPE_CHECKING:
     from lightning_fabric.strategies.ddp import DDPStrategy
 else:
     DDPStrategy = imported("lightning.fabric", "lightning_fabric").strategies.DDPStrategy
+
+
+def strategy_arguments(of: type, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of `ZeroOptimizer`, and the arguments of Lightning's DDPStrategy.
+
+    Raises `TypeError` for arguments that are neither, which names the strategy's class ``of``.
+    """
+    options, others = split(given)
+    if unknown := others.keys() - _ARGUMENTS:
+        raise TypeError(
+            f"{of.__name__} has no argument {', '.join(sorted(unknown))}: it takes the options of ZeroOptimizer, and "
+            f"{', '.join(sorted(_ARGUMENTS))} of DDPStrategy"
+        )
+    return options, others
+
+
+def check_precision(of: type, plugin: Any) -> None:
+    """Raise `ValueError` if a precision plugin of Lightning is not one of `PRECISIONS`."""
+    name = getattr(plugin, "precision", "32-true")
+    if name not in PRECISIONS:
+        raise ValueError(f"{of.__name__} does not take the precision {name!r}: it takes {', '.join(PRECISIONS)}")
 
 
 class ZeroFabricStrategy(DDPStrategy):
@@ -45,12 +90,9 @@ class ZeroFabricStrategy(DDPStrategy):
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
         remedy = "set up the optimizer that has it, as in `optimizer = fabric.setup_optimizers(optimizer)`"
-        self._conversions = Conversions(options, "ZeroFabricStrategy", remedy)
-        self._backward_sync_control: Any = _EveryBackward()  # private: Fabric asks no method of the strategy
-
-    # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
+        self._conversions = Conversions(options, "ZeroFabricStrategy", remedy + OR_IGNORE)
+        # Private: of this, and of no method of the strategy, Fabric asks a context without reductions.
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=lambda module, enabled: nullcontext())
 
     def setup_module(self, module: nn.Module) -> Any:
         """Return the module as it is. Local. Its backwards raise `RuntimeError` until its optimizer is set up."""
@@ -90,12 +132,5 @@ class ZeroFabricStrategy(DDPStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load weights, also into a module that is sharded. All ranks."""
-        with self._conversions.gathered(module, write=True):
+        with gathered(self._conversions.optimizers_of(module), write=True):
             super().load_module_state_dict(module, state_dict, strict)
-
-
-class _EveryBackward:
-    """What Fabric asks for a context without reductions."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return nullcontext()

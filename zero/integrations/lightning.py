@@ -16,8 +16,8 @@ import torch
 from ..data import MicroBatchSampler
 from ..optimizer import ZeroOptimizer
 from ..parameters.module_hooks import register_forward_method
-from .conversion import Conversions, held_in, hold, release
-from .lightning_common import check_precision, default_backend, imported, strategy_arguments
+from .conversion import OR_IGNORE, Conversions, gathered, held_in, hold, release
+from .fabric import check_precision, imported, strategy_arguments
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -68,11 +68,8 @@ class ZeroStrategy(DDPStrategy):
     def __init__(self, **arguments: Any) -> None:
         options, others = strategy_arguments(type(self), arguments)
         super().__init__(**others)
-        self._conversions = Conversions(options, "ZeroStrategy", "list it in the optimizer of configure_optimizers")
-
-    # Private: Lightning asks for the backend of the process group. The optimizer needs gloo beside NCCL.
-    def _get_process_group_backend(self) -> str:
-        return self._process_group_backend or default_backend(self.root_device) or super()._get_process_group_backend()
+        remedy = "list it in the optimizer of configure_optimizers"
+        self._conversions = Conversions(options, "ZeroStrategy", remedy + OR_IGNORE)
 
     def setup(self, trainer: Trainer) -> None:
         """Place the module and, for a fit, build its optimizer. All ranks."""
@@ -87,7 +84,7 @@ class ZeroStrategy(DDPStrategy):
             self._conversions.forget()
             return super().setup(trainer)  # a plain module, with rank 0's values
         Strategy.setup(self, trainer)  # without DDPStrategy's, which would wrap the module
-        self.precision_plugin.clip_grad_by_norm = _clip_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = ZeroOptimizer.clip_grad_norm_  # type: ignore[method-assign, assignment]
         self.precision_plugin.clip_grad_by_value = _refuse_value  # type: ignore[method-assign, assignment]
         return None
 
@@ -146,7 +143,7 @@ class ZeroStrategy(DDPStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a checkpoint's weights, also into a module that is sharded. All ranks."""
-        with self._conversions.gathered(self.lightning_module, write=True):
+        with gathered(self._conversions.optimizers_of(self.lightning_module), write=True):
             super().load_model_state_dict(checkpoint, strict)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -201,10 +198,6 @@ def _finetune(callback: Any, module: Any, epoch: int, optimizer: Any) -> None:
         finally:
             del optimizer.add_param_group
     return None
-
-
-def _clip_by_norm(optimizer: Any, clip_val: float) -> None:
-    optimizer.clip_grad_norm_(clip_val)
 
 
 def _refuse_value(*_: torch.optim.Optimizer | float) -> NoReturn:

@@ -12,20 +12,21 @@ are refused. Does not know: how a step is taken. `weights_of` and `init_of` are 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import Trainer  # type: ignore[import-not-found, unused-ignore]
 
-from ..config import ShardingOptions
+from collectives import Kind, Tag
+
+from ..config import ShardingOptions, transport_of
 from ..optimizer import ZeroOptimizer
 from .accelerate import check_undealt
-from .conversion import Conversions, check_started, held_in, hold, release, watch
+from .conversion import Conversions, check_started, gathered, held_in, hold, release
 from .transformers_weights import init_of, weights_of
 
 NO_DDP = "there is no DistributedDataParallel"
@@ -63,18 +64,6 @@ def _has(key: str, wanted: bool) -> Callable[[Any], bool]:
     return lambda given: (given.get(key) if isinstance(given, Mapping) else getattr(given, key, None)) is wanted
 
 
-REENTRANT = Refusal(
-    "activation_checkpointing_kwargs",
-    "re-entrant checkpointing runs a backward inside the backward, whose gradients cannot be reduced once",
-    'leave "use_reentrant" out, or give False',
-    _has("use_reentrant", True),
-)
-OFFLOADED = Refusal(
-    "activation_checkpointing_kwargs",
-    '"offload" moves what the backward reads to the host, and was not tried beside sharded parameters',
-    'leave "offload" out',
-    _has("offload", True),
-)
 EIGHT_BITS = ("adamw_bnb", "adamw_8bit", "ademamix", "lion", "paged_", "rmsprop_bnb")
 
 REFUSALS = (
@@ -102,11 +91,21 @@ REFUSALS = (
     Refusal("torch_compile_backend", CUDA_GRAPHS, LEAVE_OUT, _is("cudagraphs")),
     Refusal("use_liger_kernel", "its kernels need a GPU, and were not tried at stage 3", LEAVE_OUT, bool),
     Refusal("liger_kernel_config", "use_liger_kernel alone reads it, which is refused", LEAVE_OUT),
-    REENTRANT,
-    OFFLOADED,
     *(
-        Refusal("gradient_checkpointing_kwargs", refusal.why, refusal.remedy, refusal.refuses)  # its older name
-        for refusal in (REENTRANT, OFFLOADED)
+        Refusal(argument, why, remedy, _has(key, True))
+        for argument in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # the older name
+        for key, why, remedy in (
+            (
+                "use_reentrant",
+                "re-entrant checkpointing runs a backward inside the backward, whose gradients cannot be reduced once",
+                'leave "use_reentrant" out, or give False',
+            ),
+            (
+                "offload",
+                '"offload" moves what the backward reads to the host, and was not tried beside sharded parameters',
+                'leave "offload" out',
+            ),
+        )
     ),
     Refusal(
         "optim",
@@ -234,22 +233,8 @@ def check_ranks(args: Any, dataset: Any, name: str) -> None:
     """Raise `ValueError` on all ranks if they would take samples, or steps, that do not fit together. All ranks."""
     if args.world_size > 1:
         mine = json.dumps(choices_of(args, dataset, name)).encode()
-        check_choices([json.loads(theirs) for theirs in _exchange(mine, args)])
-
-
-def _exchange(data: bytes, args: Any) -> list[bytes]:
-    """Return every rank's bytes, in rank order. All ranks. Nothing of a peer is unpickled."""
-    import torch
-    import torch.distributed as dist  # noqa: TID251 - Trainer has made the world's group
-
-    def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(tensor) for _ in range(args.world_size)]
-        dist.all_gather(found, tensor)
-        return found
-
-    sizes = [int(size) for size in gathered(torch.tensor([len(data)], device=args.device))]
-    padded = torch.tensor(list(data.ljust(max(sizes), b" ")), dtype=torch.uint8, device=args.device)
-    return [bytes(each.tolist()[:size]) for each, size in zip(gathered(padded), sizes, strict=True)]
+        theirs = transport_of(None).exchange(mine, Tag(Kind.EXCHANGE, "the arguments of ZeroTrainer"))
+        check_choices([json.loads(each) for each in theirs])
 
 
 _REMEDY = "let ZeroTrainer build the optimizer, and unfreeze the parameter before train()"
@@ -296,6 +281,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         if not isinstance(zero, ZeroConfig | None):
             raise TypeError(f"zero must be a zero.integrations.transformers.ZeroConfig, not {zero!r}")
         self.zero = ZeroConfig() if zero is None else zero
+        self._conversions = Conversions(self.zero.arguments(), "ZeroTrainer", _REMEDY)
         super().__init__(*arguments, **named)
         if self.optimizer is not None or self.lr_scheduler is not None:
             raise ValueError(
@@ -320,15 +306,12 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         found.prepare_data_loader = lambda loader, *rest, **named: deal(
             check_undealt(loader, "ZeroTrainer"), *rest, **named
         )
-        found.clip_grad_norm_ = self._clip
+        found.clip_grad_norm_ = lambda _, *limits, **named: self._trained("clips").clip_grad_norm_(*limits, **named)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model. Private: that of another trainer is there, and may be sharded, when this one is built."""
         if not held_in(model):
             super()._move_model_to_device(model, device)
-
-    def _clip(self, _: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        return self._trained("clips").clip_grad_norm_(max_norm, norm_type)
 
     def _trained(self, does: str) -> ZeroOptimizer:
         if self.zero_optimizer is None:
@@ -381,10 +364,9 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         found = getattr(optimizer, "optimizer", optimizer)  # of Accelerator's wrapper, from the second `train` on
         if not isinstance(found, ZeroOptimizer):
             check_ranks(self.args, self.train_dataset, "train_dataset")
-            conversions = Conversions(self.zero.arguments(), "ZeroTrainer", _REMEDY)
-            conversions.add(self._plain_model())
-            optimizer = found = conversions.convert(optimizer)
-            conversions.forget()  # its hooks: the trainer has its own
+            self._conversions.add(self._plain_model())
+            optimizer = found = self._conversions.convert(optimizer)
+            self._conversions.forget()
         elif found is not self.zero_optimizer and self.zero != ZeroConfig():
             raise ValueError("ZeroTrainer got zero=..., and create_optimizer built a ZeroOptimizer: give one alone")
         if found._engine.is_closed:
@@ -396,16 +378,9 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         model: Any = self.model
         if found not in held_in(model):
             hold(model, found)
-            watch(model, self, "ZeroTrainer", _REMEDY, [found])
+            self._conversions.adopt(model, found)
+            self._conversions.add(model)
         return optimizer
-
-    @contextmanager
-    def _whole(self, write: bool = False) -> Iterator[None]:
-        """Return a context in which the model's parameters are whole. All ranks. Before `train` they are."""
-        with ExitStack() as stack:
-            for optimizer in held_in(self.model):
-                stack.enter_context(optimizer.gathered(write=write))
-            yield
 
     def evaluation_loop(self, dataloader: Any, *arguments: Any, **named: Any) -> Any:
         """Evaluate or predict, as Trainer does. All ranks. `evaluate` and `predict` call it."""
@@ -422,7 +397,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the whole model, as Trainer does. All ranks; rank 0 writes."""
-        with self._whole():
+        with gathered(held_in(self.model)):
             super().save_model(output_dir, _internal_call)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -432,12 +407,12 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """Load the model. Private: at a second `train` it is sharded, and Trainer has no call around its loading."""
-        with self._whole(write=True):
+        with gathered(held_in(self.model), write=True):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         """Load the best model into the sharded one. Private: Trainer has no call around it."""
-        with self._whole(write=True):
+        with gathered(held_in(self.model), write=True):
             super()._load_best_model()
 
     def end(self) -> None:

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from transformers.core_model_loading import (  # type: ignore[import-not-found, 
     rename_source_key,
 )
 
-from ..parameters.materialize import ReadTensors, Shape, TensorFiles
+from ..parameters.materialize import LazyStateDict, TensorFiles
 
 _REMEDY = "load it by from_pretrained, which gives the model memory, and give that model to ZeroOptimizer"
 
@@ -65,9 +66,22 @@ def weights_of(model: nn.Module, folder: str | Path) -> Mapping[str, Tensor]:
         raise ValueError(f"the weights of {folder} are quantised: {_REMEDY}")
     _check_dtypes(whole)
     files = TensorFiles(_files(Path(folder)), "weights_of")
-    groups, unknown = _groups(whole, files)
+    known: dict[str, Tensor] = whole.state_dict(keep_vars=True)
+    groups, unknown = _groups(whole, known, files)
     _warn_of_unknown(whole, folder, unknown)
-    return _Weights(whole, files, groups)
+    fuse: dict[str, tuple[list[str], Callable[[list[Tensor]], Tensor]]] = {}
+    for group in groups:
+        for name, tensor in group.on_meta(files).items():
+            if name not in known:
+                raise group.error(f"the model lacks {name!r}")
+            if name in fuse:
+                raise group.error(f"{name!r} comes of others, too")
+            if tensor.shape != known[name].shape:
+                raise group.error(f"{name!r} has shape {(*known[name].shape,)}, but {(*tensor.shape,)} in the files")
+            fuse[name] = group.saved, partial(group.one, name)
+    found = LazyStateDict(files, rename=dict.fromkeys(unknown), fuse=fuse)
+    _check_ties(found, known)
+    return found
 
 
 def init_of(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -77,15 +91,8 @@ def init_of(model: nn.Module) -> Callable[[nn.Module], None]:
     `ValueError` for a model that is not one of transformers.
     """
     _check_kind(model, "init_of")
-    owners: dict[nn.Module, Any] = {}
-
-    def note(module: nn.Module, owner: nn.Module) -> None:
-        owner = module if isinstance(module, PreTrainedModel) else owner
-        owners[module] = owner
-        for child in module.children():
-            note(child, owner)
-
-    note(model, model)
+    outer_first = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    owners: dict[nn.Module, Any] = {module: owner for owner in outer_first for module in owner.modules()}
 
     def initialize(module: nn.Module) -> None:
         if module not in owners:
@@ -135,30 +142,40 @@ class _Group:
 
     name: str  # of the model; the first one if there are several
     rule: Any  # a `WeightConverter`, or None: one tensor under another name
-    sources: list[tuple[str, str]] = field(default_factory=list)  # the pattern that matched, and the saved name
+    model: Any
+    dtype: torch.dtype  # of the model's tensor, to which the library casts before it converts
+    patterns: list[Any] = field(default_factory=list)  # of the rule, one for each saved name
+    saved: list[str] = field(default_factory=list)
 
-    def of(self, tensors: Iterable[Tensor], model: Any) -> dict[str, Tensor]:
-        """Return the tensors of the model that come of those of the files."""
+    def on_meta(self, files: TensorFiles) -> dict[str, Tensor]:
+        """Return the tensors of the model without values, for their names and shapes."""
+        shapes = (files.shape(name) or () for name in self.saved)
+        return self._converted([torch.empty(shape, device="meta") for shape in shapes])
+
+    def one(self, name: str, tensors: list[Tensor]) -> Tensor:
+        """Return the tensor of this name that comes of those of the files."""
+        return self._converted(tensors)[name]
+
+    def _converted(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        cast = [tensor.to(self.dtype) for tensor in tensors]
         if self.rule is None:
-            return {self.name: next(iter(tensors))}
+            return {self.name: cast[0]}
         rule = deepcopy(self.rule)  # it collects tensors
         try:
-            for (pattern, saved), tensor in zip(self.sources, tensors, strict=True):
+            for pattern, saved, tensor in zip(self.patterns, self.saved, cast, strict=True):
                 rule.add_tensor(self.name, saved, pattern, tensor)
-            found = rule.convert(self.name, model=model, config=model.config)
+            found = rule.convert(self.name, model=self.model, config=self.model.config)
         except Exception as error:
             raise self.error(f"{type(error).__name__}: {error}") from error
         return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def error(self, reason: str) -> ValueError:
-        saved = [name for _, name in self.sources]
-        shown = ", ".join(saved[:4]) + (f" and {len(saved) - 4} others" if len(saved) > 4 else "")
+        shown = ", ".join(self.saved[:4]) + (f" and {len(self.saved) - 4} others" if len(self.saved) > 4 else "")
         return ValueError(f"{self.name!r} cannot be made of {shown} ({reason}): {_REMEDY}")
 
 
-def _groups(model: Any, files: TensorFiles) -> tuple[list[_Group], list[str]]:
+def _groups(model: Any, known: dict[str, Tensor], files: TensorFiles) -> tuple[list[_Group], list[str]]:
     """Return what becomes what, and the saved names that the model lacks, as `from_pretrained` finds them."""
-    known = model.state_dict()
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
@@ -172,9 +189,11 @@ def _groups(model: Any, files: TensorFiles) -> tuple[list[_Group], list[str]]:
         if name not in known:
             unknown.append(saved)
             continue
-        group = groups.setdefault(name, _Group(name, None if pattern is None else by_pattern[pattern]))
-        group.sources.append(("" if pattern is None else pattern, saved))
-        if group.rule is None and len(group.sources) > 1:
+        rule = None if pattern is None else by_pattern[pattern]
+        group = groups.setdefault(name, _Group(name, rule, model, known[name].dtype))
+        group.patterns.append(pattern)
+        group.saved.append(saved)
+        if group.rule is None and len(group.saved) > 1:
             raise group.error("both would become it")
     return list(groups.values()), unknown
 
@@ -188,72 +207,13 @@ def _warn_of_unknown(model: Any, folder: str | Path, unknown: list[str]) -> None
         warnings.warn(f"{folder}: the model lacks {shown}, which weights_of leaves out", stacklevel=3)
 
 
-class _Weights(ReadTensors):
-    """The tensors of a model; each is converted on access from those of files."""
-
-    def __init__(self, model: Any, files: TensorFiles, groups: list[_Group]) -> None:
-        """Convert the shapes alone, on the meta device.
-
-        Raises:
-            ValueError: a tensor cannot be converted, or would have another shape than the model's.
-        """
-        self._model, self._files = model, files
-        self._groups: dict[str, _Group] = {}
-        self._rest: dict[str, Tensor] = {}  # of the group that was converted last: what nobody asked for yet
-        known = model.state_dict(keep_vars=True)
-        self._shapes: dict[str, Shape] = {name: tuple(tensor.shape) for name, tensor in known.items()}
-        self._dtypes = {group.name: known[group.name].dtype for group in groups}  # to which it casts before it converts
-        for group in groups:
-            dtype = self._dtypes[group.name]
-            empty = (torch.empty(_shape(files, saved), dtype=dtype, device="meta") for _, saved in group.sources)
-            made = group.of(empty, model)
-            for name, tensor in made.items():
-                if name not in known:
-                    raise group.error(f"the model lacks {name!r}")
-                if name in self._groups:
-                    raise group.error(f"{name!r} comes of others, too")
-                if tuple(tensor.shape) != self._shapes[name]:
-                    raise group.error(
-                        f"{name!r} has shape {self._shapes[name]}, but {tuple(tensor.shape)} in the files"
-                    )
-                self._groups[name] = group
-        self._check_ties(known)
-
-    def _check_ties(self, known: Mapping[str, Tensor]) -> None:
-        """Raise `ValueError` if the files have two values for what is one tensor in the model."""
-        first: dict[int, str] = {}
-        for name in self._groups:
-            other = first.setdefault(id(known[name]), name)
-            if other != name and not torch.equal(self[other], self[name]):
-                raise ValueError(
-                    f"{other!r} and {name!r} are one tensor in the model, but differ in the files: set "
-                    "config.tie_word_embeddings to False before the model is built"
-                )
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._rest:
-            return self._rest.pop(name)
-        group, self._rest = self._groups[name], {}
-        dtype = self._dtypes[group.name]
-        made = group.of((self._files[saved].to(dtype) for _, saved in group.sources), self._model)
-        found = made.pop(name)
-        self._rest = made
-        return found
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._groups  # without reading it
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._groups)
-
-    def __len__(self) -> int:
-        return len(self._groups)
-
-    def shape(self, name: str) -> Shape | None:
-        return self._shapes[name] if name in self._groups else None
-
-
-def _shape(files: TensorFiles, saved: str) -> Shape:
-    found = files.shape(saved)
-    assert found is not None, "the name comes of the files"
-    return found
+def _check_ties(found: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> None:
+    """Raise `ValueError` if the files have two values for what is one tensor in the model."""
+    first: dict[int, str] = {}
+    for name in found:
+        other = first.setdefault(id(known[name]), name)
+        if other != name and not torch.equal(found[other], found[name]):
+            raise ValueError(
+                f"{other!r} and {name!r} are one tensor in the model, but differ in the files: set "
+                "config.tie_word_embeddings to False before the model is built"
+            )

@@ -94,7 +94,7 @@ def test_a_tensor_is_read_alone_when_it_is_asked_for(tmp_path: Path, monkeypatch
     model = on_meta(saved(tmp_path, MOE), tmp_path)
     weights = weights_of(model, tmp_path)
     read: list[str] = []
-    kind = type(weights._files)  # type: ignore[attr-defined]
+    kind = type(weights._source)  # type: ignore[attr-defined]
     real = kind.__getitem__
     monkeypatch.setattr(kind, "__getitem__", lambda self, name: (read.append(name), real(self, name))[1])
     assert weights["model.layers.1.mlp.experts.down_proj"].shape == (4, 16, 8)
