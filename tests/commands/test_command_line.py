@@ -50,7 +50,7 @@ WRONG = {  # words with gaps
     "train --data=": "error: Invalid value for '--data': it must be a path (the current folder is .), not ''. See",
     "train --out=": "error: Invalid value for '--out': it must be a path",
     "train --offload=": "error: Invalid value for '--offload': it must be a path … not ''",
-    "train --offload=disk,parameters=cpu": "it must be a path … or cpu,parameters=cpu,step=cpu, not 'disk,parameters=cpu'",
+    "train --offload=disk,parameters=cpu": "it must be a path … cpu,step=cpu, not 'disk,parameters=cpu'",
     "train --offload=cpu,step=cpu": "it must be a path … or cpu,parameters=cpu,step=cpu, not 'cpu,step=cpu'",
     "train --offload=cpu,parameters=disk": "it must be a path … not 'cpu,parameters=disk'",
     "train --offload=cpu,foo=cpu": "it must be a path … not 'cpu,foo=cpu'",

@@ -33,7 +33,7 @@ def by_element(cls: type[torch.optim.Optimizer], words: str) -> Refused:
 DIALS = (
     Dial(
         name="class",
-        first=4,
+        first=3,
         values={
             name: {"optimizer": name}
             for name in dict.fromkeys(("adamw", "adamw fused", *BY_PARAMETER, "averaged", *CLASSES))
@@ -50,7 +50,7 @@ DIALS = (
     ),
     Dial(
         name="cut",
-        first=4,
+        first=3,
         values={
             "by element": {},
             "whole": {"wholes": (True,)},
@@ -67,7 +67,7 @@ DIALS = (
     ),
     Dial(
         name="groups",
-        first=4,
+        first=3,
         values={
             "one": {},
             "two": {"shares": (0, 1), "options": ((), (("lr", 0.03), ("weight_decay", 0.1)))},

@@ -29,7 +29,7 @@ OFF = p.Backward(9, sync=False)
 DIALS = (
     Dial(
         name="loop",
-        first=10,
+        first=6,
         values={
             "clips": [*step(1, p.Clip(0.1)), p.Change(0, "lr", 3e-3), *step(2), p.Backward(3), p.Step(), p.ZeroGrad()],
             "norms": [*step(1, p.Clip(0.3, 1.0), p.Clip(0.2, 3.0)), *step(2, p.Clip(0.3, INFINITY), p.Clip(INFINITY))],

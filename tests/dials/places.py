@@ -25,7 +25,7 @@ DIALS = (
             Differs(
                 {"offload": Offload("cpu", parameters="cpu"), "stage": 3},
                 {"offload": Offload("cpu", parameters="cpu", step="cpu"), "stage": 3},
-                "Pass the same arguments on every rank … stepped there",
+                "offload=states and parameters in the host's memory … stepped there",
             )
         ],
     ),
@@ -33,6 +33,7 @@ DIALS = (
         name="ignored",
         values={"none": {}},
         refused=[
+            Refused({"ignored": "weight"}, "ignored[0] is a str, neither a parameter nor a module"),
             Refused({"ignored": ""}, "ignored[0] is a str, neither a parameter nor a module"),
             Refused({"ignored": len}, "ignored[0] is a builtin_function_or_method, neither"),
             Refused({"ignored": nn.Linear(2, 2)}, "ignored[0] is no part of the optimizer's module"),

@@ -61,7 +61,7 @@ class Dial:
 
     name: str
     values: Mapping[str, Changes | Loop]
-    first: int = 3
+    first: int = 2
     needs: Callable[[Row], object] = lambda row: True
     refused: Sequence[Refused] = ()
     differs: Sequence[Differs] = ()

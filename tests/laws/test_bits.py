@@ -9,7 +9,7 @@ from ..support.machine.run import run
 from ..support.pairs import Row
 from .space import ROWS, named, program_of
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:.*set aside:RuntimeWarning")]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)

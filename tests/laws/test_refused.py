@@ -1,4 +1,4 @@
-"""What cannot be is refused by name where it is given, and ranks that differ are named on every rank: nothing changes."""
+"""What cannot be is refused by name, and ranks that differ are named on every rank; the model stays as it was."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.contract
 
 
 def shown(arguments: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r:.40}" for name, value in arguments.items())
+    """Return arguments as the name of a case, which must be the same in every process."""
+    return ", ".join(f"{name}={getattr(value, '__name__', repr(value)):.40}" for name, value in arguments.items())
 
 
 def assert_in_order(words: str, message: str) -> None:

@@ -15,7 +15,6 @@ from hypothesis import settings as limits
 from hypothesis import strategies as st
 
 from ..programs import BY_PARAMETER, CLASSES
-from ..two_modes import TWO_MODES
 from . import program as p
 from .backends import Backend
 from .program import Command, Config, Setting
