@@ -6,38 +6,31 @@ Each name is torch's own object, resolved when this module is imported: to call 
 the installed torch does not have it, the import works all the same, and the first use raises a `RuntimeError` that says
 which name is missing.
 
-Attributes of objects cannot be resolved ahead. They are read where they are used, in these modules:
+Attributes of objects cannot be resolved ahead. They are read where they are used:
 
-    attribute                       of               modules
-    _cdata                          UntypedStorage   collectives.pool
-    _get_backend                    ProcessGroup     collectives.backends.gloo (without it: the default time limit)
-    _timeout                        its options      collectives.backends.gloo (as above)
-    _root_mesh                      DeviceMesh       collectives.backends.device_mesh (without it: no larger mesh)
-    _version                        Tensor           zero.core.parameter_specs, zero.runtime.accumulator,
-                                                     zero.parameters.edit_detector, zero.commands.verify.ranks,
-                                                     zero.parameters.gathered.units
-    _base                           Tensor           zero.parameters.module_hooks
-    _backward_hooks                 Tensor           zero.core.parameter_specs, zero.parameters.materialize,
-                                                     zero.parameters.released
-    _post_accumulate_grad_hooks     Tensor           zero.core.parameter_specs, zero.gradients.hooks,
-                                                     zero.parameters.materialize, zero.parameters.released
-    _parameters                     Module           zero.parameters.materialize, zero.core.parameter_specs,
-                                                     zero.checkpoint.contents, zero.state.full_state
-    _buffers                        Module           zero.parameters.materialize, zero.checkpoint.contents,
-                                                     zero.state.full_state
-    _non_persistent_buffers_set     Module           zero.checkpoint.contents
-    _forward_pre_hooks              Module           zero.parameters.casting, zero.parameters.module_hooks
-    _forward_pre_hooks_with_kwargs  Module           zero.parameters.casting
-    _forward_hooks                  Module           zero.parameters.casting, zero.parameters.module_hooks
-    _backward_pre_hooks             Module           zero.parameters.module_hooks
-    _compiled_call_impl             Module           zero.parameters.module_hooks
-    _forward_unimplemented          Module           zero.core.units (the name of a forward that was never written)
-    _optimizer_...                  Optimizer        zero.step.user_optimizer (keys that begin so are hooks, which are
-                                                     not copied), zero.integrations.conversion
-    hooked, __wrapped__             Optimizer.step   zero.step.user_optimizer
-    _found_inf_per_device           GradScaler       zero.gradients.reducer
-    _torchdynamo_disable            a function       zero.runtime.compiled_calls (Dynamo reads it)
-    _is_profiler_enabled            its profiler     zero.runtime.profiler_ranges (without it: as if a profiler ran)
+    attribute                       of
+    _cdata                          UntypedStorage
+    _get_backend                    ProcessGroup (without it: the default time limit)
+    _timeout                        its options (as above)
+    _root_mesh                      DeviceMesh (without it: no larger mesh)
+    _version                        Tensor
+    _base                           Tensor
+    _backward_hooks                 Tensor
+    _post_accumulate_grad_hooks     Tensor
+    _parameters                     Module
+    _buffers                        Module
+    _non_persistent_buffers_set     Module
+    _forward_pre_hooks              Module
+    _forward_pre_hooks_with_kwargs  Module
+    _forward_hooks                  Module
+    _backward_pre_hooks             Module
+    _compiled_call_impl             Module
+    _forward_unimplemented          Module (the name of a forward that was never written)
+    _optimizer_...                  Optimizer (keys that begin so are hooks, which are not copied)
+    hooked, __wrapped__             Optimizer.step
+    _found_inf_per_device           GradScaler
+    _torchdynamo_disable            a function (Dynamo reads it)
+    _is_profiler_enabled            its profiler (without it: as if a profiler ran)
 
 The library also relies on what torch does under public names: autograd adds to ``p.grad`` by ``add_`` or ``add``
 (`zero.gradients.grad_publisher`), it calls hooks in the order of these dictionaries (`zero.parameters.module_hooks`),

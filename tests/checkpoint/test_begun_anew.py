@@ -18,7 +18,7 @@ from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_value
 from ..support.two_modes import ScheduleFree
 
-pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:not restored from")]
+pytestmark = pytest.mark.filterwarnings("ignore:not restored from")
 WORDS, MORE, WIDTH, STEPS = 7, 9, 5, 2
 ANEW = "the states of {!r} ({}: they begin anew)"
 

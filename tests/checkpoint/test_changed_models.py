@@ -20,7 +20,6 @@ from ..support.models import seeded
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_value
 from ..support.pool import GlooPool
 
-pytestmark = pytest.mark.contract
 WIDTH, OLD, NEW = 5, 7, 10
 BF16 = MixedPrecision(torch.bfloat16)
 RENAMED = {"inner.weight": "body.weight", "inner.bias": "body.bias", "left_out": None}

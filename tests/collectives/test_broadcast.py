@@ -54,6 +54,7 @@ def check(results: Sequence[tuple[bool, Traffic]], sizes: Sequence[int]) -> None
         assert traffic.control_sent == HEADER_BYTES * traffic.messages
 
 
+@pytest.mark.law("traffic")
 @given(
     world_size=st.integers(1, 6),
     sizes=st.lists(st.sampled_from(SIZES), min_size=1, max_size=3),

@@ -26,8 +26,6 @@ from collectives import (
 from ..support.carried import EVERY, between_hosts, each, reduction
 from ..support.limits import PATIENT, at_once
 
-pytestmark = pytest.mark.contract
-
 
 def reduce_or_gather(
     algorithm: Algorithm, tag: Tag, transport: Transport, bounds: Sequence[int] = (), numel: int = 2
@@ -95,6 +93,7 @@ def test_a_mismatch_is_found_where_slices_are_empty(algorithm: Algorithm) -> Non
             assert isinstance(error, MismatchError), error
 
 
+@pytest.mark.law("errors")
 @waits
 def test_an_abort_reaches_every_peer_with_its_reason(wait: Callable[[Transport], Any]) -> None:
     """Of any length and script. Every later call names it, too."""

@@ -61,6 +61,7 @@ def test_messages_of_forked_channels_do_not_mix(world_size: int) -> None:
     assert on_threads(world_size, program) == [expected] * world_size
 
 
+@pytest.mark.law("group ranks")
 @pytest.mark.parametrize("ranks", [[3, 1], [3, 0, 2], [2], [3, 2, 1, 0]], ids=str)
 def test_a_part_of_a_group_has_ranks_of_its_own(ranks: list[int]) -> None:
     """The ranks have the requested order, while the whole group is at work."""

@@ -29,8 +29,6 @@ from ..support.carried import EVERY, between_hosts, each, hosts_of, jitter, redu
 from ..support.limits import PATIENT
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 
 class Rounds:
     """A rank that runs rounds of reductions, as a reducer does.
@@ -74,6 +72,7 @@ class Rounds:
         return bytes([rank, self.entered]) * [1, 0, 3000, 40_000][(rank + self.entered) % 4]
 
 
+@pytest.mark.law("every rank enters")
 @pytest.mark.parametrize("algorithm", rows([Shared], [Pairwise, Ring, between_hosts]))
 @given(data=st.data())
 def test_a_rank_that_is_behind_catches_up_exactly_what_it_missed(algorithm: Algorithm, data: st.DataObject) -> None:

@@ -38,6 +38,7 @@ class Log:
         return [bucket for name, bucket in self.events if name == what]
 
 
+@pytest.mark.law("launch order")
 @given(
     rounds=st.lists(
         st.lists(st.integers(0, 30), unique=True, max_size=10).flatmap(
@@ -117,6 +118,7 @@ def test_a_bucket_is_passed_on_before_the_next_launch() -> None:
         assert ", ".join(f"{name} {bucket}" for name, bucket in log.events) == expected
 
 
+@pytest.mark.law("buffers in flight")
 @given(
     events=st.lists(
         st.tuples(st.sampled_from([0, 1, 7, 100, 130, 170, 220, 290, 380, 500]), st.sampled_from([FP32, BF16]))
@@ -156,6 +158,7 @@ def test_the_pool_hands_out_no_block_twice_and_holds_a_bounded_surplus(
         assert all((held == written).all() for held, written, _ in live)
 
 
+@pytest.mark.law("buffer lifetimes")
 def test_a_block_is_reused_as_soon_as_nobody_holds_it_also_through_a_view() -> None:
     pool = Pool()
     first = pool.take(100, FP32, CPU)
@@ -171,6 +174,7 @@ def test_a_block_is_reused_as_soon_as_nobody_holds_it_also_through_a_view() -> N
     assert pool.held_bytes == pool.peak_bytes == 800
 
 
+@pytest.mark.law("buffer lifetimes")
 def test_a_message_under_way_holds_its_scratch_memory() -> None:
     """Its handle may be dropped, as by an exception."""
     first, second = Loopback[None](2).transports

@@ -50,6 +50,7 @@ def gather(number: int, label: str = "unit") -> Tag:
 # -- trainings ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("errors")
 @pytest.mark.parametrize("what", only(DIVERGENCES, "unit", "memory"))
 def test_every_rank_names_the_one_that_parts_within_the_limit_and_two_seconds(what: str) -> None:
     run(replace(CASE, what=what))

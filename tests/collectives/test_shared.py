@@ -30,6 +30,8 @@ from ..support.late import LateLoopback
 from ..support.rows import only
 from ..support.sockets import meet, routed
 
+pytestmark = pytest.mark.law("traffic")
+
 WAYS = [
     ("no start", "out of its own"),
     ("start given", "out of its own"),
@@ -59,6 +61,7 @@ def equal_numbers(ours: Tensor, theirs: Tensor) -> None:
     assert torch.equal(ours, theirs), "as numbers: 1 - 1 + -0.0 has a sign that depends on the order"
 
 
+@pytest.mark.law("delays")
 @pytest.mark.parametrize("row", only(ROWS, "shared", "ring", "native", "pairwise-narrow", "hierarchical-narrow"))
 @given(data=st.data())
 @settings(max_examples=settings().max_examples // 2)

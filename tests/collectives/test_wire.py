@@ -65,6 +65,9 @@ class Recorded(Pairwise):
         return super().all_gather(*arguments, tag=tag, **named)
 
 
+@pytest.mark.law("buffers in flight")
+@pytest.mark.law("every rank enters")
+@pytest.mark.law("launch order")
 @pytest.mark.parametrize(
     "case",
     rows([(0, 2), (1, 5)], [(2, 2), (3, 5)]),
@@ -94,6 +97,7 @@ def test_every_rank_launches_every_bucket_in_layout_order(case: tuple[int, int])
     assert {recorded.most for recorded in made.values()} == {1 if stage > 1 else 2}
 
 
+@pytest.mark.law("delays")
 @pytest.mark.parametrize("stage", rows([1], [0, 2, 3]))
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 def test_delays_in_collectives_and_hooks_change_no_bit(stage: int) -> None:
@@ -167,6 +171,7 @@ print(json.dumps([hash("zero"), digest_of_the_wire()]))
 """
 
 
+@pytest.mark.law("names on the wire")
 def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
     """Another interpreter sends the same bytes in the same order.
 
@@ -181,6 +186,7 @@ def test_the_wire_knows_neither_hashes_of_strings_nor_addresses() -> None:
     assert theirs == ours
 
 
+@pytest.mark.law("traffic")
 @pytest.mark.parametrize("stage", rows([1], [0, 2, 3]))
 def test_traffic_is_what_the_backend_sent(stage: int) -> None:
     """Headers and control bytes are included, acks are not. The bytes that one rank sends are those that another

@@ -243,7 +243,6 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out == f"zero {zero.__version__}\n"
 
 
-ON_CPU = ", so they compute on the CPU, over gloo; with at most"
 # asked, ranks of the host, its GPUs -> device, what is said
 DEVICES = {
     (None, 2, 0): ("cpu", None),

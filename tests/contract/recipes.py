@@ -170,17 +170,6 @@ EXAMPLES = {
 }
 REQUIRED = {"Schedule-free classes": "schedulefree", "float8": "torchao"}  # packages that a block imports besides torch
 ON_MESHES = ("A mesh", "Tensor parallelism by hand", "Pipeline parallelism")
-OTHERS = (
-    "Start",
-    "Data",
-    "Saving",
-    "Loading",
-    "Checkpoints",
-    "Into a changed model",
-    *ON_MESHES,
-    "From FSDP2",
-    "To FSDP2",
-)
 
 
 def names_of(example: Example, stage: int, group: dist.ProcessGroup | None, rank: int) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from ..support.models import build, odd_batches, odd_loss
 from ..support.plain import assert_same_model
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 
 def trained(stage: int, *, compiled: bool) -> nn.Module:
     model = build()

@@ -29,8 +29,6 @@ from ..support.programs import Program, compare
 from ..support.rows import rows
 from .space import allowed, named, program_of
 
-pytestmark = pytest.mark.contract
-
 ON_GPU = DEVICES[1]
 
 
@@ -140,6 +138,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[
         optimizer.zero_grad()
 
 
+@pytest.mark.law("host synchronisation")
 @pytest.mark.usefixtures("alike")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.filterwarnings("ignore:offload")

@@ -14,8 +14,6 @@ from ..support.programs import Program, Round, Step, check, locked_build
 from ..support.rows import only, without
 from .space import CLIPPED, HABITS
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.parametrize(
     ("stage", "optimizer"),
@@ -55,6 +53,7 @@ def test_the_number_of_ranks_and_the_bucket_size_do_not_matter(stage: int, ranks
         assert_same_model(ours, model)
 
 
+@pytest.mark.law("norm and overflow")
 @pytest.mark.parametrize(("stage", "norm_type"), without([(0, 2.0), (2, 2.0), (3, float("inf"))], (3, float("inf"))))
 def test_clipping_is_that_of_the_plain_loop_for_every_norm(stage: int, norm_type: float) -> None:
     clips = ((0.3, norm_type), (0.2, norm_type), (float("inf"), norm_type))
@@ -73,6 +72,7 @@ def test_no_sync_changes_when_bytes_travel_never_what_they_sum_to(stage: int) ->
         check(Program(world_size, stage, steps=HABITS["no sync"]))
 
 
+@pytest.mark.law("every rank enters")
 def test_ranks_that_have_fewer_micro_batches_contribute_nothing() -> None:
     """Down to a rank that runs no backward at all, while the others wait."""
     for world_size in (2, 4):

@@ -77,6 +77,7 @@ def test_parameters_on_the_host_change_no_bit(gloo: GlooPool, program: Program) 
     assert_same_states(results[0][3], compare(program, results).optimizer.state_dict())
 
 
+@pytest.mark.law("group ranks")
 @pytest.mark.parametrize(("stage", "factor"), rows([(2, None)], [(3, 1)]))
 def test_the_sub_group_1_3_of_four_trains_alone(gloo: GlooPool, stage: int, factor: int | None) -> None:
     check(gloo, Program(2, stage, sharding_factor=factor, steps=CLIPPED), (1, 3))
@@ -91,6 +92,7 @@ def test_groups_without_gloo_get_one_beside_them_that_their_ranks_alone_make(glo
     assert [sockets for _, sockets in results] == [0] * 4
 
 
+@pytest.mark.law("every rank enters")
 @pytest.mark.parametrize(("stage", "algorithm"), rows([(0, "native"), (1, "all_to_all")], [(2, "ring"), (2, "native")]))
 def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool, algorithm: str, stage: int) -> None:
     """And give the same bits on integers."""
@@ -102,6 +104,7 @@ def test_ranks_with_fewer_backwards_catch_up_with_every_algorithm(gloo: GlooPool
 # -- overlap -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("launch order")
 @pytest.mark.parametrize("stage", [0, 2])
 def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool, stage: int) -> None:
     for events in gloo.run(on_processes.recorded, stage):
@@ -115,6 +118,7 @@ def test_buckets_are_launched_while_the_rest_of_the_backward_runs(gloo: GlooPool
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("memory")
 def test_at_no_moment_a_rank_holds_more_than_its_stage_says_and_three_buckets(gloo: GlooPool) -> None:
     for found in gloo.run(peaks.measure, 64, 2, 0.13, ranks=range(2), limit=120):
         padding = 64 * (BLOCKS + 2) * 6
@@ -151,6 +155,8 @@ def test_the_native_baseline_takes_uneven_and_empty_slices(gloo: GlooPool, dtype
 # -- failures ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("agreement at construction")
+@pytest.mark.law("errors")
 @pytest.mark.parametrize(
     ("program", "words"),
     [

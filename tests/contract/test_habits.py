@@ -19,8 +19,6 @@ from ..support.narrowed import BF16, FP16
 from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
 
-pytestmark = pytest.mark.contract
-
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(BF16), "fp16": MixedPrecision(FP16)}
 STEPS, MICRO_BATCHES = 3, 4
 LossOf = Callable[[Any, Tensor], Tensor]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from ..support.loops import BLOCKS, ECOSYSTEM
+from ..files import TESTS
+from ..support.loops import BLOCKS
 from ..support.pool import GlooPool
 from ..support.rows import rows
-from .recipes import EXAMPLES, OTHERS, assert_trains_as_plain
-
-pytestmark = pytest.mark.contract
+from .recipes import EXAMPLES, ON_MESHES, assert_trains_as_plain
 
 
-def test_every_block_of_the_guide_is_run() -> None:
-    assert set(BLOCKS) == {*EXAMPLES, *OTHERS, *ECOSYSTEM}
+def test_every_block_of_the_recipes_is_run() -> None:
+    sources = "".join(path.read_text() for path in TESTS.rglob("*.py"))
+    run = re.findall(r'(?:code_of\(|BLOCKS\[|BLOCK = )"([^"]+)"', sources)
+    assert EXAMPLES.keys() <= BLOCKS.keys() <= {*EXAMPLES, *ON_MESHES, *run}
 
 
 @pytest.mark.parametrize("heading", rows(["fp32"], ["Uneven data"]))

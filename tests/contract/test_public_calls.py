@@ -20,8 +20,6 @@ from ..support.sides import Loop, Side, same_as_plain
 from ..support.small import TwoVectors
 from ..support.trainings import ALL_STAGES, Counting
 
-pytestmark = pytest.mark.contract
-
 
 def build() -> nn.Module:
     return locked_build(0)

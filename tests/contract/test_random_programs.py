@@ -29,6 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:gaps in the memory of:UserWarnin
 THOROUGH = settings.default.max_examples > 100
 
 
+@pytest.mark.law("states from steps")
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 def test_random_programs_on_threads_give_the_bits_of_the_plain_loop() -> None:

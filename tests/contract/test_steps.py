@@ -64,6 +64,7 @@ def everything_but_step(moment: str, model: Odd, optimizer: ZeroOptimizer) -> No
     other.close()
 
 
+@pytest.mark.law("only a step")
 def test_nothing_but_a_step_changes_what_the_next_step_does() -> None:
     """Also checks that the process is unchanged: random generators, and torch's global settings."""
 
@@ -129,6 +130,7 @@ def poison(_: str, __: Odd, optimizer: ZeroOptimizer) -> None:
                 torch.empty(0, dtype=torch.uint8).set_(block.storage).fill_(255)
 
 
+@pytest.mark.law("padding")
 @pytest.mark.parametrize("stage", rows([2], [0, 1, 3]))
 def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory is NaN when it is handed out.
@@ -146,6 +148,7 @@ def test_padding_and_scratch_cannot_be_observed(stage: int, monkeypatch: pytest.
 ALONE = [(stage, place, True) for stage, place in ((0, PLACES[1]), (1, PLACES[2]), (2, PLACES[1]))]
 
 
+@pytest.mark.law("exceptions")
 @pytest.mark.parametrize(
     ("stage", "place", "alone"),
     only(

@@ -46,6 +46,7 @@ def hooks_of(model: nn.Module) -> list[Any]:
     return [hook for registry in registries for hook in (registry or {}).values()]
 
 
+@pytest.mark.law("no traces")
 @pytest.mark.parametrize("stage", rows([0], [1, 2, 3]))
 def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
     """Except data, gradient, class and hooks. After close() hooks and class are restored, and memory is as before."""
@@ -68,6 +69,7 @@ def test_nothing_is_written_on_parameters_and_modules(stage: int) -> None:
             assert p.untyped_storage().nbytes() == like.untyped_storage().nbytes()
 
 
+@pytest.mark.law("user objects")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_what_the_user_gave_is_never_edited(stage: int) -> None:
     """Groups, defaults, betas in a list, a rate in a tensor, and a state dict."""
@@ -102,6 +104,7 @@ def test_what_the_user_gave_is_never_edited(stage: int) -> None:
 # -- nothing in the process -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.law("no traces")
 def test_a_closed_optimizer_leaves_no_object_behind() -> None:
     """Neither tensors nor objects of the library: after some trainings, only objects of the first one are alive."""
 
@@ -134,6 +137,7 @@ SETTINGS: list[dict[str, Any]] = [
 OURS = ("stage", "optimizer_class", "divisor", "bucket_cap_mb", "collective", "units")
 
 
+@pytest.mark.law("side by side")
 def test_optimizers_with_different_settings_share_a_process_a_group_and_a_backward() -> None:
     """All stages at once, each with a model of its own, in another order in each step; with one loss for all."""
     batches = [[odd_batches(1, 10 * step + rank)[0] for rank in range(2)] for step in range(3)]
@@ -191,6 +195,7 @@ def a_rank_leaves(moment: str, model: Odd, optimizer: ZeroOptimizer) -> None:
     raise OSError("alone")
 
 
+@pytest.mark.law("state transitions")
 def test_states_change_only_along_their_arrows(monkeypatch: pytest.MonkeyPatch) -> None:
     """The arrows are those of the diagrams in `gathered.units` and `backward_schedule`, whatever is called or fails."""
     units = record_transitions(monkeypatch, GatheredUnit, "state")

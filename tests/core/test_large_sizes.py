@@ -16,7 +16,8 @@ from zero.core.stage import STAGES
 from ..support.plain import bits
 from .drawn import spec
 
-META = torch.device("meta")  # sizes, strides and offsets without memory
+pytestmark = pytest.mark.law("sizes")
+
 LIMIT = 2**31 - 1
 SHAPES = [(3,), (7, LIMIT), (5, 2**30 + 3), (), (0, 4), (LIMIT, 3), (1,)]
 """In order of registration; the layout turns it around, so that all but the last large one lie beyond the limit."""
@@ -69,6 +70,7 @@ SIGNS: list[tuple[tuple[float | None, float | None], float | None]] = [
 ]
 
 
+@pytest.mark.law("missing gradients")
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_missing_gradient_adds_nothing_not_even_a_sign(stage: int) -> None:
     """-0.0 + 0.0 is 0.0, and -0.0 + -0.0 is -0.0: only adding -0.0 preserves a negative zero."""

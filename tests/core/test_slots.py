@@ -95,6 +95,7 @@ def test_the_drawing_of_the_module_is_what_is_built() -> None:
     assert list(layout.buckets[1].cuts) == [0, 16, 32, 64]
 
 
+@pytest.mark.law("sizes")
 def test_nothing_ends_at_two_to_the_31() -> None:
     large = 5 * 2**31 + 7
     listed = [spec("small", (3,)), spec("large", (5, large // 5), Dtypes.all(BF16)), spec("wide", (large,))]
@@ -133,6 +134,7 @@ CHANGES: dict[str, Callable[[ParameterSpec], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.law("agreement at construction")
 @given(lists_with_units)
 def test_the_line_changes_with_every_property_that_ranks_share_and_no_other(parameters: list[ParameterSpec]) -> None:
     for parameter in parameters:

@@ -22,7 +22,6 @@ from zero import CheckpointManager, MicroBatchSampler, ZeroOptimizer
 from ..support.models import seeded
 from ..support.plain import assert_same_model, plain_step
 
-pytestmark = pytest.mark.contract
 many = settings(max_examples=5 * settings.default.max_examples)
 WORLD_SIZES = st.integers(1, 6)
 

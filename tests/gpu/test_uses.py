@@ -23,8 +23,6 @@ from ..support.narrowed import PRECISIONS
 from ..support.plain import assert_same_bits, assert_same_model, assert_same_states
 from .streams import PATTERNS, train, train_plainly
 
-pytestmark = pytest.mark.contract
-
 ADAMW: dict[str, Any] = {"lr": 1e-2, "fused": True}
 
 

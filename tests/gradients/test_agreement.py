@@ -74,6 +74,7 @@ def one_step(model: nn.Module, optimizer: ZeroOptimizer, scaler: Any, what: str,
     return found
 
 
+@pytest.mark.law("agreement before a change")
 @pytest.mark.parametrize(
     ("stage", "what", "joined"),
     rows(
@@ -172,6 +173,7 @@ def test_a_gradient_that_one_rank_clears_after_a_clip_is_used_by_all() -> None:
         assert_same_bits(b, plain_two([(1.0, True), (2.0, True)], 2, clip=0.5).b)
 
 
+@pytest.mark.law("agreement before a change")
 def test_reports_come_also_where_the_ranks_do_not_agree() -> None:
     def program(transport: Transport) -> list[dict[str, str]]:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

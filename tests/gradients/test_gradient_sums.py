@@ -17,8 +17,6 @@ from ..support.programs import locked_build
 from ..support.sides import Side, same_as_plain
 from ..support.small import TwoVectors, with_sgd
 
-pytestmark = pytest.mark.contract
-
 
 def loss_of(model: TwoVectors, rank: int) -> Tensor:
     return model(3.0 + rank)

@@ -21,8 +21,6 @@ from ..support.rows import only, rows
 from ..support.small import TwoVectors, plain_two, with_sgd
 from ..support.trainings import ALL_STAGES, SHARDED, trained
 
-pytestmark = pytest.mark.contract
-
 READS: list[Callable[[Any], Any]] = [
     lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0),
     lambda p: torch.nn.utils.clip_grad_value_([p], 1.0),
@@ -69,6 +67,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.law("missing gradients")
 @ALL_STAGES
 def test_a_gradient_is_never_none_after_a_backward_unless_no_rank_used_the_parameter(stage: int) -> None:
     def program(transport: Transport) -> list[bool]:

@@ -20,7 +20,6 @@ from ..support.plain import assert_same_model
 from ..support.rows import rows
 from ..support.sides import Side, same_as_plain
 
-pytestmark = pytest.mark.contract
 MICRO_BATCHES = 12  # in a step
 
 

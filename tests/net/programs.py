@@ -127,6 +127,6 @@ SETTINGS: Sequence[Config] = (
 
 
 def settings_of_a_fixed_program() -> Iterator[Program]:
-    """Yield the fixed program in 12 settings."""
+    """Yield the fixed program in every setting."""
     for one in SETTINGS:
         yield Program(one, FIXED, hashed=False)

@@ -20,8 +20,6 @@ from ..support.plain import assert_same_bits, assert_same_model, assert_same_sta
 from ..support.quantised import COPIED, WIDTH, Packed, assert_same_qlora, inside, qlora
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 STAGES = pytest.mark.parametrize("stage", [2, 3])
 BF16 = MixedPrecision(torch.bfloat16)
 BATCHES = [

@@ -23,8 +23,6 @@ from ..support.sides import AsPlain
 from .expert_jobs import Gated, gated_loss
 from .experts import MICRO_BATCHES, Pair, Sparse, assert_trained, loss_of, plain_loop, sparse
 
-pytestmark = pytest.mark.contract
-
 BF16 = PRECISIONS["bf16"]
 
 

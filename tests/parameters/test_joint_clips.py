@@ -22,8 +22,6 @@ from ..support.models import seeded
 from ..support.plain import assert_same_bits
 from ..support.sides import AsPlain
 
-pytestmark = pytest.mark.contract
-
 
 @dataclass(frozen=True)
 class Case:

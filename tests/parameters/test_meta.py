@@ -23,8 +23,6 @@ from ..support.loops import seeded
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 
 def net() -> nn.Module:
     """Build a net whose leaves initialize themselves once, in order of registration; a batch norm has buffers, too."""

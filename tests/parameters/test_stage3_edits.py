@@ -65,6 +65,7 @@ def test_gathered_of_a_stranger_names_it_and_holds_nothing() -> None:
         assert_same_model(model, plain(1))
 
 
+@pytest.mark.law("weak hooks")
 @pytest.mark.parametrize(
     ("world", "copied"),
     [("travel", copy.deepcopy), ("common", lambda model: pickle.loads(pickle.dumps(model))), ("one", copy.deepcopy)],

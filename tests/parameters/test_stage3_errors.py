@@ -17,6 +17,8 @@ from ..support.plain import assert_same_bits, assert_same_model
 from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
+pytestmark = pytest.mark.law("errors")
+
 
 def linears(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear)
@@ -69,6 +71,7 @@ BUILDS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], dict
 }
 
 
+@pytest.mark.law("agreement at construction")
 @pytest.mark.parametrize("name", BUILDS)
 def test_what_cannot_be_built_is_told_to_every_rank_and_stays_plain(name: str) -> None:
     build, arguments, text = BUILDS[name]

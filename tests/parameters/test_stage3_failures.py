@@ -21,6 +21,8 @@ from ..support.plain import assert_same_model
 from ..support.rows import rows
 from .stage3 import INPUTS, Net, loss_of, on_ranks, plain, train, zero
 
+pytestmark = [pytest.mark.law("exceptions"), pytest.mark.law("errors")]
+
 Call = Callable[[Net, ZeroOptimizer], Any]
 step, close = (lambda _, optimizer: optimizer.step()), (lambda _, optimizer: optimizer.close())
 

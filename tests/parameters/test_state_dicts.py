@@ -17,8 +17,6 @@ from zero import LazyStateDict, ZeroOptimizer
 from ..support.loops import seeded
 from ..support.plain import assert_same_bits
 
-pytestmark = pytest.mark.contract
-
 PARTS = ("old.q.weight", "old.k.weight", "old.v.weight")
 FUSE = {
     "0.weight": (PARTS, torch.cat),

@@ -29,6 +29,7 @@ from .stage3 import Blocks, zero
 from .worlds import EVERY_WORLD, on, size_of
 
 
+@pytest.mark.law("side by side")
 @EVERY_WORLD
 def test_two_optimizers_whose_units_run_inside_each_other_keep_their_places_apart(world: str) -> None:
     def pair() -> nn.ModuleList:

@@ -45,6 +45,7 @@ def whole_bytes(manager: UnitManager, units: Sequence[int]) -> int:
     return sum(buffer.bucket.numel * buffer.shard.itemsize for buffer in buffers)
 
 
+@pytest.mark.law("buffers in flight")
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing:UserWarning")
 @pytest.mark.parametrize("world", rows(["one"], ["several"]))
 def test_at_most_the_root_the_running_unit_and_the_next_one_are_here(world: str) -> None:
@@ -92,6 +93,7 @@ TRAFFIC: dict[str, tuple[Case, int, str]] = {
 }
 
 
+@pytest.mark.law("traffic")
 @pytest.mark.parametrize(
     "name", without(TRAFFIC, "plain", "every backward synchronized", "frozen parts", "parameters that are not listed")
 )

@@ -19,6 +19,8 @@ from ..support.errors import error_of
 from ..support.shampoo import Shampoo
 from .layers import build, train, zero
 
+pytestmark = pytest.mark.law("errors")
+
 MODEL = nn.Linear(3, 3)
 WEIGHT, BIAS = MODEL.weight, MODEL.bias
 

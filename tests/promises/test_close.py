@@ -20,8 +20,6 @@ from ..support.plain import assert_same_model
 from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
-pytestmark = pytest.mark.contract
-
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 

@@ -30,6 +30,8 @@ from ..support.programs import locked_build
 from ..support.rows import rows
 from ..support.sides import AsPlain, Side, same_as_plain
 
+pytestmark = pytest.mark.law("host synchronisation")
+
 OPERATORS = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2"}
 METHODS = ("tolist", "numpy", "cpu", "__array__", "item")  # methods that use none of these operators, or bypass them
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -24,6 +24,7 @@ from ..support.small import TwoVectors, plain_two, with_sgd
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
+@pytest.mark.law("weak hooks")
 def test_hooks_do_not_keep_the_optimizer_and_a_deep_copy_is_free() -> None:
     model = locked_build(0)
     optimizer = ZeroOptimizer(model)
@@ -57,6 +58,7 @@ class Training:
         return weakref.ref(hidden)
 
 
+@pytest.mark.law("buffer lifetimes")
 @pytest.mark.parametrize("stage", rows([3], [0, 1, 2]))
 def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
     gc.collect()
@@ -75,6 +77,7 @@ def test_nothing_waits_for_the_garbage_collector(stage: int) -> None:
         gc.enable()
 
 
+@pytest.mark.law("exceptions")
 def test_after_a_failure_every_call_names_it_and_close_frees_the_model() -> None:
     def program(transport: Transport) -> list[str]:
         model = TwoVectors()
@@ -119,6 +122,7 @@ def test_after_a_group_failed_half_way_close_frees_the_model(stage: int, monkeyp
         assert "closed since an earlier failure" in second
 
 
+@pytest.mark.law("exceptions")
 def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
     armed = [False]
 
@@ -142,6 +146,7 @@ def test_an_interrupt_inside_a_wait_loses_nothing() -> None:
     assert_same_bits(ours.b, plain_two([(1.0, True), (2.0, True)], 2).b)
 
 
+@pytest.mark.law("group ranks")
 @ALL_STAGES
 def test_groups_of_one_world_train_apart(stage: int) -> None:
     """{1, 3} and {0, 2} of four, at the same time, with data, sums and norms of their own."""

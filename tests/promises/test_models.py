@@ -26,7 +26,7 @@ from ..support.pool import GlooPool
 from ..support.rows import rows
 from .layers import assign, backward, build, narrow, on_ranks, plain, replace, train, widen, zero
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.law("errors")
 
 # -- models that cannot be trained -------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from ..support.limits import BOUND
 from ..support.plain import assert_same_model
 from .layers import backward, build, errors_on_ranks, on_ranks, plain, train, zero
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.law("errors")
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -54,6 +54,7 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] 
 }
 
 
+@pytest.mark.law("agreement at construction")
 @pytest.mark.parametrize("name", CONSTRUCTIONS)
 def test_ranks_that_build_differently_learn_the_first_difference(name: str) -> None:
     construct, words = CONSTRUCTIONS[name]
@@ -110,6 +111,7 @@ TRAININGS: list[tuple[Callable[[Any, ZeroOptimizer], None], tuple[int, ...], tup
 ]
 
 
+@pytest.mark.law("norm and overflow")
 @pytest.mark.parametrize(
     ("train_apart", "stage", "words"),
     [
@@ -171,6 +173,7 @@ class Rate(float):
         raise TypeError("this rate cannot be used")
 
 
+@pytest.mark.law("agreement before a change")
 @ALL_STAGES
 def test_an_error_in_one_ranks_step_reaches_the_others_with_its_reason(stage: int) -> None:
     def program(model: Any, optimizer: ZeroOptimizer) -> None:

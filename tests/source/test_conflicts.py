@@ -13,12 +13,12 @@ from torch import nn
 
 from zero import Offload, StochasticRounding, ZeroOptimizer
 from zero.config import Config, ShardingOptions
-from zero.core.conflicts import CONFLICTS, OF_CONFIG, OF_OFFLOAD, OF_OPTIONS, OF_PLAN, OF_SHARDING, Conflict
+from zero.core.conflicts import CONFLICTS, OF_CONFIG, OF_OFFLOAD, OF_OPTIONS, OF_PLAN, OF_SHARDING
 from zero.planning.setting import PlanSetting
 
-from .test_laws import rows
+from ..files import TESTS, rows
 
-PAGE, HEADING = "zero/contract/limits.md", "options"
+PAGE = TESTS.parent / "zero/contract/limits.md"
 HOST, STEPPED = Offload("cpu", parameters="cpu"), Offload("cpu", parameters="cpu", step="cpu")
 
 
@@ -57,32 +57,21 @@ RAISE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 
 
-def words(conflict: Conflict) -> set[str]:
-    """Return the words of the two options, without values in braces."""
-    return set(re.findall(r"[A-Za-z_]{3,}", re.sub(r"\{.*?\}", "", f"{conflict.option} {conflict.other}")))
+def words(options: str) -> set[str]:
+    """Return the words of options, without values in braces."""
+    return set(re.findall(r"[A-Za-z_]{3,}", re.sub(r"\{.*?\}", "", options)))
 
 
 def test_the_page_has_each_conflict_with_its_reason_and_its_remedy_and_no_other_row() -> None:
-    table = rows(PAGE, HEADING)
-    of_rows = dict.fromkeys(range(len(table)), 0)
+    table, named = rows(PAGE, "options"), set[str]()
     for conflict in CONFLICTS:
-        matching = [
-            index
-            for index, (options, why, remedy) in enumerate(table)
-            if conflict.why == why and conflict.remedy == remedy and words(conflict) <= words_of(options)
-        ]
-        assert len(matching) == 1, f"{PAGE}: no row, or several, of {conflict.option} {conflict.other}"
-        of_rows[matching[0]] += 1
-    without = [table[index][0] for index, count in of_rows.items() if not count]
-    names = {field.name for field in fields(PlanSetting)}
-    for options in without:  # options that a plan cannot be given
+        of, ends = words(f"{conflict.option} {conflict.other}"), [conflict.why, conflict.remedy]
+        (row,) = [options for options, *rest in table if rest == ends and of <= words(options)]
+        named.add(row)
+    for options in {options for options, *_ in table} - named:  # options that a plan cannot be given
         found = re.fullmatch(r"`(\w+)=` in `zero plan`", options)
         assert found is not None, f"{PAGE}: the row of {options} is none of CONFLICTS"
-        assert found[1] not in names
-
-
-def words_of(cell: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z_]{3,}", cell))
+        assert found[1] not in {field.name for field in fields(PlanSetting)}
 
 
 @pytest.mark.parametrize("begin", RAISE)

@@ -23,8 +23,6 @@ from ..support.rows import rows
 from ..support.sides import AsPlain, OnRank, Side
 from .training import average_of, same, train, values
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.parametrize(("world_size", "stage"), rows([(2, 3)], [(1, 0), (3, 1), (2, 2), (1, 3)]))
 def test_what_is_made_in_inference_mode_is_used_outside_of_it(world_size: int, stage: int) -> None:

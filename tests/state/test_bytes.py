@@ -14,8 +14,6 @@ from zero import MixedPrecision, ZeroOptimizer
 from ..support.loops import seeded
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
-
 WIDTH, LAYERS = 67, 5
 PSI = LAYERS * (WIDTH * WIDTH + WIDTH)
 NARROW = MixedPrecision(torch.bfloat16)
@@ -30,6 +28,7 @@ def backward(model: Any) -> None:
     model(torch.ones(2, WIDTH)).float().square().sum().backward()
 
 
+@pytest.mark.law("memory")
 @pytest.mark.parametrize(
     ("stage", "world_size", "cap", "precision"),
     rows(
@@ -78,6 +77,7 @@ def test_bytes_of_a_rank_are_those_of_the_formulas(
     on_threads(world_size, program)
 
 
+@pytest.mark.law("traffic")
 @pytest.mark.parametrize(
     ("stage", "world_size", "backwards", "synchronised", "precision"),
     rows(

@@ -29,7 +29,6 @@ from ..support.small import TwoVectors
 from ..support.two_modes import Averaged, Centred, ScheduleFree
 from .training import TOGETHER, average_of, train, values
 
-pytestmark = pytest.mark.contract
 BF16 = PRECISIONS["bf16"]
 OFFLOAD = Offload(tempfile.gettempdir())
 

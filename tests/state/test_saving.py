@@ -23,8 +23,6 @@ from ..support.sides import AsPlain, OnRank, Side, same_as_plain
 from ..support.trainings import SGD, Two
 from .training import TOGETHER, train
 
-pytestmark = pytest.mark.contract
-
 ROWS: list[tuple[str, Any, Any, str]] = rows(
     # class, before and after: the plain loop, or ranks, stage and cap; precision
     [
@@ -142,6 +140,7 @@ def test_a_state_may_be_narrower_than_its_parameter() -> None:
     assert_same_states(ours.state_dict(), theirs.state_dict())
 
 
+@pytest.mark.law("user objects")
 def test_loading_shares_nothing_with_the_dict_and_saving_nothing_with_the_optimizer() -> None:
     model = Two()
     optimizer = ZeroOptimizer(model, SGD, lr=torch.tensor(0.3), momentum=0.9)

@@ -19,8 +19,6 @@ from ..support.plain import assert_same_bits, assert_same_value
 from ..support.rows import rows
 from .narrow import WIDTH, build, step, zero
 
-pytestmark = pytest.mark.contract
-
 
 class Averaging(nn.Module):
     """A module that keeps a mean of its inputs in fp32, as a batch norm does."""

@@ -20,7 +20,7 @@ from ..support.shampoo import Shampoo
 from .refused import Gathers, Shares, TakesModel, Wraps
 from .whole import Mixed, Named, batches, groups_of, made, on_ranks, shared, train, train_plainly
 
-pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Muon is not element-wise")]
+pytestmark = pytest.mark.filterwarnings("ignore:Muon is not element-wise")
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
 
 

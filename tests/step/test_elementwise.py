@@ -17,7 +17,7 @@ from ..support.plain import assert_same_bits
 from ..support.rows import ALL
 from .refused import ALONE, OPTIONS, TOGETHER, Coupled, DecayMatricesOnly, Projected, coupled, net
 
-pytestmark = [pytest.mark.contract, pytest.mark.usefixtures("every_trial_runs")]
+pytestmark = pytest.mark.usefixtures("every_trial_runs")
 
 
 class FusesDecayInSomeLengths(torch.optim.SGD):

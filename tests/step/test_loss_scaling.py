@@ -17,8 +17,6 @@ from ..support.rows import rows
 from ..support.sides import AsPlain, Side, same_as_plain
 from ..support.small import blocks
 
-pytestmark = pytest.mark.contract
-
 
 def overflows(world_size: int) -> tuple[Step, ...]:
     """Return steps of which some have one element that is inf, on one rank."""
@@ -46,6 +44,8 @@ ROWS = rows(  # ranks, stage, class, cap, precision
 )
 
 
+@pytest.mark.law("loss scale")
+@pytest.mark.law("norm and overflow")
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[1]}-{row[4]}-W{row[0]}")
 def test_one_element_that_is_not_finite_on_one_rank_skips_the_step_everywhere(
     row: tuple[int, int, str, float, str | None],
@@ -78,6 +78,7 @@ def backward(model: nn.Module, scaling: torch.amp.GradScaler) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.law("loss scale")
 @pytest.mark.parametrize("stage", rows([1], [2, 3]))
 def test_scales_that_differ_between_ranks_are_an_error_on_every_rank(stage: int) -> None:
     def program(transport: Transport) -> str:

@@ -9,7 +9,7 @@ from ..support.narrowed import BF16, PRECISIONS
 from ..support.programs import Program, Round, Step, check
 from ..support.rows import without
 
-pytestmark = pytest.mark.contract
+pytestmark = pytest.mark.law("requested dtypes")
 
 OFF, ON = Round(sync=False), Round()
 STEPS = (Step(clips=((0.1, 2.0),)), Step(), Step((ON, ON, ON)))

@@ -16,8 +16,6 @@ from ..support.errors import error_of
 from ..support.sides import Side, same_as_plain
 from ..support.small import blocks
 
-pytestmark = pytest.mark.contract
-
 Groups = list[dict[str, Any]]
 X = torch.linspace(-1, 1, 8).view(2, 4)
 

@@ -23,7 +23,6 @@ from ..support.narrowed import BF16, FP16, FP32
 from ..support.plain import assert_same_bits
 from ..support.rows import rows
 
-pytestmark = pytest.mark.contract
 ALL = MixedPrecision(BF16)
 
 

@@ -21,7 +21,7 @@ from ..support.rows import rows
 from ..support.shampoo import Shampoo
 from .whole import Mixed, groups_of, made, on_ranks, train, train_plainly
 
-pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:.* is not element-wise")]
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not element-wise")
 
 MUON, ADAMW = (f"{cls.__module__}.{cls.__qualname__}" for cls in (torch.optim.Muon, torch.optim.AdamW))
 LARGE = 64  # elements from which on `Codes` keeps another state

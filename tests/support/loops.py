@@ -15,17 +15,6 @@ from .models import seeded as seeded
 from .plain import PlainRanks
 
 ROOT = Path(__file__).resolve().parents[2]
-INTEGRATIONS = ("Lightning's Trainer", "Fabric", "accelerate")
-"""The blocks of `test_integrations`."""
-ECOSYSTEM = (
-    *INTEGRATIONS,
-    "From a transformers folder",
-    "A transformers model without memory",
-    "To a transformers folder",
-    "Trainer",
-    "Other trainers",
-)
-"""The blocks of `test_ecosystem` and of `habits`, which need more than torch; all others are those of `test_loops`."""
 
 Batch = Any
 LossOf = Callable[[nn.Module, Batch], Tensor]

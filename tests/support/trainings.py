@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from collectives import Transport, solo
+from collectives import Transport
 from zero import ZeroOptimizer
 
 from .models import odd_batches, odd_loss
@@ -16,7 +16,6 @@ from .programs import locked_build
 from .small import TwoVectors
 
 ALL_STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
-solo_transport = solo
 SHARDED = pytest.mark.parametrize("stage", [1, 2])
 
 

@@ -1,1 +1,1 @@
-"""The lines and the numbers of zero/TOUR.md are true, and its exercises can be solved."""
+"""The names and the numbers of zero/TOUR.md are true, and its exercises can be solved."""

@@ -1,40 +1,46 @@
-"""The page names the lines that it means, quotes the step that is taken, and stays short."""
+"""The page names definitions that exist, and quotes the step that is taken and what its ranks hold."""
 
 from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from ..support.plain import assert_same_model, plain_step
-from .page import LINK, MOST_LINES, PAGE, ROOT, count, links, renewed
+from .page import blocks
 from .step import BATCHES, OPTIMIZER, both, build
 
-
-def test_the_page_has_the_lines_and_the_numbers_of_now() -> None:
-    text = PAGE.read_text()
-    assert text == renewed(text), "run `python -m tests.tour --fix`, and read the sentences around each change"
-    assert len(list(links(text))) == text.count("#L"), "a link that is not read names no line for sure"
+PAGE = Path(__file__).resolve().parents[2] / "zero/TOUR.md"
+TEXT = PAGE.read_text()
 
 
-def test_the_tour_is_as_short_as_it_says() -> None:
-    text = PAGE.read_text()
-    assert f"fewer than {MOST_LINES}" in text
-    assert 200 < count(text) < MOST_LINES
-    assert text.count("\n") <= 195
+def definitions(node: ast.AST, of: str = "") -> Iterator[str]:
+    """Yield the classes, the functions and the assigned names of a module, such as ``.EvenCuts.bound``."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
+            yield f"{of}.{child.name}"
+            yield from definitions(child, f"{of}.{child.name}")
+        elif isinstance(child, (ast.Assign, ast.AnnAssign)):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            yield from (f"{of}.{ast.unparse(target)}" for target in targets)
 
 
-def test_a_line_that_moved_and_a_name_that_is_gone_are_found() -> None:
-    text = PAGE.read_text()
-    moved = LINK.sub(lambda link: link[0].replace(f"#L{link['begin']}-", "#L1-"), text)
-    assert moved != text == renewed(moved)
-    for old, new, error in (
-        ("EvenCuts", "OddCuts", "OddCuts is defined 0 times"),
-        ("layout.py: EvenCuts", "layout.py: bound", "bound is defined 5 times"),
-        ("`match`", "`no match`", "'no match' is in no line"),
-        ("(core/layout.py", "(core/buckets.py", "is not layout"),
-    ):
-        with pytest.raises(LookupError, match=error):
-            renewed(text.replace(old, new))
+def test_each_link_names_one_definition_of_its_file() -> None:
+    links = re.findall(r"\[`([\w.]+): ([\w.]+)`\]\(([\w./]+)\)", TEXT)
+    assert len(links) == TEXT.count(".py: ") > 0, "a link that is not read names nothing for sure"
+    for file, name, path in links:
+        assert Path(path).name == file
+        tree = ast.parse((PAGE.parent / path).read_text())
+        assert [found.endswith(f".{name}") for found in definitions(tree)].count(True) == 1, f"{path}: {name}"
+
+
+def test_the_page_has_the_blocks_of_now() -> None:
+    for block in blocks():
+        assert f"\n{block}```\n" in TEXT, "`python -m tests.tour` prints the blocks of the page"
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -46,7 +52,3 @@ def test_the_step_has_the_bits_of_the_plain_loop(stage: int) -> None:
     for rank in both(stage):
         assert rank.model is not None
         assert_same_model(rank.model, plain)
-
-
-def test_the_map_leads_to_the_tour() -> None:
-    assert "(TOUR.md)" in (ROOT / "zero/ARCHITECTURE.md").read_text()

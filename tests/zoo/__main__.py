@@ -1,12 +1,12 @@
 """`python -m tests.zoo`: known bugs, put into the live library one at a time; a test must notice each.
 
-Libraries like this one are wrong in silence: training goes on and a number is wrong. A bug stands for entries of
-``entries.csv``: S, published for a peer; R, read in a peer's source; P, the opposite of a promise. It is a function in
-the place of a live one (``wrong_*.py``), or a pattern (`patterns`) on that one's syntax tree. A test's own assertion, a
-documented error or a time limit of a test catches it; a crash does not (`judge`). One that does not fit the code any
-more is stale: it is named, and five may be.
+Libraries like this one are wrong in silence: training goes on and a number is wrong. A bug was published for another
+library or read in its source, or it is the opposite of a promise. It is a function in the place of a live one
+(``wrong_*.py``), or a pattern (`patterns`) on that one's syntax tree. A test's own assertion, a documented error or a
+time limit of a test catches it; a crash does not (`judge`). One that does not fit the code any more is stale: it is
+named, and a few may be.
 
-To add one, write its row into ``zoo.csv``, with the links of its entries and a test that takes a second or two, and its
+To add one, write its row into ``zoo.csv``, with the links of its reports and a test that takes a second or two, and its
 function unless a pattern makes it. Run it by ``--only NAME``; if it survives, write the missing test.
 """
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = verdict.trial.name
         verdicts[name] = verdict
         said = "stale" if verdict.outcome == "stale" else verdict.how if verdict.caught else "NOT CAUGHT"
-        print(f"{known[name].entry:<10} {name:<56} {said} ({verdict.seconds:.1f} s)", flush=True)
+        print(f"{name:<56} {said} ({verdict.seconds:.1f} s)", flush=True)
 
     trials = [forked.Trial(each.name, ("tests.zoo.bug:apply", each.name), (each.killer,)) for each in chosen]
     files = sorted({f"tests/{each.killer.partition('::')[0]}" for each in chosen})

@@ -13,10 +13,11 @@ import csv
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import live, patterns
 
-TABLE, ENTRIES = (Path(__file__).with_name(name) for name in ("zoo.csv", "entries.csv"))
+TABLE = Path(__file__).with_name("zoo.csv")
 
 
 @dataclass(frozen=True)
@@ -25,23 +26,19 @@ class Bug:
 
     Attributes:
         name: also that of its function in one of ``wrong_*.py``, unless ``change`` makes it.
-        entry: those that it stands for, of ``entries.csv``, with blanks between them.
-        published: links to reports.
+        published: links to reports, or the library in whose source it was read.
         seam: the function that is wrong.
         change: a pattern and its arguments, such as "drop wait 0".
         killer: the test that must fail, below ``tests/``.
         wrong: the consequence.
-        seconds: about those of its test.
     """
 
     name: str
-    entry: str
     published: str
     seam: str
     change: str
     killer: str
     wrong: str
-    seconds: str
 
 
 def bugs() -> dict[str, Bug]:
@@ -50,23 +47,21 @@ def bugs() -> dict[str, Bug]:
         return {row["name"]: Bug(**row) for row in csv.DictReader(file)}
 
 
-def entries() -> dict[str, dict[str, str]]:
-    """Return the rows of ``entries.csv``: what was published, what was read in a peer's source, what is promised."""
-    with ENTRIES.open(newline="") as file:
-        return {row["entry"]: row for row in csv.DictReader(file)}
-
-
 def apply(name: str) -> None:
     """Make the bug of this name in the live functions of this process. Raises `StaleError` if it does not fit."""
     made = bugs()[name]
     if made.change:
         live.rewrite(made.seam, pattern_of(made.change))
-        return
+    else:
+        live.replace(made.seam, functions()[name])
+
+
+def functions() -> dict[str, Any]:
+    """Return the functions of ``wrong_*.py``, by the name of their bug."""
     from . import wrong_checkpoints, wrong_devices, wrong_training  # here: they import what they are wrong about
 
     modules = (wrong_training, wrong_devices, wrong_checkpoints)
-    known = {key: value for module in modules for key, value in (vars(module) | module.WRONG).items()}
-    live.replace(made.seam, known.get(name) or known[name.replace("-", "_")])
+    return {name.replace("_", "-"): value for each in modules for name, value in (vars(each) | each.WRONG).items()}
 
 
 def pattern_of(change: str) -> patterns.Pattern:

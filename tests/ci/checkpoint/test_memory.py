@@ -17,8 +17,6 @@ from zero import CheckpointManager, MixedPrecision, ZeroOptimizer
 
 from ...support.pool import GlooPool
 
-pytestmark = pytest.mark.contract
-
 MIB = 1 << 20
 LAYERS, WIDTH = 8, 1024
 BLOCKS = 4 * 4  # MiB: of each thread that reads, one

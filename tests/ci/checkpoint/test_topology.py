@@ -17,8 +17,6 @@ from ...checkpoint.goes_on import goes_on, undisturbed, widest_first
 from ...checkpoint.runs import BF16, FP16, SMALL, UNITS, Class, Topology, content, optimizer_of, run, step_folder
 from ...support.programs import locked_build
 
-pytestmark = pytest.mark.contract
-
 DISK = Path("offload")
 COLLECTIVES = ("pairwise", "shared", "hierarchical")  # those that add up in the order of the ranks, on threads
 CLASSES = {

@@ -6,13 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from zero import open_checkpoint
 
 from ...checkpoint.runs import Topology, run, step_folder
-
-pytestmark = pytest.mark.contract
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,8 +8,6 @@ from ...support.plain import assert_same_value
 from ...support.pool import GlooPool
 from . import fsdp2
 
-pytestmark = pytest.mark.contract
-
 
 @pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["1", "2"])
 def test_policies_by_module_train_the_bits_of_fsdp2(gloo: GlooPool, ranks: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from ...peaks import BLOCKS
 from ...support.pool import GlooPool
 
 
+@pytest.mark.law("memory")
 @pytest.mark.parametrize(
     ("ranks", "collective"), [((0, 1), "auto"), ((0, 1, 2, 3), "pairwise"), ((0, 1), "all_to_all")]
 )

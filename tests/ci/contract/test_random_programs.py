@@ -21,6 +21,7 @@ KINDS: dict[str, tuple[Sequence[int], Sequence[str]]] = {
 }
 
 
+@pytest.mark.law("states from steps")
 @pytest.mark.hypothesis
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from ...support.launched import launch
 from ...support.loops import even, mean_loss, network, seeded
 from .ecosystem import State, state_of
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(500)]
+pytestmark = pytest.mark.timeout(500)
 
 STAGES = (2, 3)
 LIMIT = 240  # seconds of two ranks on a busy machine

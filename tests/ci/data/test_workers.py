@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from zero import MicroBatchSampler
 
-pytestmark = pytest.mark.contract
 PER_STEP, SAMPLES, SIZE = 4, 46, 2
 
 

@@ -19,8 +19,6 @@ from zero import ZeroOptimizer
 from ...support.devices import DEVICE, HAS_GPU, deterministic_products
 from ...support.plain import assert_same_model
 
-pytestmark = pytest.mark.contract
-
 STEPS, WIDTH = 6, 64  # the first ones compile, warm up and capture
 STAGES = (0, 1, 2) if HAS_GPU else (2,)
 

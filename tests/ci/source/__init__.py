@@ -1,1 +1,1 @@
-"""Laws that need a look at torch, at imports, at every test or at the API page."""
+"""Laws that need a look at torch, at imports or at the API page."""

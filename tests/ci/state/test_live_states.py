@@ -27,8 +27,6 @@ from ...support.plain import assert_same_bits
 from ...support.programs import Program, Round, Step, check
 from ...support.sides import OnRank, Side, same_as_plain, train
 
-pytestmark = pytest.mark.contract
-
 SOME = ("first.weight", "turned", "layers.1.0.bias", "scale", "empty", "frozen", "unused")
 STEPS = (
     Step(),

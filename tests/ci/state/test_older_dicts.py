@@ -18,7 +18,7 @@ from ...support.loops import seeded
 from ...support.plain import assert_same_model, assert_same_states
 from ...support.sides import AsPlain, OnRank, train
 
-pytestmark = [pytest.mark.contract, pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")]
+pytestmark = pytest.mark.filterwarnings("ignore:Adafactor is not element-wise")
 
 ADAPTING = {
     name: cls

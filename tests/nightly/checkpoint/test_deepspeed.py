@@ -39,7 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 PRECISIONS = {"fp32": None, "bf16": MixedPrecision(torch.bfloat16)}
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 def block(heading: str) -> Any:

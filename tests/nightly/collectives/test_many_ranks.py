@@ -10,7 +10,7 @@ from collectives import Hierarchical, Transport, on_threads
 
 from ...support.programs import Program, Round, Step, compare, run_rank
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 RANKS, CLIPS = 64, ((0.5, 2.0),)
 

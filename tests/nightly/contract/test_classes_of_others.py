@@ -17,7 +17,7 @@ from ...support.loops import seeded
 from ...support.plain import plain_step
 from ...support.pool import GlooPool
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]  # such libraries are slow
+pytestmark = pytest.mark.timeout(300)  # such libraries are slow
 
 
 RATE = {"lr": 1e-2}
