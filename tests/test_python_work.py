@@ -7,7 +7,6 @@ import pytest
 from .python_work import VERSIONS, excess
 from .support.rows import only
 
-pytestmark = pytest.mark.contract
 FIGURES = {  # by ranks and stage: (bytecodes, Python calls, C calls) of a step, a unit, a bucket and a parameter
     (1, 0): ((15_463, 616, 381), (0, 0, 0), (5_664, 270, 140), (405, 4, 2)),
     (1, 1): ((13_180, 524, 336), (0, 0, 0), (6_276, 318, 171), (283, 1, -1)),
