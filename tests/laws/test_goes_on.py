@@ -14,7 +14,6 @@ from ..support.pairs import Row, pair_rows
 from ..support.two_modes import TWO_MODES
 from .space import allowed, named
 
-pytestmark = pytest.mark.contract
 OF_A_SETTING = ("stage", "ranks", "bucket_cap_mb", "collective", "sharding_factor", "offload", "units", "reshard")
 HOW = {"dict": {}, "whole state dict": {"full": True}, "checkpoint": {"folder": FOLDER}}
 

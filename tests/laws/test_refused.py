@@ -16,8 +16,6 @@ from ..dials.record import Differs, Refused
 from ..support.errors import error_of, errors_on, is_plain
 from ..support.plain import assert_same_value
 
-pytestmark = pytest.mark.contract
-
 
 def shown(arguments: Mapping[str, Any]) -> str:
     """Return arguments as the name of a case, which must be the same in every process."""
