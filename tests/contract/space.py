@@ -6,8 +6,6 @@ Knows: which settings go together. Does not know: how a program is run.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -15,8 +13,8 @@ from zero import Offload, StochasticRounding
 
 from ..support.by_module import BY_MODULE
 from ..support.narrowed import PRECISIONS
-from ..support.pairs import Row, pair_rows
-from ..support.programs import BY_PARAMETER, CLASSES, FOR_LOOP, Program, Round, Step
+from ..support.pairs import Row
+from ..support.programs import BY_PARAMETER, Program, Round, Step
 
 OFF, ON = Round(sync=False), Round()
 INFINITY = float("inf")
@@ -48,32 +46,6 @@ HABITS: dict[str, tuple[Step, ...]] = {
 DTYPES = {"": torch.float32, "fp64": torch.float64, "in bf16": torch.bfloat16, "in fp16": torch.float16}
 ROUNDED = {"rounded": (torch.bfloat16, None), "rounded, sums in fp32": (torch.float32, PRECISIONS["bf16"])}
 
-FEW: dict[str, Sequence[Any]] = {
-    "stage": (0, 1, 2, 3),
-    "ranks": (1, 2, 3, 4),
-    "cap": (1e-6, 0.0005, 25.0, "auto"),
-    "optimizer": ("adamw", "adamw fused", "sgd momentum", "shampoo"),
-    "habit": ("clips", "no sync", "fewer", "freezes", "zeros", "none", "scales"),
-    "numbers": ("", "bf16", "fp16"),
-    "factor": (None, 1, 2),
-    "collective": ("auto", "pairwise", "hierarchical", "shared"),
-    "reshard": (True, False),
-    "offload": (False, True),
-    "whole": (False, True),
-    "lends": (False, True),
-}
-"""The values of the default run. ``numbers``: a precision or a dtype; ``whole``: each parameter has one owner."""
-MANY: dict[str, Sequence[Any]] = {
-    **FEW,
-    "ranks": (1, 2, 6),
-    "optimizer": (*CLASSES, *FOR_LOOP, *BY_PARAMETER),
-    "habit": ("clips", "no sync", "freezes", "divisors", "module zeros"),
-    "numbers": (*DTYPES, *PRECISIONS, "by kind", "ends in fp16", *ROUNDED),
-    "factor": (None, 1, 3),
-    "collective": (*FEW["collective"], "one host"),
-}
-"""The values of the run in CI. "one host": real sockets, and shared memory."""
-
 
 def allowed(row: Row) -> bool:
     """Return whether the settings of a row go together."""
@@ -95,10 +67,6 @@ def allowed(row: Row) -> bool:
             row["optimizer"] != "sgd fused" or row["habit"] == "clips",  # torch's fails where a first use comes later
         )
     )
-
-
-def rows(settings: Mapping[str, Sequence[Any]]) -> list[Row]:
-    return pair_rows(settings, allowed)
 
 
 def named(row: Row) -> str:

@@ -104,7 +104,7 @@ def _follow(program: Program, backend: Backend) -> Iterator[tuple[str, list[Any]
     for number, command in enumerate(program.commands, 1):
         label = f"after command {number}, {command}"
         if isinstance(command, p.Load):
-            backend.start(program.config, command.setting, backend.save())
+            backend.start(program.config, command.setting, backend.save(command))
             yield label, backend.do(p.Describe())
         else:
             yield label, backend.do(command)

@@ -43,13 +43,6 @@ def with_a_buffer(transport: Transport) -> None:
     zero(model, transport, 1)
 
 
-def differing(**values: tuple[Any, Any]) -> Callable[[Transport], object]:
-    def construct(transport: Transport) -> None:
-        ZeroOptimizer(build(), process_group=transport, **{k: v[transport.rank > 0] for k, v in values.items()})
-
-    return construct
-
-
 CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] = {
     "model": (
         lambda transport: zero(nn.Linear(3, 3 + (transport.rank == 2)), transport, 1),
@@ -58,16 +51,6 @@ CONSTRUCTIONS: dict[str, tuple[Callable[[Transport], object], tuple[str, ...]]] 
     "order": (in_another_order, ("the ranks built different models", "rank 0 has [left.weight [3, 3]")),
     "buffer": (with_a_buffer, ("rank 0 has [buffer mine [2]", "rank 1 has [nothing more]")),
     "memory": (overlapping, ("rank 1: ", "'wide' overlaps itself")),
-    "stage": (differing(stage=(1, 2)), ("different models or optimizers",)),
-    "bucket_cap_mb": (differing(bucket_cap_mb=(1, 2)), ("different models or optimizers",)),
-    "sharding factor": (
-        differing(sharding_factor=(1, None)),
-        (
-            "rank 0 asked for stage=2, sharding_factor=1, reshard",
-            "but rank 1 for stage=2, sharding_factor=None, reshard",
-        ),
-    ),
-    "collective": (differing(collective=("ring", "auto")), ("different models or optimizers",)),
 }
 
 

@@ -7,29 +7,13 @@ from typing import Any
 import pytest
 
 from ...contract.on_processes import whole_program
-from ...contract.space import FEW, HABITS, named, program_of, rows
+from ...contract.space import HABITS
 from ...support.narrowed import PRECISIONS
-from ...support.pairs import Row
 from ...support.pool import GlooPool
 from ...support.programs import Program, check, compare
 from ...support.two_modes import TWO_MODES
 
 BF16 = PRECISIONS["bf16"]
-SETTINGS = {
-    **FEW,
-    "ranks": (1, 2, 3, 4, 5, 6),
-    "cap": (0.0005, 25.0),
-    "optimizer": ("schedule-free", "averaged"),
-    "habit": ("clips", "no sync", "freezes"),
-    "numbers": ("", "bf16", "ends in fp16"),
-    "collective": ("auto", "pairwise"),
-    "lends": (False,),
-}
-
-
-@pytest.mark.parametrize("row", rows(SETTINGS), ids=named)
-def test_weights_of_each_mode_are_those_of_the_plain_loop(row: Row) -> None:
-    check(program_of(row))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from collectives import Loopback
 
 from ..carried import jitter
 from ..pool import MADE, GlooPool
-from .program import Command, Config, Setting
+from .program import Command, Config, Load, Setting
 from .ranks import Rank, Saved
 
 LIMIT = 30.0  # seconds; the machine may be busy
@@ -29,8 +29,8 @@ class Backend(Protocol):
     def do(self, command: Command) -> list[Any]:
         """Execute a command."""
 
-    def save(self, full: bool = False) -> Saved:
-        """Save on all ranks; return rank 0's result. ``full``: as in `Load`."""
+    def save(self, command: Load) -> Saved:
+        """Save on all ranks; return rank 0's result."""
 
     def close(self) -> list[Any]:
         """Make the models plain again; return their parameters."""
@@ -49,8 +49,8 @@ class Threads:
     def do(self, command: Command) -> list[Any]:
         return self._run(lambda rank: rank.do(command))
 
-    def save(self, full: bool = False) -> Saved:
-        return self._run(lambda rank: rank.save(full))[0]
+    def save(self, command: Load) -> Saved:
+        return self._run(lambda rank: rank.save(command))[0]
 
     def close(self) -> list[Any]:
         return self._run(Rank.close)
@@ -74,8 +74,8 @@ class Processes:
     def do(self, command: Command) -> list[Any]:
         return self._run("do", command)
 
-    def save(self, full: bool = False) -> Saved:
-        return self._run("save", full)[0]
+    def save(self, command: Load) -> Saved:
+        return self._run("save", command)[0]
 
     def close(self) -> list[Any]:
         return self._run("close")

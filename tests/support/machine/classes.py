@@ -11,6 +11,10 @@ from torch import Tensor
 Class = type[torch.optim.Optimizer]
 
 
+def nothing() -> None:
+    """Is a mode of a class that has none."""
+
+
 def name_of(cls: Class) -> str:
     """Return the name by which a state dict knows a class."""
     return f"{cls.__module__}.{cls.__qualname__}"
@@ -38,6 +42,19 @@ class PlainClasses(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         for optimizer in self.all.values():
             optimizer.step()
+
+    def train(self) -> None:
+        for optimizer in self.all.values():
+            getattr(optimizer, "train", nothing)()
+
+    def eval(self) -> None:
+        for optimizer in self.all.values():
+            getattr(optimizer, "eval", nothing)()
+
+    def reset(self, parameter: Tensor) -> None:
+        """Forget the states of a parameter."""
+        for optimizer in self.all.values():
+            optimizer.state.pop(parameter, None)
 
     def round(self, rounding: Any, gradients: Mapping[Tensor, Tensor | None]) -> None:
         """Step, and round what is in bf16. ``rounding``: a `zero.StochasticRounding`."""

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from zero import clip_grad_norm_
 
@@ -29,8 +30,14 @@ class Oracle(AsPlain, Player):
         self.config, self.setting = config, config.setting
         model, ranks = config.model(config.seed), config.setting.world_size
         super().__init__(model, self._optimizer_of, ranks, config.mixed, rounding=config.rounding)
+        self._start()
+
+    def _start(self) -> None:
         self.scheduler = p.scheduler_of(self.optimizer)
         self.kept = []
+        self.average: AveragedModel | None = None
+        if self.config.has_modes:
+            self.optimizer.train()
 
     def _optimizer_of(self, updated: Sequence[Tensor]) -> PlainClasses:
         cls, arguments = self.config.optimizer_class
@@ -57,6 +64,24 @@ class Oracle(AsPlain, Player):
     def fail(self, command: p.Fail) -> None:
         if command.in_block:  # a whole micro-batch came before the failure
             self.do(p.Backward(command.seed, sync=False))
+
+    def reset(self, parameters: Sequence[Tensor]) -> None:
+        self.meet()
+        for q, updated in zip(self.parameters, self.numbers.updated, strict=True):
+            if any(q is each for each in parameters):
+                self.classes.reset(updated)
+
+    def lend(self) -> None:
+        self.meet()
+
+    def averaged(self) -> dict[str, Tensor]:
+        self.meet()
+        weights = nn.ParameterList([q.detach() for q in self.numbers.followed()])
+        self.average = AveragedModel(weights) if self.average is None else self.average
+        self.average.update_parameters(weights)
+        listed, names = {id(q) for q in self.listed}, {q: name for name, q in self.model.named_parameters()}
+        pairs = zip(self.parameters, self.average.module.parameters(), strict=True)
+        return {names[q]: average.detach().clone() for q, average in pairs if id(q) in listed}
 
     def roll_back(self, command: p.RollBack) -> None:
         self.numbers.follow()  # see `load`
@@ -147,7 +172,6 @@ class Oracle(AsPlain, Player):
         self.setting, self.world_size, self.divisor = setting, setting.world_size, setting.world_size
         self.model.zero_grad()
         self.optimizer = self._optimizer_of(self.numbers.updated)
-        self.scheduler = p.scheduler_of(self.optimizer)
         self.forget()
-        self.kept = []
+        self._start()
         self.classes.load_state_dict(saved)

@@ -76,8 +76,7 @@ class Player:
                 return [group["lr"] for group in self.optimizer.param_groups]
             case p.Evaluate():
                 self.model.eval()
-                with torch.inference_mode() if command.inference else torch.no_grad():
-                    found = self.model(p.micro_batch(self.setting, command.seed, command.mask, 0)).clone()
+                found = self._forward(command)
                 self.model.train()
                 return found
             case p.Read():
@@ -100,6 +99,14 @@ class Player:
                 return self.full_gradient(number)
             case p.Describe():
                 self.check()
+            case p.Modes():
+                return self._in_eval_mode(command.seed)
+            case p.Reset():
+                self.reset(self.chosen(command.numbers))
+            case p.Lend():
+                self.lend()
+            case p.Average():
+                return self.averaged()
             case p.RollBack():
                 self.roll_back(command)
                 return self.read(None)
@@ -119,6 +126,18 @@ class Player:
         self.clip(1.0)
         self.step()
         self.clear("zero_grad")
+
+    def _forward(self, command: p.Evaluate) -> Tensor:
+        with torch.inference_mode() if command.inference else torch.no_grad():
+            found: Tensor = self.model(p.micro_batch(self.setting, command.seed, command.mask, 0)).clone()
+        return found
+
+    def _in_eval_mode(self, seed: int) -> list[Tensor]:
+        """Return the weights and an output in eval mode of the optimizer."""
+        self.set_mode("eval")
+        found = [self._forward(p.Evaluate(seed)), *self.read(None)]
+        self.set_mode("train")
+        return found
 
     def _micro_batch(self, rank: int, command: p.Backward) -> None:
         self.run(rank, p.backwards(self.model, self.setting, command, rank), command.sync)

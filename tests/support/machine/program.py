@@ -18,9 +18,11 @@ from ..models import seeded
 from ..narrowed import PRECISIONS
 from ..plain import Clear
 from ..programs import BY_PARAMETER, CLASSES, MATRICES
+from ..two_modes import TWO_MODES
 from .trees import Batch, Part, Source, Tree, batch_of, build
 
 Numbers: TypeAlias = tuple[int, ...] | None  # None: all
+FOLDER = "a folder"  # stands for one that a run makes
 Form = Literal["one", "two forwards", "two losses", "retained", "autograd.grad before", "zeros"]
 
 
@@ -61,6 +63,7 @@ class Config(Source):
     wholes: tuple[bool, ...] = (False,)
     stacks: tuple[bool, ...] = (False,)
     rounded: bool = False  # what is in bf16 is rounded at random, by ``seed``
+    dtype: str = ""  # of the whole model
     empty: int | None = None  # the place of a param group without parameters
     inference: bool = False  # the optimizer is built in inference mode
     alias: str = ""  # first an optimizer is refused, since the first parameter shares memory with this
@@ -78,11 +81,16 @@ class Config(Source):
         return {**BY_MODULE, **POLICIES}[self.precision]
 
     def model(self, seed: int) -> Tree:
-        return build(self.parts, self.width, self.integer, seed)
+        model = build(self.parts, self.width, self.integer, seed)
+        return model.to(getattr(torch, self.dtype)) if self.dtype else model
 
     @property
     def optimizer_class(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-        return (CLASSES | BY_PARAMETER)[self.optimizer]
+        return (CLASSES | BY_PARAMETER | TWO_MODES)[self.optimizer]
+
+    @property
+    def has_modes(self) -> bool:
+        return self.optimizer in TWO_MODES
 
     def groups(self, model: nn.Module) -> list[dict[str, Any]]:
         """Return the param groups, in order; the first parameter is always in the first."""
@@ -117,11 +125,12 @@ class Config(Source):
         self, members: list[tuple[str, nn.Parameter]], name: str, options: tuple[tuple[str, Any], ...], number: int
     ) -> dict[str, Any]:
         """Return a param group. ``name``: of its class, "" for the program's own."""
-        every = CLASSES | BY_PARAMETER | MATRICES
+        every = CLASSES | BY_PARAMETER | MATRICES | TWO_MODES
         cls, arguments = every[name or self.optimizer]
         named = {} if cls is self.optimizer_class[0] else {"optimizer_class": cls, **arguments}
         known = cls([torch.zeros(1, 1)]).defaults
-        whole = (name or self.optimizer) not in CLASSES or self.wholes[number % len(self.wholes)]
+        by_element = (name or self.optimizer) in CLASSES | TWO_MODES
+        whole = not by_element or self.wholes[number % len(self.wholes)]
         chosen = {key: value for key, value in options if key in known}
         partition = "parameter" if whole else "element"
         return {"params": members, **named, **chosen, "partition": partition}
@@ -295,6 +304,26 @@ class FullState(Command):
     masters: bool
 
 
+class Modes(Command):
+    """Change to eval mode, run a forward, and change back, if the class has modes."""
+
+    seed: int
+
+
+class Reset(Command):
+    """Forget the states of parameters."""
+
+    numbers: Numbers = None
+
+
+class Lend(Command):
+    """Take all memory from the device between two steps, and give it back."""
+
+
+class Average(Command):
+    """Update a running average of the weights, and read it. The first such command since a load makes it."""
+
+
 class FailToAdd(Command):
     """Call `add_param_group`, which raises and changes nothing.
 
@@ -312,17 +341,21 @@ class RollBack(Command):
     """
 
     seed: int
-    folder: str = ""
+    folder: str = FOLDER
 
 
 class Load(Command):
-    """Save, build new ranks with another setting, and load. ``full``: weights are those of a whole state dict."""
+    """Save, build new ranks with another setting, and load.
+
+    ``full``: weights are those of a whole state dict. ``folder``: of a checkpoint, in place of dicts; `Run` makes one.
+    """
 
     setting: Setting
     full: bool = False
+    folder: str = ""
 
 
-LATER = (FullState, SetGrad, Dropped)
+LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average)
 """Commands that commits before them do not know."""
 
 

@@ -27,6 +27,7 @@ OPTIMIZERS = [
     *sorted(set(CLASSES) - {"sgd fused"}),  # with momentum it fails if a parameter's first use is a later step
     *sorted(BY_PARAMETER),
 ]
+MODES = ("schedule-free", "averaged")  # classes with two modes
 CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
 SEEDS = st.integers(0, 99)
 MASKS = st.sampled_from([-1, 0, 1, 2, 5])
@@ -123,6 +124,11 @@ EDGES: tuple[str, ...] = (
     "shared memory",
     "parts",
     "rollback",
+    "checkpoint",
+    "modes",
+    "reset",
+    "lend",
+    "average",
 )
 """What few loops have. `tests.net`, whose other side is an older commit, draws none of it."""
 
@@ -141,6 +147,10 @@ STEPS_OF_EDGES: dict[str, st.SearchStrategy[list[Command]]] = {
         st.sampled_from(["also", "over"]),
     ),
     "rollback": st.builds(lambda seed: [p.ZeroGrad(), p.RollBack(seed)], SEEDS),
+    "modes": st.builds(lambda seed: [p.ZeroGrad(), p.Modes(seed)], SEEDS),
+    "reset": st.builds(lambda numbers: [p.Reset(numbers)], SOME),
+    "lend": st.just([p.ZeroGrad(), p.Lend()]),
+    "average": st.just([p.Average()]),
     "failing groups": st.sampled_from(["twice", "class", "class, rank 0", "precision"]).map(
         lambda why: [p.ZeroGrad(), p.FailToAdd(why)]
     ),
@@ -204,7 +214,8 @@ def configs(
     rounded = collectives.rounds and precision in ROUNDED and draw(st.booleans())
     stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
     integer = not precision and draw(st.sampled_from([False, False, True]))
-    optimizer = draw(st.sampled_from(OPTIMIZERS))
+    modes = () if rounded or "modes" not in collectives.edges else MODES
+    optimizer = draw(st.sampled_from([*OPTIMIZERS, *modes]))
     leaves = (*LEAVES, *(VIEWS if "views" in collectives.edges else ()))
     if "gaps" in collectives.edges and optimizer in CLASSES and "fused" not in optimizer:
         leaves += GAPS
@@ -240,7 +251,7 @@ class Written:
     def __init__(self, config: Config) -> None:
         model, self.setting, self.commands = config.model(0), config.setting, list[Command]()
         listed = {id(parameter) for group in config.groups(model) for _, parameter in group["params"]}
-        self.count = len(list(model.parameters()))
+        self.count, self.modes = len(list(model.parameters())), config.has_modes
         self.listed = [index for index, parameter in enumerate(model.parameters()) if id(parameter) in listed]
         self.open = True  # a backward is allowed
         self.pending = False  # a `no_sync` block has gradients that are not reduced yet
@@ -252,6 +263,10 @@ class Written:
         match command:
             case p.RollBack():
                 return self.open and not self.kept and self.stepped
+            case p.Modes():
+                return self.modes and not self.kept
+            case p.Lend():
+                return not self.kept
             case p.Keep() | p.Fail() | p.Divide():
                 return self.open
             case p.Dropped():
@@ -279,6 +294,8 @@ class Written:
                 self.commands.append(p.Keep(0))  # the backward of the kept graph would now come too late
             self.kept = False
         match command:
+            case p.Evaluate(seed=chosen) if self.modes and not self.kept:
+                command = p.Modes(chosen)
             case p.Backward(sync=sync):
                 if not self.open:
                     self.add(p.ZeroGrad())
@@ -347,6 +364,7 @@ def programs(
         p.Load,
         settings(STAGES, most_ranks, collectives, integer=config.integer),
         st.booleans(),
+        st.sampled_from(["", p.FOLDER] if "checkpoint" in collectives.edges else [""]),
     )
     edges = [commands for edge, commands in STEPS_OF_EDGES.items() if edge in collectives.edges]
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS, *edges)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from collectives import Algorithm, solo
-from zero import CheckpointManager, Offload, ZeroOptimizer
+from zero import CheckpointManager, Offload, ShardedAverage, ZeroOptimizer, load, save
 
 from ..narrowed import sum_dtypes
 from ..plain import assert_same_value
+from ..programs import BY_PARAMETER
 from ..sides import OnRank
 from . import program as p
 from .player import Player
@@ -62,8 +63,9 @@ class Rank(OnRank, Player):
         self.group = group
         model = config.model(config.seed + rank)  # construction must give all ranks the values of rank 0
         full = saved is not None and saved[1].pop("full", False)
+        folder = None if saved is None else saved[1].pop("folder", None)
         if saved is not None:
-            if config.mixed is None and not full:
+            if config.mixed is None and not full and not folder:
                 model.load_state_dict(saved[0])
             for parameter, trainable in zip(model.parameters(), saved[1].pop("trainable"), strict=True):
                 parameter.requires_grad_(trainable)
@@ -72,7 +74,12 @@ class Rank(OnRank, Player):
         optimizer = self._build(model, group)
         super().__init__(model, optimizer)
         self.scheduler = p.scheduler_of(optimizer)
-        if saved is not None:
+        self.average: ShardedAverage | None = None
+        if config.has_modes:
+            optimizer.train()
+        if folder:
+            load(folder, optimizer, rng=False)
+        elif saved is not None:
             if full:
                 optimizer.load_full_state_dict(saved[0] if rank == setting.world_size - 1 else None)
             elif config.mixed is not None:  # the saved weights have another dtype; the new model alone would round them
@@ -152,7 +159,12 @@ class Rank(OnRank, Player):
                 backward()
 
     def check(self) -> None:
-        self.optimizer.describe()
+        told = self.optimizer.describe()
+        # of a class with states of other shapes the formula knows no count
+        known = not BY_PARAMETER.keys() & {self.config.optimizer, *self.config.classes}
+        for kind in ("parameters", "gradients", *(["optimizer"] if known else [])):
+            before = kind == "gradients" and told.bytes[kind] == 0  # no reduction has needed a buffer yet
+            assert before or told.bytes[kind] == told.formula_bytes[kind], f"{kind}\n{told}"
         repr(self.optimizer)
         self.optimizer.check_replicas()
 
@@ -164,6 +176,20 @@ class Rank(OnRank, Player):
         if command.in_block:
             self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(command.seed), self.rank), True)
         self.model(p.micro_batch(self.setting, command.seed, -1, self.rank, fails=True))
+
+    def reset(self, parameters: Sequence[Tensor]) -> None:
+        self.optimizer.reset_states(q for q in parameters if id(q) in self.listed)
+
+    def lend(self) -> None:
+        self.optimizer.offload()
+        self.optimizer.reload()
+
+    def averaged(self) -> dict[str, Tensor] | None:
+        self.average = ShardedAverage(self.optimizer) if self.average is None else self.average
+        self.average.update_parameters()
+        found = self.average.gather(None)
+        names = {name for name, q in self.model.named_parameters() if id(q) in self.listed}
+        return None if found is None else {name: value for name, value in found.items() if name in names}
 
     def roll_back(self, command: p.RollBack) -> None:
         with CheckpointManager(command.folder, self.optimizer) as manager:
@@ -235,10 +261,13 @@ class Rank(OnRank, Player):
     def full_state(self, to: int, *, masters: bool) -> dict[str, Any] | None:
         return self.optimizer.full_state_dict(to, masters=masters)
 
-    def save(self, full: bool = False) -> Saved:
+    def save(self, command: p.Load) -> Saved:
         """Save the program's state. All ranks call this; rank 0's result is complete."""
+        if command.folder:
+            save(command.folder, self.optimizer, overwrite=True)
+            return {}, {**self._trainable(), "folder": command.folder}
         states = self.consolidated(0)
-        if full:
+        if command.full:
             return self.full_state(0, masters=True) or {}, {
                 **_without_masters(states or {}),
                 **self._trainable(),

@@ -30,15 +30,16 @@ class Run:
     def do(self, command: Command) -> None:
         """Execute a command on both sides and compare. After a step with ``look``, compare all states, too."""
         self.commands.append(command)
-        with tempfile.TemporaryDirectory() if isinstance(command, p.RollBack) else nullcontext("") as folder:
-            self._follow(replace(command, folder=folder) if isinstance(command, p.RollBack) else command)
+        needs_folder = isinstance(command, (p.RollBack, p.Load)) and command.folder
+        with tempfile.TemporaryDirectory() if needs_folder else nullcontext() as folder:
+            self._follow(replace(command, folder=folder) if folder is not None else command)
         if isinstance(command, p.Step) and command.look:
             self._follow(p.Consolidate(0))
 
     def _follow(self, command: Command) -> None:
         expected = self.oracle.do(command)
         if isinstance(command, p.Load):
-            self.backend.start(self.config, command.setting, self.backend.save(command.full))
+            self.backend.start(self.config, command.setting, self.backend.save(command))
             return
         for rank, seen in enumerate(self.backend.do(command)):
             if isinstance(command, (p.Consolidate, p.FullState)) and command.to != rank:

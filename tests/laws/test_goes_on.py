@@ -1,0 +1,48 @@
+"""Training goes on at another stage, number of ranks and bucket size, from dicts, whole state dicts and checkpoints."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..dials import DIALS
+from ..dials.loops import steps
+from ..dials.record import config_of
+from ..support.machine.hosts import ThreadsOnHosts
+from ..support.machine.program import FOLDER, Consolidate, Describe, Load
+from ..support.machine.run import run
+from ..support.pairs import Row, pair_rows
+from ..support.two_modes import TWO_MODES
+from .space import allowed, named
+
+OF_A_SETTING = ("stage", "ranks", "bucket_cap_mb", "collective", "sharding_factor", "offload", "units", "reshard")
+HOW = {"dict": {}, "whole state dict": {"full": True}, "checkpoint": {"folder": FOLDER}}
+
+
+def of_one_training(row: Row) -> bool:
+    """Return whether the values of both halves of a row go together."""
+    looks = {"loop": "clips", "look": "modes" if row["class"] in TWO_MODES else "none"}
+    return allowed({**row, **looks}) and allowed({**after(row), **looks})
+
+
+def after(row: Row) -> Row:
+    return {dial.name: row.get(f"{dial.name} later", row.get(dial.name)) for dial in DIALS}
+
+
+USED = [dial for dial in DIALS if dial.name not in ("loop", "look")]
+TABLE = {dial.name: dial.names for dial in USED} | {
+    f"{dial.name} later": dial.names for dial in USED if dial.name in OF_A_SETTING
+}
+ROWS = pair_rows({"how": list(HOW), **TABLE}, of_one_training)
+
+
+def case(row: Row) -> str:
+    looks = {"loop": "clips", "look": "none"}
+    return f"{row['how']}: {named({**row, **looks})} -> {named({**after(row), **looks})}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=case)
+def test_training_goes_on_from_what_was_saved(row: Row) -> None:
+    looks = {"loop": "clips", "look": "none"}
+    before, later = config_of({**row, **looks}, DIALS), config_of({**after(row), **looks}, DIALS)
+    commands = [*steps(2), Load(later.setting, **HOW[row["how"]]), Consolidate(0), *steps(2, 70), Describe()]
+    run(before, *commands, backend=ThreadsOnHosts())
