@@ -1,6 +1,7 @@
 """`python -m tests.matrix [sharing] [uneven] [STAGE ...]`: check that `zero train` always produces the same hash.
 
-The runs cover every stage, number of ranks, bucket size and launcher. With `sharing`, they cover every sharding factor,
+The runs cover every stage, number of ranks, bucket size and launcher; ranks that no launcher starts are forked from a
+process that has imported torch, with the environment of torchrun. With `sharing`, they cover every sharding factor,
 every value of ``reshard_after_forward``, and offload to disk; with `uneven`, numbers of ranks that do not divide the
 micro-batches, and collectives.
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
 import tempfile
@@ -23,14 +26,22 @@ from typing import Any
 
 import torch
 
+from zero.commands.cli import main as command_line
 from zero.commands.train.command import parameters_sha256
 
 from .support.example import plain_example
+from .support.ports import reserved_port
 from .support.processor import spare_matrix_unit
 
 STEPS, MICRO_BATCHES, BATCH, WIDTH, LAYERS = 20, 12, 2, 64, 2
 TEXT = Path(torch.nn.functional.__file__)
-WORKER = ["-m", "zero.train"]
+LIMIT = 600.0  # seconds of a run
+LAUNCHERS = {
+    "zero": lambda ranks: ["-m", "zero.commands.cli", "train", f"--ranks={ranks}"],
+    "torchrun": lambda ranks: [
+        *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "zero.train")
+    ],
+}
 SIZES = {"steps": STEPS, "micro-batches": MICRO_BATCHES, "batch": BATCH, "width": WIDTH, "layers": LAYERS}
 COMMON = [f"--{name}={size}" for name, size in SIZES.items()]
 
@@ -65,33 +76,67 @@ class Run:
     stage: int
     ranks: int
     cap: float = 0.01
-    torchrun: bool = False
+    launcher: str = ""  # a key of `LAUNCHERS`; "": ranks are forked
     sharing: tuple[str, ...] = ()
 
     def record(self) -> dict[str, Any]:
         """Run the command once, and return its record."""
         flags = [f"--stage={self.stage}", f"--bucket-cap-mb={self.cap}", *self.variant.flags, *self.sharing]
-        start = ["-m", "zero.commands.cli", "train", f"--ranks={self.ranks}"]
-        if self.torchrun:
-            start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}", *WORKER]
         with tempfile.TemporaryDirectory() as out:
-            command = [sys.executable, *start, *COMMON, *flags, f"--out={out}"]
-            ended = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            if ended.returncode:
-                raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+            arguments = [*COMMON, *flags, f"--out={out}"]
+            if self.launcher:
+                command = [sys.executable, *LAUNCHERS[self.launcher](self.ranks), *arguments]
+                ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+                if ended.returncode:
+                    raise SystemExit(f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}")
+            else:
+                fork(self.ranks, arguments, out)
             record: dict[str, Any] = json.loads((Path(out) / "run.json").read_text())
             return record
 
     def __str__(self) -> str:
-        how = " ".join(("torchrun" if self.torchrun else "zero", *self.sharing))
+        how = " ".join((self.launcher or "forked", *self.sharing))
         return f"{how:8} {self.variant.name:8} stage {self.stage} ranks {self.ranks} cap {self.cap:<6}"
+
+
+def fork(ranks: int, arguments: list[str], out: str) -> None:
+    """Run the command on forked ranks, or in one process without a launcher's environment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.matrix"])
+    with reserved_port() as port:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+        group["LOCAL_WORLD_SIZE"] = group["WORLD_SIZE"]
+        started: list[Any] = []
+        for rank in range(ranks):
+            environment = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            said = str(Path(out) / f"rank-{rank}.txt")
+            started.append(context.Process(target=_rank, args=(arguments, environment, said), daemon=True))
+            started[-1].start()
+        end = time.monotonic() + LIMIT
+        for process in started:
+            process.join(max(0.0, end - time.monotonic()))
+    codes = [process.exitcode for process in started]
+    if any(codes):
+        for process in started:
+            process.kill()
+        said = "\n".join(path.read_text() for path in sorted(Path(out).glob("rank-*.txt")))
+        raise SystemExit(f"zero train {' '.join(arguments)}: {codes}\n{said}")
+
+
+def _rank(arguments: list[str], environment: dict[str, str], said: str) -> None:
+    """Run the command in this process. What it prints goes to a file."""
+    spare_matrix_unit()
+    os.environ.update(environment)
+    with open(said, "w") as file:
+        sys.stdout = sys.stderr = file
+        sys.exit(command_line(arguments, command="train"))
 
 
 def all_shared(stages: list[int]) -> list[Run]:
     """Return runs of every stage, variant, bucket size and number of ranks, with one sharded copy for all ranks."""
     runs = [Run(VARIANTS[0], stage, ranks, cap) for stage in stages for ranks in (1, 2, 3, 4, 6) for cap in (0.01, 100)]
     runs += [Run(variant, stage, ranks) for variant in VARIANTS[1:] for stage in stages for ranks in (1, 3)]
-    return runs + [Run(VARIANTS[0], stage, 4, torchrun=True) for stage in stages]
+    return runs + [Run(VARIANTS[0], stage, 4, launcher=launcher) for stage in stages for launcher in LAUNCHERS]
 
 
 def all_sharings(stages: list[int]) -> list[Run]:
