@@ -102,7 +102,7 @@ class Run:
 def fork(ranks: int, arguments: list[str], out: str) -> None:
     """Run the command on forked ranks, or in one process without a launcher's environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.matrix"])
+    context.set_forkserver_preload(["zero.commands.train.command", "tests.support.example"])
     with reserved_port() as port:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
         group["LOCAL_WORLD_SIZE"] = group["WORLD_SIZE"]
