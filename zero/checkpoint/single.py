@@ -57,8 +57,6 @@ def save(
     problem: Exception | None = None
     unusable = _make_parents(target, optimizer.rank)
     in_parts = check_visible(optimizer, target.parent, unusable)
-    if in_parts and optimizer.rank == 0:
-        warn_caller(files.weaker(target.parent, "pwrite"))
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:
@@ -95,14 +93,11 @@ def _make_parents(target: Path, rank: int) -> str | None:
 
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
-    saver = Saver(optimizer)
-    destination = Destination(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
-    saving = saver.save(request, destination)
+    saving = Saver(optimizer).save(request, Destination() if optimizer.rank == 0 else None)
     saving.settle(optimizer.exchange(saving.outcome()))
-    saver.withdraw()
     saving.remove_rest()
     saving.result()
-    for text in (*saving.weaker, *saving.news()):
+    for text in saving.news():
         warn_caller(text)
     return saving
 
