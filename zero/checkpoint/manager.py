@@ -7,10 +7,11 @@ Knows: the public calls, which save is under way, which checkpoints are kept. Do
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -46,7 +47,7 @@ class Steps(Destination):
         self.directory = directory
         self._max_to_keep, self._keep_period = max_to_keep, keep_period
         self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
-        self._kept: Callable[[int], bool] = lambda step: False  # of steps that must stay for now
+        self.keep_from = math.inf  # this checkpoint and newer ones stay: the newest one that all parts of a model have
         self._last: int | None = None  # the step that this run has restored or saved last
         self._back_to = 0  # the step above which checkpoints are none of this training, of the save under way
         self._aside: list[str] = []  # what it has set aside
@@ -54,11 +55,6 @@ class Steps(Destination):
     def goes_on_from(self, step: int) -> None:
         """Note that training goes on from a checkpoint, of which this run has written, or read, every block."""
         self._whole[step], self._last = True, step
-
-    def keep_from(self, step: int | None) -> None:
-        """Let this checkpoint and newer ones stay, whatever their number; None: all. It is the newest one that all
-        parts of a model have."""
-        self._kept = lambda other: step is None or other >= step
 
     def check(self, folder: SaveFolder, step: int) -> None:
         self._back_to = step if self._last is None else min(step, self._last)  # the training may have gone back
@@ -102,15 +98,14 @@ class Steps(Destination):
         ]
         if self._max_to_keep > 1 and others and not self._is_whole(others[0]):
             return []
-        return [other for other in others[self._max_to_keep - 1 :] if not self._kept(other)]
+        return [other for other in others[self._max_to_keep - 1 :] if other < self.keep_from]
 
     def _is_whole(self, step: int) -> bool:
         if step not in self._whole:
-            try:
+            self._whole[step] = False
+            with suppress(ValueError, OSError, KeyError):
                 open_checkpoint(steps_in(self.directory.path)[step]).verify()
                 self._whole[step] = True
-            except (ValueError, OSError, KeyError):
-                self._whole[step] = False
         return self._whole[step]
 
 
@@ -164,7 +159,7 @@ class CheckpointManager:
         self._steps: Steps | None = None  # on rank 0
         self._closed = False
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
-        problem: str | None = None
+        problem: Exception | None = None
         try:
             require(bool(os.fspath(directory)), "directory is empty: name a folder (the current one is '.')")
             for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
@@ -176,10 +171,8 @@ class CheckpointManager:
                 self._steps = Steps(lock, max_to_keep, keep_period)
                 for text in lock.clean():
                     warn_caller(text)
-        except OSError as error:
-            problem = f"{self.directory} cannot be written on host {socket.gethostname()}: {error}"
         except Exception as error:
-            problem = str(error)
+            problem = error
         try:
             self._in_parts = check_visible(optimizer, self.directory, problem)
         except BaseException:
@@ -226,9 +219,10 @@ class CheckpointManager:
                 self._saving.wait()
             if self._model_parts.name and self._steps is not None:  # until all parts have a newer one, theirs stays
                 common = self._model_parts.common(marks_of(steps_in(self.directory)), may_differ=True)
-                self._steps.keep_from(next(iter(common), None))
+                self._steps.keep_from = next(iter(common), 0)
             if self._saving is not None:
-                _warn_of(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
+                for text in self._saving.news():
+                    warn_caller(text)  # raises, perhaps on this rank alone, if warnings are errors
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
@@ -254,7 +248,8 @@ class CheckpointManager:
             before.remove_rest()  # every rank has seen how it ended
         if request.blocking:
             saving.result()
-            _warn_of(saving)
+            for text in saving.news():
+                warn_caller(text)
         return saving
 
     # -- failures -----------------------------------------------------------------------------------------------------
@@ -362,7 +357,8 @@ class CheckpointManager:
             self._release()
         if saving is not None and not saving.was_raised:
             saving.result()
-            _warn_of(saving)
+            for text in saving.news():
+                warn_caller(text)
 
     def _release(self) -> None:
         self._closed = True
@@ -397,9 +393,3 @@ class CheckpointManager:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this CheckpointManager is closed: build a new one")
-
-
-def _warn_of(saving: Saving) -> None:
-    """Warn of what the end of a save has shown. It must be over."""
-    for text in saving.news():
-        warn_caller(text)

@@ -99,30 +99,6 @@ class Holder:
         return f"pid {self.pid} on host {self.host}{which}"
 
 
-class _Flock:
-    """A lock of the kernel, which ends with the process that holds it. ``number``: of the open file."""
-
-    remedy = ""
-
-    def __init__(self, path: Path, me: Holder, number: int) -> None:
-        self.path, self._me, self._number = path, me, number
-
-    def take(self) -> bool:
-        """Take the lock if it is free. Return whether this run holds it now."""
-        if not files.lock(self._number):
-            return False
-        longest = os.fstat(self._number).st_size  # of the text of an earlier holder
-        files.write_at(self._number, self._me.pack().ljust(longest), 0)
-        return True
-
-    def holder(self) -> Holder:
-        text = bytearray(_LONGEST)
-        return Holder.unpack(bytes(text[: files.read_at(self._number, memoryview(text), 0)]))
-
-    def is_held(self) -> bool:
-        return _is_at(self._number, self.path)
-
-
 class _Lease:
     """A file in the place of a lock. It outlives a process that is killed."""
 
@@ -134,8 +110,8 @@ class _Lease:
 
     def take(self) -> bool:
         """Take the lease if there is none, or if its holder has certainly ended. Return whether this run holds it."""
-        if self.holder().has_ended():
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
+            if self.holder().has_ended():
                 files.remove(self.path)
         try:
             files.write_new(self.path, self._me.pack())
@@ -144,25 +120,31 @@ class _Lease:
         return True
 
     def holder(self) -> Holder:
-        """Return who holds it; a holder without a host if that is not known."""
-        with suppress(FileNotFoundError):
-            return Holder.unpack(files.read_whole(self.path, _LONGEST))
-        return Holder()
-
-    def is_held(self) -> bool:
-        return files.read_whole(self.path, _LONGEST) == self._me.pack()
+        """Return who holds it; a holder without a host if that is not known. Raises `FileNotFoundError` without one."""
+        return Holder.unpack(files.read_whole(self.path, _LONGEST))
 
     def close(self) -> None:
         """Remove the lease. Not in a forked child, which does not hold it."""
         with suppress(OSError):
-            if self._me.pid == os.getpid() and self.is_held():
+            if self._me.pid == os.getpid() and self.holder() == self._me:
                 files.remove(self.path)
 
 
-def _is_at(number: int, path: Path) -> bool:
-    """Return whether what is open is what lies at a path now. Raises `OSError` if nothing does."""
-    mine, there = os.fstat(number), os.stat(path)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+class _Flock(_Lease):
+    """A lock of the kernel, which ends with the process that holds it. Whoever takes it writes its text."""
+
+    def __init__(self, path: Path, me: Holder, number: int) -> None:
+        """``number``: of the open file."""
+        super().__init__(path, me)
+        self._number, self.remedy = number, ""
+
+    def take(self) -> bool:
+        """Take the lock if it is free. Return whether this run holds it now."""
+        if not files.lock(self._number):
+            return False
+        longest = os.fstat(self._number).st_size  # of the text of an earlier holder
+        files.write_at(self._number, self._me.pack().ljust(longest), 0)
+        return True
 
 
 def _system() -> str:
@@ -188,11 +170,12 @@ _LARGEST = 1 << 20
 _NOT_IN_PLACE = files.UNSUPPORTED | {errno.ESPIPE}
 
 
-def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None) -> bool:
+def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: Exception | None) -> bool:
     """Return whether each rank needs files of its own, since no two can write into one. Collective.
 
     Raises `ValueError` on every rank unless each names and sees the same ``directory``. Every rank writes two bytes of
-    a scratch page, the second one first, or a file of its own, and reads those of all. Rank 0 warns of what is weaker.
+    a scratch page, the second one first, or a file of its own, and reads those of all. Rank 0 creates the folder if it
+    is missing, and warns of what is weaker.
 
     ``problem``: an error that this rank found.
     """
@@ -201,17 +184,26 @@ def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None
     reserves = True
     if rank == 0 and problem is None:
         try:
+            files.make_folders(directory)
             reserves = files.create(scratch, 2 * world)
         except OSError as error:
-            problem = f"{directory} cannot be written on host {socket.gethostname()}: {error}"
+            problem = error
+    text = None if problem is None else str(problem)
+    if isinstance(problem, OSError):
+        text = f"{directory} cannot be written on host {socket.gethostname()}: {problem}"
 
     def compare() -> None:
-        _read(shared, world, in_parts)
+        paths = [_part(shared, number) for number in range(world)] if in_parts else [shared]
+        if b"".join(files.read_whole(path, _LARGEST) for path in paths) != b"".join(map(_bytes, range(world))):
+            raise OSError("it does not see what other ranks have written there: a file system that is shared is needed")
         if rank == 0:
-            _warn_of_weaker(directory, in_parts=in_parts, reserves=reserves)
+            lacks = {"fsync": not files.sync_folder(directory), "pwrite": in_parts}
+            lacks["posix_fallocate"] = not (reserves or in_parts)  # no file is made with room if they are in parts
+            for call in (call for call in lacks if lacks[call]):
+                warn_caller(files.weaker(directory, call))
 
     try:
-        mine = [problem, scratch.name, str(directory), socket.gethostname()]
+        mine = [text, scratch.name, str(directory), socket.gethostname()]
         told = [json.loads(data) for data in optimizer.exchange(json.dumps(mine).encode())]
         for number, (theirs, *_) in enumerate(told):
             if theirs is not None:
@@ -236,15 +228,6 @@ def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None
                     files.remove(path)
 
 
-def _warn_of_weaker(directory: Path, *, in_parts: bool, reserves: bool) -> None:
-    """Warn of what the file system lacks, and of what is weaker for it. ``reserves``: room for a file of given size."""
-    lacks = {"fsync": not files.sync_folder(directory), "pwrite": in_parts}
-    lacks["posix_fallocate"] = not reserves and not in_parts  # no file is made with room then
-    for call in lacks:
-        if lacks[call]:
-            warn_caller(files.weaker(directory, call))
-
-
 def _write_in_place(path: Path, rank: int) -> bool:
     """Write a rank's bytes, the second one first. Return False if the file system cannot."""
     try:
@@ -257,13 +240,6 @@ def _write_in_place(path: Path, rank: int) -> bool:
         return False
     files.sync_file(path)
     return True
-
-
-def _read(path: Path, world: int, in_parts: bool) -> None:
-    """Raise `OSError` unless this rank sees what every rank has written."""
-    paths = [_part(path, rank) for rank in range(world)] if in_parts else [path]
-    if b"".join(files.read_whole(each, _LARGEST) for each in paths) != b"".join(map(_bytes, range(world))):
-        raise OSError("it does not see what other ranks have written there: a file system that is shared is needed")
 
 
 def _on_any(optimizer: ZeroOptimizer, directory: Path, action: Callable[[], bool | None]) -> bool:
@@ -383,36 +359,30 @@ class LockedDirectory:
         self._open = ExitStack()  # what is open while the lock is held
         self._closing = weakref.finalize(self, self._open.close)  # also if nobody calls `close`
         self._lock()
+        self.check()
         # a forked child, a worker of a data loader say, must not hold the lock after us
         os.register_at_fork(after_in_child=self._closing)
 
     def _lock(self) -> None:
-        self._held: _Flock | _Lease
+        self._held: _Lease
         lease = _Lease(self.path / LEASE, self._me)
         with ExitStack() as opening:
             self._folder = opening.enter_context(files.opened(self.path, files.FOLDER))  # so its number stays its own
             number = opening.enter_context(files.opened(self.path / LOCK, files.LOCK))
-            if self._take_flock(number):
-                if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
-                    raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
-            else:
+            try:
+                self._take(_Flock(self.path / LOCK, self._me, number))
+            except OSError as error:
+                if error.errno not in files.NO_LOCKS:
+                    raise
+                self.remark = files.weaker(self.path, "flock", error.strerror)
                 self._take(lease)
                 opening.callback(lease.close)
-            self._check_held()
+            else:
+                if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
+                    raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
             self._open.push(opening.pop_all())
 
-    def _take_flock(self, number: int) -> bool:
-        """Take a lock of the kernel. Return False if the file system has none."""
-        try:
-            self._take(_Flock(self.path / LOCK, self._me, number))
-        except OSError as error:
-            if error.errno not in files.NO_LOCKS:
-                raise
-            self.remark = files.weaker(self.path, "flock", error.strerror)
-            return False
-        return True
-
-    def _take(self, lock: _Flock | _Lease) -> None:
+    def _take(self, lock: _Lease) -> None:
         """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
         end = time.monotonic() + _GONE
         while not lock.take():
@@ -430,17 +400,14 @@ class LockedDirectory:
         """
         at_its_path = False
         with suppress(OSError):  # ESTALE, EBADF, or there is none
-            at_its_path = _is_at(self._folder, self.path)
+            at_its_path = os.path.samestat(os.fstat(self._folder), os.stat(self.path))
         if not at_its_path:
             if not self.path.is_dir():
                 raise FileNotFoundError(f"{self.path} was removed: make it again, and saves go on")
             self._open.close()
             self._lock()
-        self._check_held()
-
-    def _check_held(self) -> None:
         try:
-            how = "" if self._held.is_held() else "belongs to another run"
+            how = "" if self._held.holder() == self._me else "belongs to another run"
         except FileNotFoundError:
             how = "is gone"
         if how:

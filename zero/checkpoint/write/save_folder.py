@@ -218,11 +218,10 @@ class SaveFolder:
         """Create all files with room for their bytes. Raises `SaveError` if the disk is full."""
         if not self._in_parts:  # else it was synced at once, since it cannot be opened again to be written
             files.sync_file(self._note("nonce"))
-        files.sync_folder(self.temporary / NOTES)
-        files.sync_folder(self.temporary)
         if copied := [path for path in sizes if is_copied(path)]:
             files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
-            files.sync_folder(self.temporary / NOTES)
+        files.sync_folder(self.temporary / NOTES)
+        files.sync_folder(self.temporary)
         for folder in (*_folders(sizes), *([Path(PARTS)] if self._in_parts else [])):
             files.make_folder(self.temporary / folder)
         now = {} if self._in_parts else sizes

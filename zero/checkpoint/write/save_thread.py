@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -139,9 +140,8 @@ class Saving:
         """Write in a thread, or here. Raises only an interrupt of the caller, which ends the save, too. Internal."""
         if asynchronous and isinstance(self._plan, SavePlan):
             try:
-                threading.Thread(
-                    target=self._run, name=f"zero-checkpoint rank {self._folder.rank}", daemon=True
-                ).start()
+                name = f"zero-checkpoint rank {self._folder.rank}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
                 return
             except RuntimeError as error:  # there are too many threads
                 self._plan = error
@@ -202,19 +202,18 @@ class Saving:
 
     def outcome(self) -> bytes:
         """Return, as a message for `settle`, how the save has ended, as far as this rank knows. Internal."""
-        if self.error is None:
-            return json.dumps({"content": self._content}).encode()
-        known = not isinstance(self.error, _UNKNOWING)
-        return json.dumps({"cause": str(self.error)[:LONGEST_CAUSE]} if known else {}).encode()
+        cause = None if self.error is None or isinstance(self.error, _UNKNOWING) else str(self.error)[:LONGEST_CAUSE]
+        return json.dumps([self._content, cause]).encode()
 
     def settle(self, outcomes: Sequence[bytes]) -> None:
         """Take note of how the save has ended on all ranks, whose `outcome` are given: rank 0 decides. Internal."""
         found = [json.loads(outcome) for outcome in outcomes]
-        if "content" not in found[0]:
-            for why in (theirs["cause"] for theirs in found if "cause" in theirs):
-                self.learn(why)
-        elif isinstance(self.error, _UNKNOWING):
-            self.error, self._content = None, found[0]["content"]
+        content, _ = found[0]
+        if content and isinstance(self.error, _UNKNOWING):
+            self.error, self._content = None, content
+        for _, cause in found:
+            if cause is not None and not content:
+                self.learn(cause)
 
     def abandon(self, why: str, after: float) -> None:
         """End all waits for other ranks, ``after`` so many seconds. Internal."""
@@ -266,11 +265,10 @@ class Saving:
     def _as_save_error(self, error: BaseException) -> SaveError:
         if isinstance(error, FileNotFoundError) and self._folder.rank != 0:
             try:
-                self._folder.check()  # rank 0 has removed the files, and this is no error of this rank
+                with suppress(OSError):
+                    self._folder.check()  # rank 0 has removed the files, and this is no error of this rank
             except SaveError as given_up:
                 return given_up
-            except OSError:
-                pass
         if isinstance(error, SaveError):
             return error
         text = f"{type(error).__name__}: {error}"
