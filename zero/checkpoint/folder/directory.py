@@ -427,16 +427,17 @@ class LockedDirectory:
         left = [] if self.remark is None else [self.remark]
         for entry in sorted(self.path.iterdir()):
             try:
-                temporary = _TEMPORARY.fullmatch(entry.name)
-                if temporary or entry.name.startswith(".trash-"):
+                if temporary := _TEMPORARY.fullmatch(entry.name):
                     self._bring_back()
-                if temporary:
                     left += _remove_left(entry, is_ours=_has_nonce(entry, temporary[2]))
+                elif entry.name.startswith(".trash-") and _MOVED.fullmatch(entry.name):
+                    self._bring_back()
+                    left += _remove_left(entry, is_ours=_manifest(entry) is not None)
                 elif _scratch(entry):
                     files.remove(entry)
             except OSError as error:
                 left.append(f"{entry} could not be removed ({error})")
-        return [*left, *self.remove([])]
+        return left
 
     def _bring_back(self) -> None:
         """Give the steps their names back that a save was about to replace or set aside, which was not completed."""
@@ -473,10 +474,10 @@ class LockedDirectory:
             trash.add(place)
         counted = steps_in(self.path).values()  # those that a save could not give their names back
         for entry in sorted(self.path.glob(".trash-*")):
-            if _MOVED.fullmatch(entry.name) and (entry in trash or entry not in counted):
+            if _MOVED.fullmatch(entry.name) and (entry in trash or entry not in counted) and _manifest(entry):
                 self.check()
                 try:
-                    left += _remove_left(entry, is_ours=_manifest(entry) is not None)
+                    left += remove_checkpoint(entry)
                 except OSError as error:
                     left.append(f"{entry} could not be removed yet ({error})")
         return left

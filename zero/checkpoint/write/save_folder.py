@@ -88,9 +88,8 @@ class ChunkWriter:
 
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write the first bytes of the file ``path``."""
-        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         for begin, end in split(0, len(data), self._block_bytes):
-            self.write(path, begin, end - begin, partial(_copy, whole[begin:end]))
+            self.write(path, begin, end - begin, partial(_copy, data[begin:end]))
 
     def finish(self) -> None:
         """Wait until all that was written is on the disk."""
@@ -150,8 +149,8 @@ def part_of(rank: int) -> str:
     return f"{PARTS}/rank-{rank:05d}"
 
 
-def _copy(source: Tensor, out: Tensor) -> None:
-    out.copy_(source)
+def _copy(source: bytes, out: Tensor) -> None:
+    out.copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
 
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder

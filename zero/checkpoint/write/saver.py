@@ -185,7 +185,18 @@ class Saver:
         """Take a copy of what may change at any time, and plan what this rank writes. Local."""
         rank, contents, groups = self._transport.rank, own.contents, own.groups
         trees = [own.tree, own.of_state] if rank == 0 else [own.tree]
-        plan = self._plan_of(request, contents, facts, found)
+        made_from = [
+            contents.digest,
+            contents.buckets,
+            [theirs["facts"] for theirs in found],
+            [name for name, _ in contents.averages.with_values()],
+            request.max_shard_bytes,
+            request.block_bytes,
+        ]
+        if self._plan is None or self._planned_for != made_from:  # to make one takes longer than to write a small model
+            self._plan = WritePlan(contents, facts, request.max_shard_bytes, request.block_bytes)
+            self._planned_for = made_from
+        plan = self._plan
         capture = Capture(contents, plan, gathered, trees, self._room)
         shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
@@ -221,24 +232,6 @@ class Saver:
         )
         snapshot = Snapshot(capture.staged, capture.live, all_chunks)
         return SavePlan(heads, all_chunks, sizes, snapshot, manifest)
-
-    def _plan_of(
-        self, request: SaveRequest, contents: Contents, facts: StateFacts, found: list[dict[str, Any]]
-    ) -> WritePlan:
-        """Return the plan of the last save if it was made from equal things: to make one takes longer than to write a
-        small model."""
-        made_from = [
-            contents.digest,
-            contents.buckets,
-            [theirs["facts"] for theirs in found],
-            [name for name, _ in contents.averages.with_values()],
-            request.max_shard_bytes,
-            request.block_bytes,
-        ]
-        if self._plan is None or self._planned_for != made_from:
-            self._plan = WritePlan(contents, facts, request.max_shard_bytes, request.block_bytes)
-            self._planned_for = made_from
-        return self._plan
 
 
 @dataclass(frozen=True)
