@@ -172,7 +172,7 @@ class CheckpointManager:
                 for text in lock.clean():
                     warn_caller(text)
         except Exception as error:
-            problem = error
+            problem = error.with_traceback(None)  # which would hold the lock
         try:
             self._in_parts = check_visible(optimizer, self.directory, problem)
         except BaseException:

@@ -360,6 +360,8 @@ class LockedDirectory:
         self._closing = weakref.finalize(self, self._open.close)  # also if nobody calls `close`
         self._lock()
         self.check()
+        if self.remark is not None:
+            warn_caller(self.remark)
         # a forked child, a worker of a data loader say, must not hold the lock after us
         os.register_at_fork(after_in_child=self._closing)
 
@@ -422,9 +424,9 @@ class LockedDirectory:
     def clean(self) -> list[str]:
         """Remove what earlier runs have left, and give steps their names back that a save was about to take.
 
-        Returns, as text, what is weaker than a lock of the kernel, and what was left instead, and why.
+        Returns, as text, what was left instead, and why.
         """
-        left = [] if self.remark is None else [self.remark]
+        left: list[str] = []
         for entry in sorted(self.path.iterdir()):
             try:
                 if temporary := _TEMPORARY.fullmatch(entry.name):
