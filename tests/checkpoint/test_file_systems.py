@@ -124,7 +124,7 @@ def test_what_a_rank_has_written_is_compared_when_the_files_are_put_together(
 
     def loses(this: PartWriter) -> None:
         finish(this)
-        os.ftruncate(this._file, this.nbytes - 1)
+        os.ftruncate(this._file, this.nbytes - 16)  # of random numbers
 
     monkeypatch.setattr(PartWriter, "finish", loses)
 

@@ -355,18 +355,19 @@ class LockedDirectory:
         """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
         files.make_folders(folder)
         self.path, self._me = folder, Holder.me(nonce)
-        self.remark: str | None = None
         self._open = ExitStack()  # what is open while the lock is held
         self._closing = weakref.finalize(self, self._open.close)  # also if nobody calls `close`
-        self._lock()
+        self.remark = self._lock()
         self.check()
         if self.remark is not None:
             warn_caller(self.remark)
         # a forked child, a worker of a data loader say, must not hold the lock after us
         os.register_at_fork(after_in_child=self._closing)
 
-    def _lock(self) -> None:
+    def _lock(self) -> str | None:
+        """Take the lock. Return `remark`."""
         self._held: _Lease
+        remark: str | None = None
         lease = _Lease(self.path / LEASE, self._me)
         with ExitStack() as opening:
             self._folder = opening.enter_context(files.opened(self.path, files.FOLDER))  # so its number stays its own
@@ -376,13 +377,14 @@ class LockedDirectory:
             except OSError as error:
                 if error.errno not in files.NO_LOCKS:
                     raise
-                self.remark = files.weaker(self.path, "flock", error.strerror)
+                remark = files.weaker(self.path, "flock", error.strerror)
                 self._take(lease)
                 opening.callback(lease.close)
             else:
                 if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
                     raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
             self._open.push(opening.pop_all())
+        return remark
 
     def _take(self, lock: _Lease) -> None:
         """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
@@ -463,20 +465,16 @@ class LockedDirectory:
     def remove(self, steps: Iterable[int]) -> list[str]:
         """Remove these steps, and what earlier removals have left. Return, as text, what was left instead."""
         left: list[str] = []
-        trash: set[Path] = set()
-        there = steps_in(self.path)
+        there = steps_in(self.path)  # one that a removal has left untouched is a step
         for step in (step for step in steps if step in there):
             strange = foreign(there[step])
             if strange is not None:
                 left.append(strange)
                 continue
             self.check()
-            place = self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}"
-            files.rename(there[step], place)
-            trash.add(place)
-        counted = steps_in(self.path).values()  # those that a save could not give their names back
+            files.rename(there[step], self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}")
         for entry in sorted(self.path.glob(".trash-*")):
-            if _MOVED.fullmatch(entry.name) and (entry in trash or entry not in counted) and _manifest(entry):
+            if _MOVED.fullmatch(entry.name) and entry not in there.values() and _manifest(entry) is not None:
                 self.check()
                 try:
                     left += remove_checkpoint(entry)
@@ -519,7 +517,7 @@ def foreign(folder: Path) -> str | None:
             inside = path.relative_to(folder).as_posix()
             known = inside in copied or any(pattern.fullmatch(inside) for pattern in _OURS)
             if manifest is not None and name in names and not inside.startswith(f"{NOTES}/"):
-                known = inside in (NAME, *manifest.files)
+                known = inside == NAME or inside in manifest.files
             if path.is_symlink() or not known:
                 return f"{folder} is left, because it has {inside}, which is no part of a checkpoint"
     return None

@@ -239,23 +239,20 @@ class SaveFolder:
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
-        done: set[str] = set()
+        missing = {f"rank-{rank:05d}.done": str(rank) for rank in range(self._world_size)}
 
         def all_done() -> bool:
             for name in sorted(os.listdir(self.temporary / NOTES)):
                 if name.endswith(".failed"):
                     raise SaveError(files.read_whole(self._note(name), LONGEST).decode())
-                if name.endswith(".done") and name not in done:
-                    done.add(name)
+                if missing.pop(name, None) is not None:
                     for path, fragments in json.loads(files.read_whole(self._note(name), LONGEST)).items():
                         found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
-            return len(done) == self._world_size
+            return not missing
 
-        def missing() -> str:
-            ranks = ", ".join(str(r) for r in range(self._world_size) if f"rank-{r:05d}.done" not in done)
-            return f"rank {ranks} did not write its part of {self.target} in time"
-
-        self._wait(all_done, missing)
+        self._wait(
+            all_done, lambda: f"rank {', '.join(missing.values())} did not write its part of {self.target} in time"
+        )
         return found
 
     def put_together(self, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
@@ -332,10 +329,8 @@ class SaveFolder:
             if files.exists(self.temporary):
                 self._take_back()
                 raise
-            self._moved.clear()
             if not isinstance(error, OSError) or _nonce_and_content(self.target)[0] != self.nonce:
                 raise  # else it was renamed: NFS may send a rename twice, and reports an error for the second one
-        self._moved.clear()
         try:
             files.sync_folder(parent)
         except OSError as error:
@@ -350,10 +345,10 @@ class SaveFolder:
         Otherwise the temporary folder must stay: without it the commit seems to be done.
         """
         with suppress(OSError):
-            for source, place in reversed(self._moved):
-                if files.exists(place) and not files.exists(source):
-                    files.rename(place, source)
-            if self._moved:
+            if self._moved and files.exists(self.temporary):  # else the commit is done
+                for source, place in reversed(self._moved):
+                    if files.exists(place) and not files.exists(source):
+                        files.rename(place, source)
                 files.sync_folder(self.target.parent)
             self._moved.clear()
             if self._announcement is not None and files.exists(self._announcement):

@@ -92,7 +92,6 @@ class Saver:
                 An error of the disk is not raised here, but ends the save that is returned.
         """
         began = time.perf_counter()
-        nonce = secrets.token_hex(8)
         folder_of = partial(
             SaveFolder,
             request.target,
@@ -102,7 +101,7 @@ class Saver:
             overwrite=request.overwrite,
             in_parts=request.in_parts,
         )
-        own_folder = folder_of(nonce)
+        own_folder = folder_of(secrets.token_hex(8))
         parts, problem = ShardedOptimizer(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
@@ -124,7 +123,7 @@ class Saver:
         text = None if problem is None else str(problem)
         if isinstance(problem, OSError):
             text = f"{type(problem).__name__}: {problem}"
-        message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
+        message = {} if own is None else {**own.message, "nonce": own_folder.nonce, "disk": disk}
         try:
             told = parts.agree_to_save(text, json.dumps(message).encode())
             found = [json.loads(data) for data in told]
