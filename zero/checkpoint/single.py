@@ -53,12 +53,8 @@ def save(
     """
     target = ModelParts(optimizer).folder(Path(path).absolute())
     problem: Exception | None = None
-    unusable = None
-    if target.name in ("", ".."):
-        unusable = ValueError(
-            f"path is {str(target)!r}, which no checkpoint can have as its name: name a folder inside it"
-        )
-    in_parts = check_visible(optimizer, target.parent, unusable)
+    unusable = ValueError(f"path is {str(target)!r}, which no checkpoint can have as its name: name a folder inside it")
+    in_parts = check_visible(optimizer, target.parent, unusable if target.name in ("", "..") else None)
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:

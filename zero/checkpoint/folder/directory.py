@@ -19,7 +19,8 @@ The lock of a folder of checkpoints: one run holds it, and every other one is re
     .lock      locked by the kernel (flock) for the run that writes here; has the text of its `Holder`
     .lease     where the file system has no locks: created by that run, which removes it when it ends; same text
 
-The probe of a folder: all ranks see it, and what they write into one file side by side stays.
+The probe of a folder: all ranks see it, what they write into one file side by side stays, and what else a file system
+may lack.
 
 Knows: names of folders, locks, what a removal may touch, what a file system shows to other ranks. Does not know: how a
 checkpoint is written or read.
