@@ -93,18 +93,11 @@ class Disk:
         self._dead: set[int] = set()
         self._open = files.opened
         monkeypatch.setattr(files, "opened", self._opened)
-        for name in ("reserve", "write_at", "read_at", "sync", "overwrite", "lock"):
+        for name in ("reserve", "write_at", "read_at", "sync", "lock"):
             monkeypatch.setattr(files, name, self._of_number(name, getattr(files, name)))
-        for name in ("make_folder", "remove", "remove_folder", "rename", "open_lock"):
+        for name in ("make_folder", "remove", "remove_folder", "rename"):
             monkeypatch.setattr(files, name, self._of_path(name, getattr(files, name)))
         monkeypatch.setattr(files, "ThreadPoolExecutor", self._pool)
-        closing = files.close
-
-        def close(number: int) -> None:
-            self._locks.pop(number, None)
-            closing(number)
-
-        monkeypatch.setattr(files, "close", close)
 
     # -- what a test asks for -----------------------------------------------------------------------------------------
 
@@ -204,7 +197,10 @@ class Disk:
                 parent = self._at(path.parent, missing=True) if creates else None  # it may have been removed since
                 if parent is not None and (path.name not in parent.entries or flags[0] & os.O_TRUNC):
                     parent.change({path.name: Node(is_folder=False)})
-            yield number
+            try:
+                yield number
+            finally:
+                self._locks.pop(number, None)
 
     def _of_number(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(number: int, *arguments: Any) -> Any:
@@ -212,7 +208,9 @@ class Disk:
             made = self._begin(name, path)
             with self._lock:
                 found = call(number, *arguments)
-                if name not in ("read_at", "lock"):
+                if name == "lock":
+                    self._locks[number] = made.rank
+                elif name != "read_at":
                     self._note_data(name, path, arguments)
                     self.after(made)
             return found
@@ -225,8 +223,6 @@ class Disk:
             return  # its folder was renamed or removed
         if name == "reserve":
             node.data.extend(bytes(max(0, arguments[0] - len(node.data))))
-        elif name == "overwrite":
-            node.data[:] = arguments[0].ljust(len(node.data))
         elif name == "write_at":
             data, offset = arguments
             node.data.extend(bytes(max(0, offset + len(data) - len(node.data))))
@@ -244,10 +240,6 @@ class Disk:
                 parent = self._at(path.parent)
                 if name == "make_folder":
                     parent.change({path.name: Node(is_folder=True)})
-                elif name == "open_lock":
-                    self._paths[found], self._locks[found] = path, made.rank
-                    if path.name not in parent.entries:
-                        parent.change({path.name: Node(is_folder=False)})
                 elif name == "rename":
                     assert path.parent == others[0].parent
                     moved = parent.entries.get(path.name) or _existing(others[0])

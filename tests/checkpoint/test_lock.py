@@ -17,7 +17,7 @@ import pytest
 
 from collectives import Transport, on_threads
 from zero import CheckpointManager
-from zero.checkpoint.folder.directory import LEASE, LOCK, FolderLock, Holder, LockedDirectory
+from zero.checkpoint.folder.directory import LEASE, LOCK, Holder, LockedDirectory
 from zero.checkpoint.write.save_folder import SaveFolder
 
 from ..support.limits import PATIENT
@@ -96,12 +96,12 @@ def test_a_forked_process_does_not_hold_the_lock_after_its_parent(tmp_path: Path
 def test_a_lease_of_a_process_that_has_ended_is_taken_over(tmp_path: Path) -> None:
     child = os.fork()
     if not child:
-        held = FolderLock(tmp_path, "0" * 16)
+        held = LockedDirectory(tmp_path, "0" * 16)
         os.kill(os.getpid(), 0 if held.remark is None else signal.SIGKILL)
         os._exit(1)
     assert os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT) is not None  # it has ended, and is not waited for
     assert json.loads((tmp_path / LEASE).read_text())["pid"] == child
-    lock = FolderLock(tmp_path, "1" * 16)
+    lock = LockedDirectory(tmp_path, "1" * 16)
     assert json.loads((tmp_path / LEASE).read_text())["nonce"] == "1" * 16
     lock.check()
     lock.close()
@@ -118,7 +118,7 @@ def test_a_lease_of_which_nothing_shows_that_its_process_has_ended_is_an_error_t
     text = "" if changes is None else json.dumps({**mine, **changes})
     (tmp_path / LEASE).write_text(text)
     with pytest.raises(ValueError, match=rf"nothing shows whether it has ended: if it has, remove {tmp_path}/.lease"):
-        FolderLock(tmp_path, "1" * 16)
+        LockedDirectory(tmp_path, "1" * 16)
     assert (tmp_path / LEASE).read_text() == text
 
 

@@ -111,7 +111,7 @@ def test_a_rank_that_knows_how_a_save_has_ended_waits_no_longer(
 
 def test_a_rank_that_has_given_up_raises_the_reason_that_another_reports(tmp_path: Path) -> None:
     folder = SaveFolder(tmp_path / "step-00000001", "0" * 16, 1, 2, timeout=10.0)
-    saving = Saving(1, folder, 1, GivenUpError("rank 0 has given up"), None, lambda *_: None)
+    saving = Saving(1, folder, GivenUpError("rank 0 has given up"), None, lambda *_: None)
     saving.start(asynchronous=False)
     assert len(saving.hear([{saving.report: "rank 2 could not save: no room"}, {}])) == 1
     with pytest.raises(SaveError, match="rank 2 could not save: no room"):

@@ -10,7 +10,6 @@ import pickle
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from collectives import Kind, Tag
@@ -42,7 +41,7 @@ def scalars_are_zeros(real: Any, self: Any) -> None:
 
 
 def older_checkpoints_are_removed_before_the_commit(real: Any, self: Any, folder: Any, manifest: Any) -> None:
-    self._retention.apply(self._directory, manifest.step)
+    self.directory.remove(self._superfluous(manifest.step))
     real(self, folder, manifest)
 
 
@@ -65,12 +64,12 @@ def paths_are_not_compared(real: Any, self: Any, *given: Any) -> Any:
     return own
 
 
-def parts_are_put_together_unseen(real: Any, folder: Path, paths: Any, fragments: Any) -> None:
+def parts_are_put_together_unseen(real: Any, self: Any, paths: Any, fragments: Any) -> None:
     def as_found(fragment: Any) -> Any:
-        data = (folder / "parts" / f"rank-{fragment.rank:05d}").read_bytes()[fragment.place :]
+        data = (self.temporary / "parts" / f"rank-{fragment.rank:05d}").read_bytes()[fragment.place :]
         return replace(fragment, crc32=zlib.crc32(data[: fragment.length].ljust(fragment.length, b"\0")))
 
-    real(folder, paths, {path: list(map(as_found, found)) for path, found in fragments.items()})
+    real(self, paths, {path: list(map(as_found, found)) for path, found in fragments.items()})
 
 
 def a_pickle_is_unpickled(real: Any, self: Any, path: str) -> Any:

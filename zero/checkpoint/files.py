@@ -19,7 +19,8 @@ _NO_LINK = getattr(os, "O_NOFOLLOW", 0)
 _READ = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0) | _NO_LINK  # a pipe is opened without waiting
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | _NO_LINK
 _WRITE = os.O_RDWR | os.O_CLOEXEC | _NO_LINK
-_FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
+LOCK = _WRITE | os.O_CREAT
+FOLDER = os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECTORY", 0)
 DIRECT = getattr(os, "O_DIRECT", 0)
 MOST_AT_ONCE = 8
 _MOST_PIECES = 1024  # of one read: IOV_MAX of Linux
@@ -47,9 +48,9 @@ def read_only(folder: Path, path: str) -> Iterator[int]:
     """
     *parents, name = path.split("/")
     with ExitStack() as opening:
-        place = opening.enter_context(opened(folder, _FOLDER))
+        place = opening.enter_context(opened(folder, FOLDER))
         for parent in parents:
-            place = opening.enter_context(opened(parent, _FOLDER | _NO_LINK, place))
+            place = opening.enter_context(opened(parent, FOLDER | _NO_LINK, place))
         number = opening.enter_context(opened(name, _READ, place))
         if not stat.S_ISREG(os.fstat(number).st_mode):
             raise OSError(f"{folder / path} is not a regular file")
@@ -153,7 +154,7 @@ def sync_files(paths: Sequence[Path]) -> None:
 def sync_folder(path: Path) -> bool:
     """Wait until the entries of a folder are on the disk. Return False if the file system cannot."""
     try:
-        with opened(path, _FOLDER) as number:
+        with opened(path, FOLDER) as number:
             sync(number)
     except OSError as error:
         if error.errno not in _NO_FOLDER_SYNC:
@@ -230,16 +231,6 @@ def remove_folder(path: Path) -> None:
         os.rmdir(path)
 
 
-def open_folder(path: Path) -> int:
-    """Open a folder. Returns its descriptor, which `close` closes."""
-    return os.open(path, _FOLDER)
-
-
-def open_lock(path: Path) -> int:
-    """Open the file of a lock, and create it if it is missing. Returns its descriptor, which `close` closes."""
-    return os.open(path, _WRITE | os.O_CREAT, 0o666)
-
-
 def lock(number: int) -> bool:
     """Lock a file until its descriptor is closed. Returns False if another process holds the lock."""
     try:
@@ -249,40 +240,23 @@ def lock(number: int) -> bool:
     return True
 
 
-def overwrite(number: int, data: bytes) -> None:
-    """Replace the content of a file by a text, which gets blanks at its end if it is shorter."""
-    write_at(number, data.ljust(os.fstat(number).st_size), 0)
-
-
-def close(number: int) -> None:
-    """Close a descriptor of `open_folder` or `open_lock`."""
-    os.close(number)
-
-
 # -- warnings: what is weaker on a file system that lacks a call -------------------------------------------------------
 
 
-def no_locks(folder: Path, why: str | None, lease: str) -> str:
-    """Return the warning for `flock`. ``lease``: the file in the place of the lock."""
-    return (
-        f"{folder} is on a file system where no file can be locked ({why}): the file {lease} keeps other runs out "
-        "instead, and is removed when this one ends; if this one is killed, and the next one begins on another host, "
-        "remove the file yourself"
-    )
-
-
 _WEAKER = {
-    "fsync": "cannot put the entries of a folder on the disk (fsync): after a crash of the machine the last "
+    "flock": "where no file can be locked ({why}): the file .lease keeps other runs out instead, and is removed when "
+    "this one ends; if this one is killed, and the next one begins on another host, remove the file yourself",
+    "fsync": "that cannot put the entries of a folder on the disk (fsync): after a crash of the machine the last "
     "checkpoints may be missing or lack files, and restore() takes an older one: keep several of them (max_to_keep)",
-    "posix_fallocate": "reserves no room for files (posix_fallocate): a full disk is found while a checkpoint is "
+    "posix_fallocate": "that reserves no room for files (posix_fallocate): a full disk is found while a checkpoint is "
     "written, and not before; that save fails then, and nothing is lost",
-    "pwrite": "writes a file from its beginning to its end alone: each rank writes a part, and rank 0 puts the files "
-    "together, so a save takes longer, needs room twice, and finds a full disk while it writes; where a folder is "
-    "renamed file by file, a crash meanwhile costs that save",
+    "pwrite": "that writes a file from its beginning to its end alone: each rank writes a part, and rank 0 puts the "
+    "files together, so a save takes longer, needs room twice, and finds a full disk while it writes; where a folder "
+    "is renamed file by file, a crash meanwhile costs that save",
 }
 
 
-def weaker(folder: Path, call: str) -> str:
-    """Return the warning for a file system that lacks a call: `fsync` of a folder, `posix_fallocate`, or `pwrite` at
-    any place."""
-    return f"{folder} is on a file system that {_WEAKER[call]}"
+def weaker(folder: Path, call: str, why: str | None = None) -> str:
+    """Return the warning for a file system that lacks a call: `flock`, `fsync` of a folder, `posix_fallocate`, or
+    `pwrite` at any place. ``why``: the text of its error."""
+    return f"{folder} is on a file system {_WEAKER[call].format(why=why)}"

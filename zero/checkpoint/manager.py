@@ -7,10 +7,11 @@ Knows: the public calls, which save is under way, which checkpoints are kept. Do
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,6 @@ from collectives import Kind, Tag
 from ..core.parameter_specs import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced_methods
-from .files import weaker
 from .folder.directory import LockedDirectory, check_free, check_visible, complete_steps, is_ours, step_name, steps_in
 from .folder.model_parts import ModelParts, marks_of
 from .format.manifest import Manifest
@@ -34,105 +34,79 @@ from .write.save_thread import Destination, Saving
 from .write.saver import Saver, SaveRequest
 
 
-class Retention:
-    """Keeps the newest checkpoints, and those of some steps for good.
+class Steps(Destination):
+    """The steps of a folder that rank 0 has locked: a save becomes one, and sets aside or removes others.
 
-    Beside the one that was just written, the newest that is left is whole: if it is of an earlier run, its blocks are
-    read before, and if it is broken, nothing is removed after this save. A broken one is neither counted nor removed.
+    Keeps the newest checkpoints, and those of some steps for good. Beside the one that was just written, the newest
+    that is left is whole: if it is of an earlier run, its blocks are read before, and if it is broken, nothing is
+    removed after this save. A broken one is neither counted nor removed.
     """
 
-    def __init__(self, max_to_keep: int | None, keep_period: int | None) -> None:
-        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good.
-
-        Raises `ValueError` if one of them is not positive.
-        """
-        for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
-            whole = number is None or isinstance(number, int)
-            require(whole and (number is None or number >= 1), f"{name} is {number!r}: it must be at least 1, or None")
+    def __init__(self, directory: LockedDirectory, max_to_keep: int | None, keep_period: int | None) -> None:
+        """``max_to_keep``: how many; None: all. ``keep_period``: steps that it divides are kept for good."""
+        self.directory = directory
         self._max_to_keep, self._keep_period = max_to_keep, keep_period
         self._whole: dict[int, bool] = {}  # of steps that were read, or written by this run
-        self._kept: Callable[[int], bool] = lambda step: False  # of steps that must stay for now
+        self.keep_from = math.inf  # this checkpoint and newer ones stay: the newest one that all parts of a model have
         self._last: int | None = None  # the step that this run has restored or saved last
+        self._back_to = 0  # the step above which checkpoints are none of this training, of the save under way
+        self._aside: list[str] = []  # what it has set aside
 
     def goes_on_from(self, step: int) -> None:
         """Note that training goes on from a checkpoint, of which this run has written, or read, every block."""
         self._whole[step], self._last = True, step
 
-    def last_before(self, step: int) -> int:
-        """Return the step above which checkpoints are none of this training, when it saves ``step``: it went back."""
-        return step if self._last is None else min(step, self._last)
+    def check(self, folder: SaveFolder, step: int) -> None:
+        self._back_to = step if self._last is None else min(step, self._last)  # the training may have gone back
+        there = steps_in(self.directory.path).get(step)
+        if there is None or folder.overwrite or step == self._back_to or not is_ours(there):  # else it is set aside
+            check_free(there or folder.target, overwrite=folder.overwrite)
+        self.directory.check()
 
-    def keep_from(self, step: int | None) -> None:
-        """Let this checkpoint and newer ones stay, whatever their number; None: all. It is the newest one that all
-        parts of a model have."""
-        self._kept = lambda other: step is None or other >= step
+    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
+        replaced = manifest.step if folder.overwrite else None
+        above = self.directory.above(self._back_to, folder.nonce, but=replaced)
+        folder.commit(manifest, self.directory.check, above)
+        self._aside = [place.name for _, place in above]
+        self.goes_on_from(manifest.step)
 
-    def apply(self, directory: LockedDirectory, step: int) -> list[str]:
-        """Remove what is not kept, after the commit of ``step``. Return, as text, what was left instead, and why."""
+    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
+        left: list[str] = []
+        if self._aside:
+            left.append(
+                f"{folder.target} is the newest checkpoint now; what was there of steps above {self._back_to} is set "
+                f"aside in the same folder: {', '.join(self._aside)}; zero.load() and zero.open_checkpoint() read "
+                "these by path, nothing removes them, and one that is renamed to its step, once no other folder has "
+                "that name, counts again"
+            )
+        if folder.unsynced is not None:
+            return [*left, folder.unsynced]
+        left += self.directory.remove(self._superfluous(manifest.step))
+        self.directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
+        return left
+
+    def _superfluous(self, step: int) -> list[int]:
+        """Return the steps that are not kept after the commit of ``step``."""
         if self._max_to_keep is None:
-            return directory.remove([])
+            return []
         others = [
             other
-            for other in reversed(complete_steps(directory.path))
+            for other in reversed(complete_steps(self.directory.path))
             if other != step
             and self._whole.get(other, True)
             and (self._keep_period is None or other % self._keep_period)
         ]
-        if self._max_to_keep > 1 and others and not self._is_whole(directory.path, others[0]):
-            return directory.remove([])
-        return directory.remove([other for other in others[self._max_to_keep - 1 :] if not self._kept(other)])
+        if self._max_to_keep > 1 and others and not self._is_whole(others[0]):
+            return []
+        return [other for other in others[self._max_to_keep - 1 :] if other < self.keep_from]
 
-    def _is_whole(self, directory: Path, step: int) -> bool:
+    def _is_whole(self, step: int) -> bool:
         if step not in self._whole:
-            try:
-                open_checkpoint(steps_in(directory)[step]).verify()
+            self._whole[step] = False
+            with suppress(ValueError, OSError, KeyError):
+                open_checkpoint(steps_in(self.directory.path)[step]).verify()
                 self._whole[step] = True
-            except (ValueError, OSError, KeyError):
-                self._whole[step] = False
         return self._whole[step]
-
-
-class StepDestination(Destination):
-    """The folder of one step, in a locked folder with a rule of retention."""
-
-    def __init__(
-        self, target: Path, directory: LockedDirectory, retention: Retention, step: int, *, overwrite: bool
-    ) -> None:
-        super().__init__(target, overwrite=overwrite)
-        self._directory, self._retention, self._step = directory, retention, step
-        self._last = retention.last_before(step)
-        self._aside: list[Path] = []
-
-    def check(self) -> None:
-        there = steps_in(self._directory.path).get(self._step)
-        if there is None or self._overwrite or self._step == self._last or not is_ours(there):  # else it is set aside
-            check_free(there or self._target, overwrite=self._overwrite)
-        self._directory.check()
-
-    def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
-        above = self._directory.above(self._last, folder.nonce, but=self._step if self._overwrite else None)
-        folder.commit(manifest, self._overwrite, self._directory.check, above)
-        self._aside = [place for _, place in above]
-        self._retention.goes_on_from(self._step)
-
-    def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
-        left = [_set_aside(folder.target, self._last, self._aside)] if self._aside else []
-        if folder.unsynced is not None:
-            return [*left, folder.unsynced]
-        if os.path.lexists(folder.trash):
-            left += self._directory.remove_trash(folder.trash)
-        left += self._retention.apply(self._directory, manifest.step)
-        self._directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
-        return left
-
-
-def _set_aside(newest: Path, last: int, folders: Sequence[Path]) -> str:
-    names = ", ".join(folder.name for folder in folders)
-    return (
-        f"{newest} is the newest checkpoint now; what was there of steps above {last} is set aside in the same folder: "
-        f"{names}; zero.load() and zero.open_checkpoint() read these by path, nothing removes them, and one that is "
-        "renamed to its step, once no other folder has that name, counts again"
-    )
 
 
 _GRACE = 2.0  # seconds in which a save may still be completed after an error; a restart waits for it
@@ -182,36 +156,29 @@ class CheckpointManager:
         self._asynchronous, self._assets = asynchronous, assets
         self._saver = Saver(optimizer)
         self._saving: Saving | None = None
-        self._weaker: set[str] = set()  # what was said of the file system
-        self._lock: LockedDirectory | None = None
+        self._steps: Steps | None = None  # on rank 0
         self._closed = False
         self._broken: set[str] = set()  # names of checkpoints that a restore has found broken
-        problem: str | None = None
+        problem: Exception | None = None
         try:
             require(bool(os.fspath(directory)), "directory is empty: name a folder (the current one is '.')")
-            self._retention = Retention(max_to_keep, keep_period)
+            for name, number in (("max_to_keep", max_to_keep), ("keep_period", keep_period)):
+                is_valid = number is None or (isinstance(number, int) and number >= 1)
+                require(is_valid, f"{name} is {number!r}: it must be at least 1, or None")
             self._max_shard_bytes = parse_size(max_shard_size)
-            self._take_lock()
-        except OSError as error:
-            problem = f"{self.directory} cannot be written on host {socket.gethostname()}: {error}"
+            if optimizer.rank == 0:
+                lock = LockedDirectory(self.directory, secrets.token_hex(8))
+                self._steps = Steps(lock, max_to_keep, keep_period)
+                for text in lock.clean():
+                    warn_caller(text)
         except Exception as error:
-            problem = str(error)
+            problem = error.with_traceback(None)  # which would hold the lock
         try:
             self._in_parts = check_visible(optimizer, self.directory, problem)
-            if self._in_parts and optimizer.rank == 0:
-                warn_caller(weaker(self.directory, "pwrite"))
         except BaseException:
-            self._unlock()
+            self._release()
             raise
         self._parts.watchers.append(self)
-
-    def _take_lock(self) -> None:
-        """Lock the folder on rank 0, and remove what earlier runs have left."""
-        if self._optimizer.rank == 0:
-            self._lock = LockedDirectory(self.directory, secrets.token_hex(8))
-            remark = self._lock.remark
-            for text in (*([] if remark is None else [remark]), *self._lock.clean()):
-                warn_caller(text)
 
     # -- save ---------------------------------------------------------------------------------------------------------
 
@@ -250,9 +217,12 @@ class CheckpointManager:
         try:
             if self._saving is not None:
                 self._saving.wait()
-            self._compare_parts()
+            if self._model_parts.name and self._steps is not None:  # until all parts have a newer one, theirs stays
+                common = self._model_parts.common(marks_of(steps_in(self.directory)), may_differ=True)
+                self._steps.keep_from = next(iter(common), 0)
             if self._saving is not None:
-                self._warn_of(self._saving)  # raises, perhaps on this rank alone, if warnings are errors
+                for text in self._saving.news():
+                    warn_caller(text)  # raises, perhaps on this rank alone, if warnings are errors
             check_step(step)
             target, assets = self.directory / step_name(step), read_assets(self._assets)
             overwrite = overwrite or target.name in self._broken
@@ -271,38 +241,22 @@ class CheckpointManager:
             mark=self._model_parts.mark,
             problem=problem,
         )
-        lock = self._lock
-        destination = None
-        if lock is not None:
-            destination = StepDestination(target, lock, self._retention, step, overwrite=overwrite)
-        before, saving = self._saving, self._saver.save(request, destination)
+        before, saving = self._saving, self._saver.save(request, self._steps)
         self._saving = saving
         self._broken.discard(target.name)  # it is replaced once
         if before is not None:
             before.remove_rest()  # every rank has seen how it ended
         if request.blocking:
             saving.result()
-            self._warn_of(saving)
+            for text in saving.news():
+                warn_caller(text)
         return saving
-
-    def _compare_parts(self) -> None:
-        """Let the checkpoint stay that is the newest one of the whole model until all parts have a newer one."""
-        if self._model_parts.name and self._optimizer.rank == 0:
-            common = self._model_parts.common(marks_of(steps_in(self.directory)), may_differ=True)
-            self._retention.keep_from(next(iter(common), None))
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def before_step(self, reports: Sequence[Mapping[str, str]]) -> None:
         """Warn of a save that has failed on some rank. Called in each step. Internal."""
         for text in [] if self._saving is None else self._saving.hear(reports):
-            warn_caller(text)
-
-    def _warn_of(self, saving: Saving) -> None:
-        """Warn of what the end of a save has shown. It must be over."""
-        weaker = [text for text in saving.weaker if text not in self._weaker]
-        self._weaker.update(weaker)
-        for text in (*weaker, *saving.news()):
             warn_caller(text)
 
     def before_update(self, bucket: int) -> None:
@@ -363,8 +317,8 @@ class CheckpointManager:
         restorer.parts = self._model_parts
         restored = restorer.restore(self.directory, step)
         self._broken.update(path.name for path in restorer.broken)
-        if restored is not None:
-            self._retention.goes_on_from(restored.step)
+        if restored is not None and self._steps is not None:
+            self._steps.goes_on_from(restored.step)
         return restored
 
     # -- facts --------------------------------------------------------------------------------------------------------
@@ -391,35 +345,30 @@ class CheckpointManager:
         saving = self._saving
         try:
             if saving is not None:
-                if self._parts.transport.broken:
+                transport = self._parts.transport
+                if transport.broken:
                     saving.abandon(f"rank {self._optimizer.rank} has lost the other ranks", _GRACE)
                 saving.wait()
-                self._compare(saving)
+                if not transport.broken:
+                    outcomes = transport.exchange(saving.outcome(), Tag(Kind.EXCHANGE, "CheckpointManager.close()"))
+                    saving.settle(outcomes)
+                    saving.remove_rest()
         finally:
             self._release()
         if saving is not None and not saving.was_raised:
             saving.result()
-            self._warn_of(saving)
-
-    def _compare(self, saving: Saving) -> None:
-        """Let every rank know how the last save has ended, and remove what it has left."""
-        transport = self._parts.transport
-        if not transport.broken:
-            tag = Tag(Kind.EXCHANGE, "CheckpointManager.close()")
-            saving.settle(transport.exchange(saving.outcome(), tag))
-            saving.remove_rest()
+            for text in saving.news():
+                warn_caller(text)
 
     def _release(self) -> None:
         self._closed = True
-        self._saver.withdraw()
+        if self._saving is not None:
+            self._saving.withdraw()
         if self in self._parts.watchers:
             self._parts.watchers.remove(self)
-        self._unlock()
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        if self._steps is not None:
+            self._steps.directory.close()
+            self._steps = None
 
     def __enter__(self) -> CheckpointManager:
         return self

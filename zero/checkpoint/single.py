@@ -6,7 +6,6 @@ Knows: the two public calls. Does not know: how a save or a load works.
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from ..core.parameter_specs import Rename
 from ..optimizer import ZeroOptimizer
 from ..runtime.compiled_calls import untraced
-from . import files
 from .folder.directory import check_visible
 from .folder.model_parts import ModelParts
 from .options import check_step, parse_size, read_assets, warn_caller
@@ -55,10 +53,8 @@ def save(
     """
     target = ModelParts(optimizer).folder(Path(path).absolute())
     problem: Exception | None = None
-    unusable = _make_parents(target, optimizer.rank)
-    in_parts = check_visible(optimizer, target.parent, unusable)
-    if in_parts and optimizer.rank == 0:
-        warn_caller(files.weaker(target.parent, "pwrite"))
+    unusable = ValueError(f"path is {str(target)!r}, which no checkpoint can have as its name: name a folder inside it")
+    in_parts = check_visible(optimizer, target.parent, unusable if target.name in ("", "..") else None)
     copied: dict[str, bytes] = {}
     max_bytes = 0
     try:
@@ -81,28 +77,13 @@ def save(
     return save_one(optimizer, request)
 
 
-def _make_parents(target: Path, rank: int) -> str | None:
-    """Make the folders above a checkpoint on rank 0. Return, as text, why there can be none at this path."""
-    if target.name in ("", ".."):
-        return f"path is {str(target)!r}, which no checkpoint can have as its name: name a folder inside it"
-    if rank == 0:
-        try:
-            files.make_folders(target.parent)
-        except OSError as error:
-            return f"{target.parent} cannot be written on host {socket.gethostname()}: {error}"
-    return None
-
-
 def save_one(optimizer: ZeroOptimizer, request: SaveRequest) -> Saving:
     """Save one checkpoint. All ranks; see `save`."""
-    saver = Saver(optimizer)
-    destination = Destination(request.target, overwrite=request.overwrite) if optimizer.rank == 0 else None
-    saving = saver.save(request, destination)
+    saving = Saver(optimizer).save(request, Destination() if optimizer.rank == 0 else None)
     saving.settle(optimizer.exchange(saving.outcome()))
-    saver.withdraw()
     saving.remove_rest()
     saving.result()
-    for text in (*saving.weaker, *saving.news()):
+    for text in saving.news():
         warn_caller(text)
     return saving
 

@@ -91,7 +91,7 @@ def test_a_checkpoint_may_be_moved_or_removed_as_soon_as_one_rank_has_returned(
     wait, event = SaveFolder.wait_until_committed, threading.Event()
 
     def waiting(this: SaveFolder) -> str:
-        assert this._rank != 1 or event.wait(PATIENT), "never released"
+        assert this.rank != 1 or event.wait(PATIENT), "never released"
         return wait(this)
 
     monkeypatch.setattr(SaveFolder, "wait_until_committed", waiting)

@@ -19,7 +19,8 @@ The lock of a folder of checkpoints: one run holds it, and every other one is re
     .lock      locked by the kernel (flock) for the run that writes here; has the text of its `Holder`
     .lease     where the file system has no locks: created by that run, which removes it when it ends; same text
 
-The probe of a folder: all ranks see it, and what they write into one file side by side stays.
+The probe of a folder: all ranks see it, what they write into one file side by side stays, and what else a file system
+may lack.
 
 Knows: names of folders, locks, what a removal may touch, what a file system shows to other ranks. Does not know: how a
 checkpoint is written or read.
@@ -37,15 +38,15 @@ import stat
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from ...checkpoint import files
 from ...core.statetree import FormatError
 from ...optimizer import ZeroOptimizer
 from ..format.manifest import COPIED, LONGEST, NAME, NOTES, Manifest, VersionError, copied_in
+from ..options import warn_caller
 
 LOCK, LEASE = ".lock", ".lease"
 _GONE = 0.5  # seconds after which a lock is free, or has the text of a new holder, if its holder has ended
@@ -99,33 +100,6 @@ class Holder:
         return f"pid {self.pid} on host {self.host}{which}"
 
 
-class _Flock:
-    """A lock of the kernel, which ends with the process that holds it."""
-
-    remedy = ""
-
-    def __init__(self, path: Path, me: Holder) -> None:
-        self.path, self._me = path, me
-        self._number = files.open_lock(path)
-
-    def take(self) -> bool:
-        """Take the lock if it is free. Return whether this run holds it now."""
-        if not files.lock(self._number):
-            return False
-        files.overwrite(self._number, self._me.pack())
-        return True
-
-    def holder(self) -> Holder:
-        text = bytearray(_LONGEST)
-        return Holder.unpack(bytes(text[: files.read_at(self._number, memoryview(text), 0)]))
-
-    def is_held(self) -> bool:
-        return _is_at(self._number, self.path)
-
-    def close(self) -> None:
-        files.close(self._number)
-
-
 class _Lease:
     """A file in the place of a lock. It outlives a process that is killed."""
 
@@ -137,8 +111,8 @@ class _Lease:
 
     def take(self) -> bool:
         """Take the lease if there is none, or if its holder has certainly ended. Return whether this run holds it."""
-        if self.holder().has_ended():
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
+            if self.holder().has_ended():
                 files.remove(self.path)
         try:
             files.write_new(self.path, self._me.pack())
@@ -147,117 +121,31 @@ class _Lease:
         return True
 
     def holder(self) -> Holder:
-        """Return who holds it; a holder without a host if that is not known."""
-        with suppress(FileNotFoundError):
-            return Holder.unpack(files.read_whole(self.path, _LONGEST))
-        return Holder()
-
-    def is_held(self) -> bool:
-        return files.read_whole(self.path, _LONGEST) == self._me.pack()
+        """Return who holds it; a holder without a host if that is not known. Raises `FileNotFoundError` without one."""
+        return Holder.unpack(files.read_whole(self.path, _LONGEST))
 
     def close(self) -> None:
         """Remove the lease. Not in a forked child, which does not hold it."""
         with suppress(OSError):
-            if self._me.pid == os.getpid() and self.is_held():
+            if self._me.pid == os.getpid() and self.holder() == self._me:
                 files.remove(self.path)
 
 
-class FolderLock:
-    """The lock of one folder, held by this process: until `close`, or until this object or the process is gone.
+class _Flock(_Lease):
+    """A lock of the kernel, which ends with the process that holds it. Whoever takes it writes its text."""
 
-    Attributes:
-        path: the folder.
-        remark: what is weaker than a lock of the kernel; None if it is one.
-    """
+    def __init__(self, path: Path, me: Holder, number: int) -> None:
+        """``number``: of the open file."""
+        super().__init__(path, me)
+        self._number, self.remedy = number, ""
 
-    def __init__(self, folder: Path, nonce: str) -> None:
-        """Lock an existing folder. Raises `ValueError` if another run holds the lock."""
-        self.path, self._me = folder, Holder.me(nonce)
-        self.remark: str | None = None
-        self._open: list[Callable[[], None]] = []  # closes what is open
-        self._closing = weakref.finalize(self, _close, self._open)  # also if nobody calls `close`
-        self._lock()
-        # a forked child, a worker of a data loader say, must not hold the lock after us
-        os.register_at_fork(after_in_child=self._closing)
-
-    def _lock(self) -> None:
-        self._held: _Flock | _Lease
-        lease = _Lease(self.path / LEASE, self._me)
-        try:
-            self._folder = files.open_folder(self.path)  # while it is open, no other folder gets its number
-            self._open.append(partial(files.close, self._folder))
-            if self._take_flock():
-                if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
-                    raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
-            else:
-                self._held = lease
-                self._take(lease)
-                self._open.append(lease.close)
-            self._check_held()
-        except BaseException:
-            _close(self._open)
-            raise
-
-    def _take_flock(self) -> bool:
-        """Take a lock of the kernel. Return False if the file system has none."""
-        try:
-            self._held = lock = _Flock(self.path / LOCK, self._me)
-            self._open.append(lock.close)
-            self._take(lock)
-        except OSError as error:
-            if error.errno not in files.NO_LOCKS:
-                raise
-            self.remark = files.no_locks(self.path, error.strerror, LEASE)
+    def take(self) -> bool:
+        """Take the lock if it is free. Return whether this run holds it now."""
+        if not files.lock(self._number):
             return False
+        longest = os.fstat(self._number).st_size  # of the text of an earlier holder
+        files.write_at(self._number, self._me.pack().ljust(longest), 0)
         return True
-
-    def _take(self, lock: _Flock | _Lease) -> None:
-        """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
-        end = time.monotonic() + _GONE
-        while not lock.take():
-            if time.monotonic() > end:
-                text = f"{lock.holder()} still trains into {self.path}: stop it, or use another folder"
-                raise ValueError(f"{text}{lock.remedy}")
-            time.sleep(_PAUSE)
-
-    def check(self) -> None:
-        """Raise an error unless this run holds the lock.
-
-        `RuntimeError`: it was removed, or replaced by another run. `FileNotFoundError`: the folder was removed. If it
-        was made again, it is locked again.
-        """
-        at_its_path = False
-        with suppress(OSError):  # ESTALE, or there is none
-            at_its_path = bool(self._open) and _is_at(self._folder, self.path)
-        if not at_its_path:
-            if not self.path.is_dir():
-                raise FileNotFoundError(f"{self.path} was removed: make it again, and saves go on")
-            _close(self._open)
-            self._lock()
-        self._check_held()
-
-    def _check_held(self) -> None:
-        try:
-            how = "" if self._held.is_held() else "belongs to another run"
-        except FileNotFoundError:
-            how = "is gone"
-        if how:
-            raise RuntimeError(f"{self._held.path} {how}: this run may not write here any more")
-
-    def close(self) -> None:
-        """Give up the lock."""
-        self._closing()
-
-
-def _close(held: list[Callable[[], None]]) -> None:
-    while held:
-        held.pop()()
-
-
-def _is_at(number: int, path: Path) -> bool:
-    """Return whether what is open is what lies at a path now. Raises `OSError` if nothing does."""
-    mine, there = os.fstat(number), os.stat(path)
-    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
 def _system() -> str:
@@ -279,28 +167,44 @@ def _start_of(pid: int) -> int:
     return 0 if has_ended else int(fields[19])
 
 
-PROBE = re.compile(r"\.probe-[0-9a-f]{16}(\.\d+)?")  # the names of scratch files
 _LARGEST = 1 << 20
 _NOT_IN_PLACE = files.UNSUPPORTED | {errno.ESPIPE}
 
 
-def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None) -> bool:
+def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: Exception | None) -> bool:
     """Return whether each rank needs files of its own, since no two can write into one. Collective.
 
     Raises `ValueError` on every rank unless each names and sees the same ``directory``. Every rank writes two bytes of
-    a scratch page, the second one first, or a file of its own, and reads those of all.
+    a scratch page, the second one first, or a file of its own, and reads those of all. Rank 0 creates the folder if it
+    is missing, and warns of what is weaker.
 
     ``problem``: an error that this rank found.
     """
     rank, world = optimizer.rank, optimizer.world_size
     scratch = directory / f".probe-{secrets.token_hex(8)}"
+    reserves = True
     if rank == 0 and problem is None:
         try:
-            files.create(scratch, 2 * world)
+            files.make_folders(directory)
+            reserves = files.create(scratch, 2 * world)
         except OSError as error:
-            problem = f"{directory} cannot be written on host {socket.gethostname()}: {error}"
+            problem = error
+    text = None if problem is None else str(problem)
+    if isinstance(problem, OSError):
+        text = f"{directory} cannot be written on host {socket.gethostname()}: {problem}"
+
+    def compare() -> None:
+        paths = [_part(shared, number) for number in range(world)] if in_parts else [shared]
+        if b"".join(files.read_whole(path, _LARGEST) for path in paths) != b"".join(map(_bytes, range(world))):
+            raise OSError("it does not see what other ranks have written there: a file system that is shared is needed")
+        if rank == 0:
+            lacks = {"fsync": not files.sync_folder(directory), "pwrite": in_parts}
+            lacks["posix_fallocate"] = not (reserves or in_parts)  # no file is made with room if they are in parts
+            for call in (call for call in lacks if lacks[call]):
+                warn_caller(files.weaker(directory, call))
+
     try:
-        mine = [problem, scratch.name, str(directory), socket.gethostname()]
+        mine = [text, scratch.name, str(directory), socket.gethostname()]
         told = [json.loads(data) for data in optimizer.exchange(json.dumps(mine).encode())]
         for number, (theirs, *_) in enumerate(told):
             if theirs is not None:
@@ -316,7 +220,7 @@ def check_visible(optimizer: ZeroOptimizer, directory: Path, problem: str | None
         in_parts = _on_any(optimizer, directory, lambda: not _write_in_place(shared, rank))
         if in_parts:
             _on_any(optimizer, directory, lambda: files.write_new(_part(shared, rank), _bytes(rank)))
-        _on_any(optimizer, directory, lambda: _read(shared, world, in_parts))
+        _on_any(optimizer, directory, compare)
         return in_parts
     finally:
         if rank == 0:
@@ -339,21 +243,16 @@ def _write_in_place(path: Path, rank: int) -> bool:
     return True
 
 
-def _read(path: Path, world: int, in_parts: bool) -> None:
-    """Raise `OSError` unless this rank sees what every rank has written."""
-    paths = [_part(path, rank) for rank in range(world)] if in_parts else [path]
-    if b"".join(files.read_whole(each, _LARGEST) for each in paths) != b"".join(map(_bytes, range(world))):
-        raise OSError("it does not see what other ranks have written there: a file system that is shared is needed")
-
-
 def _on_any(optimizer: ZeroOptimizer, directory: Path, action: Callable[[], bool | None]) -> bool:
-    """Return whether ``action`` is true on some rank. Raises `ValueError` on every rank if one gets an `OSError`."""
+    """Return whether ``action`` is true on some rank. Raises `ValueError` on every rank if one gets an `OSError`, or a
+    warning that is an error."""
     problem, found = None, False
     try:
         found = bool(action())
-    except OSError as error:
-        seen = f"it does not see it, or cannot read or write there ({error.strerror})"
-        problem = str(error) if error.errno is None else seen
+    except (OSError, Warning) as error:
+        problem = str(error)
+        if isinstance(error, OSError) and error.errno is not None:
+            problem = f"it does not see it, or cannot read or write there ({error.strerror})"
     mine = json.dumps([problem, socket.gethostname(), os.getpid(), found])
     told = [json.loads(data) for data in optimizer.exchange(mine.encode())]
     for rank, (theirs, host, pid, _) in enumerate(told):
@@ -374,7 +273,6 @@ def _bytes(rank: int) -> bytes:
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TEMPORARY = re.compile(r"\.tmp-(step-\d{8,})-([0-9a-f]{16})")
-_TRASH = re.compile(r"\.trash-(step-\d{8,})-([0-9a-f]{16})")
 _OURS = (
     re.compile(r"(model|optimizer|masters)(/\1-\d{5,}-of-\d{5,}\.safetensors|/\1\.safetensors\.index\.json)?"),
     re.compile(r"averages(/([^/]+)(/\2-\d{5,}-of-\d{5,}\.safetensors|/\2\.safetensors\.index\.json)?)?"),
@@ -383,8 +281,8 @@ _OURS = (
     re.compile(rf"{NOTES}(/(nonce|copied|ready|failed|rank-\d{{5,}}\.(done|failed)|\.[a-z0-9.-]+\.part))?"),
     re.compile(r"parts(/rank-\d{5,})?"),
 )
-_ABANDONED = re.compile(r"abandoned-(step-\d{8,})-([0-9a-f]{16})")
-_SAVED = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}")
+_MOVED = re.compile(r"(\.trash|abandoned)-step-(\d{8,})-([0-9a-f]{16})")
+_SCRATCH = re.compile(r"\.saved-([0-9a-f]{16})-[0-9a-f]{64}|\.probe-[0-9a-f]{16}(\.\d+)?")
 
 
 def step_name(step: int) -> str:
@@ -415,27 +313,24 @@ def steps_in(directory: Path) -> dict[int, Path]:
     A step that was being replaced is in its trash folder. One that a save was about to set aside has its new name.
     """
     found: dict[int, Path] = {}
-    moved: dict[int, Path] = {}
+    moved: list[tuple[re.Match[str], Path]] = []
     under_way: set[str] = set()  # nonces of saves
-    aside: list[tuple[int, str, Path]] = []
     with suppress(FileNotFoundError):
         for entry in directory.iterdir():
             if entry.is_symlink() or not entry.is_dir():
                 continue
             if (step := _STEP.fullmatch(entry.name)) and entry.name == step_name(int(step[1])):
                 found[int(step[1])] = entry
-            elif (trash := _TRASH.fullmatch(entry.name)) and is_complete(entry):
-                moved[_number(trash[1])] = entry
             elif temporary := _TEMPORARY.fullmatch(entry.name):
                 under_way.add(temporary[2])
-            elif abandoned := _ABANDONED.fullmatch(entry.name):
-                aside.append((_number(abandoned[1]), abandoned[2], entry))
-    moved.update((number, entry) for number, nonce, entry in aside if nonce in under_way)
-    return dict(sorted({**moved, **found}.items()))
-
-
-def _number(name: str) -> int:
-    return int(name.removeprefix("step-"))
+            elif other := _MOVED.fullmatch(entry.name):
+                moved.append((other, entry))
+    by_old_name = {
+        int(name[2]): entry
+        for name, entry in moved
+        if (name[3] in under_way if name[1] == "abandoned" else is_complete(entry))
+    }
+    return dict(sorted({**by_old_name, **found}.items()))
 
 
 def set_aside(directory: Path, step: int) -> list[Path]:
@@ -448,108 +343,151 @@ def complete_steps(directory: Path) -> list[int]:
     return [step for step, folder in steps_in(directory).items() if is_complete(folder)]
 
 
-class LockedDirectory(FolderLock):
-    """A folder of checkpoints that this run alone writes to. Held by rank 0."""
+class LockedDirectory:
+    """A folder of checkpoints that this run alone writes to: until `close`, or until this object or the process is
+    gone. Held by rank 0.
 
-    def __init__(self, directory: Path, nonce: str) -> None:
+    Attributes:
+        path: the folder.
+        remark: what is weaker than a lock of the kernel; None if it is one.
+    """
+
+    def __init__(self, folder: Path, nonce: str) -> None:
         """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
-        self._unremoved: set[Path] = set()  # of this run
-        files.make_folders(directory)
-        super().__init__(directory, nonce)
+        files.make_folders(folder)
+        self.path, self._me = folder, Holder.me(nonce)
+        self._open = ExitStack()  # what is open while the lock is held
+        self._closing = weakref.finalize(self, self._open.close)  # also if nobody calls `close`
+        self.remark = self._lock()
+        self.check()
+        if self.remark is not None:
+            warn_caller(self.remark)
+        # a forked child, a worker of a data loader say, must not hold the lock after us
+        os.register_at_fork(after_in_child=self._closing)
+
+    def _lock(self) -> str | None:
+        """Take the lock. Return `remark`."""
+        self._held: _Lease
+        remark: str | None = None
+        lease = _Lease(self.path / LEASE, self._me)
+        with ExitStack() as opening:
+            self._folder = opening.enter_context(files.opened(self.path, files.FOLDER))  # so its number stays its own
+            number = opening.enter_context(files.opened(self.path / LOCK, files.LOCK))
+            try:
+                self._take(_Flock(self.path / LOCK, self._me, number))
+            except OSError as error:
+                if error.errno not in files.NO_LOCKS:
+                    raise
+                remark = files.weaker(self.path, "flock", error.strerror)
+                self._take(lease)
+                opening.callback(lease.close)
+            else:
+                if files.exists(lease.path) and not lease.holder().has_ended():  # of a run on a host without locks
+                    raise ValueError(f"{lease.holder()} still trains into {self.path}{lease.remedy}")
+            self._open.push(opening.pop_all())
+        return remark
+
+    def _take(self, lock: _Lease) -> None:
+        """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
+        end = time.monotonic() + _GONE
+        while not lock.take():
+            if time.monotonic() > end:
+                text = f"{lock.holder()} still trains into {self.path}: stop it, or use another folder"
+                raise ValueError(f"{text}{lock.remedy}")
+            time.sleep(_PAUSE)
+        self._held = lock
+
+    def check(self) -> None:
+        """Raise an error unless this run holds the lock.
+
+        `RuntimeError`: it was removed, or replaced by another run. `FileNotFoundError`: the folder was removed. If it
+        was made again, it is locked again.
+        """
+        at_its_path = False
+        with suppress(OSError):  # ESTALE, EBADF, or there is none
+            at_its_path = os.path.samestat(os.fstat(self._folder), os.stat(self.path))
+        if not at_its_path:
+            if not self.path.is_dir():
+                raise FileNotFoundError(f"{self.path} was removed: make it again, and saves go on")
+            self._open.close()
+            self._lock()
+        try:
+            how = "" if self._held.holder() == self._me else "belongs to another run"
+        except FileNotFoundError:
+            how = "is gone"
+        if how:
+            raise RuntimeError(f"{self._held.path} {how}: this run may not write here any more")
 
     def close(self) -> None:
         """Give up the lock."""
         with suppress(OSError, RuntimeError, ValueError):
             self.remove([])
-        super().close()
+        self._closing()
 
     def clean(self) -> list[str]:
-        """Remove what earlier runs have left under way, and bring back a checkpoint that was being replaced.
+        """Remove what earlier runs have left, and give steps their names back that a save was about to take.
 
         Returns, as text, what was left instead, and why.
         """
         left: list[str] = []
         for entry in sorted(self.path.iterdir()):
             try:
-                left += self._clean(entry)
+                if temporary := _TEMPORARY.fullmatch(entry.name):
+                    self._bring_back()
+                    left += _remove_left(entry, is_ours=_has_nonce(entry, temporary[2]))
+                elif entry.name.startswith(".trash-") and _MOVED.fullmatch(entry.name):
+                    self._bring_back()
+                    left += _remove_left(entry, is_ours=_manifest(entry) is not None)
+                elif _scratch(entry):
+                    files.remove(entry)
             except OSError as error:
                 left.append(f"{entry} could not be removed ({error})")
         return left
 
-    def _clean(self, entry: Path) -> list[str]:
-        temporary, trash = _TEMPORARY.fullmatch(entry.name), _TRASH.fullmatch(entry.name)
-        if temporary:
-            self._bring_back(temporary[2])
-        if _is_scratch(entry):
-            files.remove(entry)
-        elif trash and not entry.is_symlink() and is_complete(entry) and not os.path.lexists(self.path / trash[1]):
-            files.rename(entry, self.path / trash[1])
-            files.sync_folder(self.path)
-        elif (trash and _has_manifest(entry)) or (temporary and _has_nonce(entry, temporary[2])):
-            return remove_checkpoint(entry)
-        elif trash or temporary:
-            _remove_empty(entry)
-            if os.path.lexists(entry):
-                return [f"{entry} is left, because nothing in it shows that it is a checkpoint or a save"]
-        return []
-
-    def _bring_back(self, nonce: str) -> None:
-        """Give the steps their names back that a save was about to set aside, which was not completed."""
-        moved = [(found[1], entry) for entry in self.path.iterdir() if (found := _ABANDONED.fullmatch(entry.name))]
-        moved = [(name, entry) for name, entry in moved if entry.name.endswith(nonce)]
-        for name, entry in moved:
-            if not os.path.lexists(self.path / name):
-                files.rename(entry, self.path / name)
+    def _bring_back(self) -> None:
+        """Give the steps their names back that a save was about to replace or set aside, which was not completed."""
+        homes = {folder: self.path / step_name(step) for step, folder in steps_in(self.path).items()}
+        moved = {folder: home for folder, home in homes.items() if folder != home}
+        for folder, home in moved.items():
+            self.check()
+            files.rename(folder, home)
         if moved:
             files.sync_folder(self.path)  # before the folder of that save is removed
 
     def above(self, step: int, nonce: str, *, but: int | None) -> list[tuple[Path, Path]]:
         """Return the checkpoints of higher steps ``but`` one, with their names once the save ``nonce`` is complete."""
-        found: list[tuple[Path, Path]] = []
-        for number, folder in steps_in(self.path).items():
-            if number > step and number != but and is_ours(folder):
-                home = self.path / step_name(number)
-                if folder != home:  # a save that failed has left it under another name
-                    self.check()
-                    files.rename(folder, home)
-                found.append((home, self.path / f"abandoned-{home.name}-{nonce}"))
-        return found
+        self._bring_back()
+        return [
+            (folder, self.path / f"abandoned-{folder.name}-{nonce}")
+            for number, folder in steps_in(self.path).items()
+            if number > step and number != but and is_ours(folder)
+        ]
 
     def remove(self, steps: Iterable[int]) -> list[str]:
-        """Remove these steps. Return, as text, what was left instead. A crash leaves a trash folder for `clean`."""
+        """Remove these steps, and what earlier removals have left. Return, as text, what was left instead."""
         left: list[str] = []
-        for trash in list(self._unremoved):
-            left += self.remove_trash(trash)
-        there = steps_in(self.path)
-        for step in steps:
-            if step not in there or there[step] in self._unremoved:
-                continue  # its trash folder was whole, and is removed by now, or cannot be removed
+        there = steps_in(self.path)  # one that a removal has left untouched is a step
+        for step in (step for step in steps if step in there):
             strange = foreign(there[step])
             if strange is not None:
-                left.append(_has_foreign(there[step], strange))
+                left.append(strange)
                 continue
             self.check()
-            trash = self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}"
-            files.rename(there[step], trash)
-            left += self.remove_trash(trash)
-        return left
-
-    def remove_trash(self, trash: Path) -> list[str]:
-        """Remove a folder that this run has renamed. If the disk fails, it is tried again later."""
-        self.check()
-        self._unremoved.add(trash)
-        try:
-            left = remove_checkpoint(trash) if os.path.lexists(trash) else []
-        except OSError as error:
-            return [f"{trash} could not be removed yet ({error})"]
-        self._unremoved.discard(trash)
+            files.rename(there[step], self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}")
+        for entry in sorted(self.path.glob(".trash-*")):
+            if _MOVED.fullmatch(entry.name) and entry not in there.values() and _manifest(entry) is not None:
+                self.check()
+                try:
+                    left += remove_checkpoint(entry)
+                except OSError as error:
+                    left.append(f"{entry} could not be removed yet ({error})")
         return left
 
     def remove_announcements(self, but: str) -> None:
         """Remove what lets ranks see that saves are complete, of all saves but the one of this nonce."""
-        for entry in list(self.path.iterdir()):
-            found = _SAVED.fullmatch(entry.name)
-            if found and found[1] != but and _is_scratch(entry):
+        for entry in self.path.glob(".saved-*"):
+            found = _scratch(entry)
+            if found and found[1] != but:
                 files.remove(entry)
 
 
@@ -561,37 +499,34 @@ def check_free(target: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{target} exists: overwrite=True replaces it")
     strange = foreign(target)
     if strange is not None:
-        raise FileExistsError(f"{_has_foreign(target, strange)}: remove it yourself, or save elsewhere")
+        raise FileExistsError(f"{strange}: remove it yourself, or save elsewhere")
 
 
 def foreign(folder: Path) -> str | None:
-    """Return the first entry of a checkpoint's folder that is no part of it; None if there is none.
+    """Return, as text, why a checkpoint's folder is left: an entry of it that is no part of it; None if there is none.
 
     The manifest has the names of its files. Without one, names of this library and those in a note are parts.
     """
     if folder.is_symlink() or not folder.is_dir():
-        return str(folder)
-    listed: set[str] | None = None
-    copied: set[str] = set()
+        return f"{folder} is left, because it is no folder"
+    manifest, copied = _manifest(folder), set[str]()
     with suppress(OSError):
         copied = copied_in(files.read_whole(folder / NOTES / COPIED, LONGEST))
-    with suppress(OSError, FormatError):
-        listed = {NAME, *read_manifest(folder).files}
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent) / name
             inside = path.relative_to(folder).as_posix()
             known = inside in copied or any(pattern.fullmatch(inside) for pattern in _OURS)
-            if listed is not None and name in names and not inside.startswith(f"{NOTES}/"):
-                known = inside in listed
+            if manifest is not None and name in names and not inside.startswith(f"{NOTES}/"):
+                known = inside == NAME or inside in manifest.files
             if path.is_symlink() or not known:
-                return inside
+                return f"{folder} is left, because it has {inside}, which is no part of a checkpoint"
     return None
 
 
 def is_ours(folder: Path) -> bool:
     """Return whether a folder is known to be a checkpoint, perhaps a broken one."""
-    return is_complete(folder) or _has_manifest(folder) or foreign(folder) is None
+    return is_complete(folder) or _manifest(folder) is not None or foreign(folder) is None
 
 
 def remove_checkpoint(folder: Path) -> list[str]:
@@ -601,7 +536,7 @@ def remove_checkpoint(folder: Path) -> list[str]:
     """
     strange = foreign(folder)
     if strange is not None:
-        return [_has_foreign(folder, strange)]
+        return [strange]
     remove_all(folder)
     return []
 
@@ -612,64 +547,59 @@ def remove_all(folder: Path, *, but_notes: bool = False) -> None:
     What shows a later `clean` that it is one goes last, and stays if anything does. ``but_notes``: leave the notes.
     """
     notes = folder / NOTES
-    marks = (notes / COPIED, notes / "nonce", notes, folder)
+    found = [
+        Path(parent, name) for parent, within, names in os.walk(folder, topdown=False) for name in (*names, *within)
+    ]
+    marks = [notes / COPIED, notes / "nonce", notes, folder]
     failed: list[OSError] = []
 
-    def attempt(call: Callable[[Path], None], path: Path) -> None:
+    def attempt(path: Path) -> None:
         try:
-            call(path)
+            (files.remove_folder if path.is_dir() else files.remove)(path)
         except FileNotFoundError:
             pass
         except OSError as error:
             failed.append(error)
 
-    for parent, _, names in os.walk(folder, topdown=False):
-        if but_notes and Path(parent) == notes:
-            continue
-        for name in names:
-            if Path(parent, name) not in (*marks, folder / NAME):
-                attempt(files.remove, Path(parent, name))
-        if Path(parent) not in marks:
-            attempt(files.remove_folder, Path(parent))
-    for mark in () if failed else (folder / NAME, *(() if but_notes else marks)):
-        attempt(files.remove_folder if mark in (notes, folder) else files.remove, mark)
+    for path in found:
+        if path not in (*marks, folder / NAME) and not (but_notes and path.parent == notes):
+            attempt(path)
+    for mark in (folder / NAME, *(() if but_notes else marks)):
+        if not failed:
+            attempt(mark)
     if failed:
         raise failed[0]
 
 
-def _has_foreign(folder: Path, strange: str) -> str:
-    if strange == str(folder):
-        return f"{folder} is left, because it is no folder"
-    return f"{folder} is left, because it has {strange}, which is no part of a checkpoint"
-
-
-def _has_manifest(folder: Path) -> bool:
-    """Return whether a folder has the manifest of a checkpoint, whatever else is missing."""
+def _manifest(folder: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, whatever else is missing; None if there is no whole one."""
     with suppress(OSError, FormatError):
-        read_manifest(folder)
-        return True
-    return False
+        return read_manifest(folder)
+    return None
 
 
 def _has_nonce(folder: Path, nonce: str) -> bool:
     """Return whether a folder of a save is one of this library's: it has the note, or the manifest, of that nonce."""
-    if folder.is_symlink():
-        return False
     with suppress(OSError):
         return files.read_whole(folder / NOTES / "nonce", 64) == nonce.encode()
-    with suppress(OSError, FormatError):
-        return read_manifest(folder).written_by.get("nonce") == nonce
-    return False
+    manifest = _manifest(folder)
+    return manifest is not None and manifest.written_by.get("nonce") == nonce
 
 
-def _is_scratch(path: Path) -> bool:
-    """Return whether this is a file of this library's that a run leaves beside checkpoints."""
-    is_ours = _SAVED.fullmatch(path.name) or PROBE.fullmatch(path.name)
-    return bool(is_ours) and stat.S_ISREG(os.lstat(path).st_mode)
+def _scratch(path: Path) -> re.Match[str] | None:
+    """Return the name of a file of this library's that a run leaves beside checkpoints; None if it is none."""
+    found = _SCRATCH.fullmatch(path.name)
+    return found if found and stat.S_ISREG(os.lstat(path).st_mode) else None
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder that a run has left before it wrote its nonce, or after all else was removed."""
+def _remove_left(folder: Path, *, is_ours: bool) -> list[str]:
+    """Remove what a run has left of a checkpoint or of a save. Returns, as text, what was left, and why.
+
+    Unless it ``is_ours``, it is removed only if it is empty: of a run that has ended before it wrote its nonce, or
+    after it removed all else.
+    """
+    if is_ours:
+        return remove_checkpoint(folder)
     if not folder.is_symlink():
         for call, path in (
             (files.remove, folder / NOTES / ".nonce.part"),
@@ -678,3 +608,6 @@ def _remove_empty(folder: Path) -> None:
         ):
             with suppress(OSError):
                 call(path)
+    if os.path.lexists(folder):
+        return [f"{folder} is left, because nothing in it shows that it is a checkpoint or a save"]
+    return []

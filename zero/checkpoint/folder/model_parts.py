@@ -18,7 +18,6 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,6 @@ def marks_of(folders: Mapping[int, Path]) -> dict[int, str]:
         with suppress(OSError, FormatError):  # another version's
             found[step] = str(read_manifest(folders[step]).written_by.get("mark", ""))
     return found
-
-
-@dataclass
-class _Found:
-    """What parts have told.
-
-    Attributes:
-        problems: an error of a part, by its name.
-        broken: why its checkpoint is broken.
-        steps: the steps that it has, each with its mark.
-    """
-
-    problems: dict[str, str] = field(default_factory=dict)
-    broken: dict[str, str] = field(default_factory=dict)
-    steps: dict[str, list[tuple[int, str]]] = field(default_factory=dict)
 
 
 class ModelParts:
@@ -104,7 +88,8 @@ class ModelParts:
             yield
         except Exception as error:
             if not self._told:
-                self._exchange(_Found(problems={self.name: str(error)}))
+                self._told = True
+                self._exchange("problem", str(error))
             raise
 
     def finished(self) -> None:
@@ -120,14 +105,14 @@ class ModelParts:
         """
         if not self._part:
             return list(steps)
-        found = self._exchange(_Found(steps={self.name: list(steps.items())}))
-        self.mark = hashlib.sha256(str(sorted(found.steps.items())).encode()).hexdigest()
-        every = [{(step, mark) for step, mark in of} for of in found.steps.values()]
+        found = self._exchange("steps", list(steps.items()))
+        self.mark = hashlib.sha256(str(sorted(found.items())).encode()).hexdigest()
+        every = [{(step, mark) for step, mark in of} for of in found.values()]
         common = sorted((step for step, _ in set.intersection(*every)), reverse=True)
-        if not (common or may_differ) and any(found.steps.values()):
+        if not (common or may_differ) and any(found.values()):
             texts = [
                 f"{name} has {', '.join(str(step) for step, _ in sorted(of)) or 'none'}"
-                for name, of in sorted(found.steps.items())
+                for name, of in sorted(found.items())
             ]
             raise ValueError(
                 f"no step is complete in every part of the model ({'; '.join(texts)}): all ranks must see one folder, "
@@ -139,19 +124,25 @@ class ModelParts:
         """Return, as text, why the checkpoint is broken in some part; None if it is whole in all. Collective."""
         if not self._part:
             return mine
-        found = self._exchange(_Found(broken={} if mine is None else {self.name: mine}))
-        return mine or next((f"{name}: {text}" for name, text in sorted(found.broken.items())), None)
+        found = self._exchange("broken", mine)
+        return mine or next((f"{name}: {text}" for name, text in sorted(found.items()) if text is not None), None)
 
-    def _exchange(self, mine: _Found) -> _Found:
-        """Return what all parts tell: along one dimension after the other."""
+    def _exchange(self, kind: str, mine: Any) -> dict[str, Any]:
+        """Return what all parts tell of one ``kind``, by their names: along one dimension after the other.
+
+        A part that has an error tells it instead, as a "problem": then all other ones raise it.
+        """
         if self._transports is None:
             self._transports = [transport_of(group).fork() for group in self._groups]
-        found = mine
+        found = {kind: {self.name: mine}}
         for transport in self._transports:
-            told = [json.loads(data) for data in transport.exchange(json.dumps(vars(found)).encode(), _TAG)]
-            found = _Found(*({k: v for each in told for k, v in each[key].items()} for key in vars(found)))
-        others = {name: text for name, text in found.problems.items() if name != self.name}
-        if self.name not in found.problems and others:
+            told = [json.loads(data) for data in transport.exchange(json.dumps(found).encode(), _TAG)]
+            found = {key: {} for each in told for key in each}
+            for each in told:
+                for key, by_name in each.items():
+                    found[key] |= by_name
+        others = found.get("problem", {})
+        if kind != "problem" and others:
             self._told = True
             raise RuntimeError("; ".join(f"part {name}: {text}" for name, text in sorted(others.items())))
-        return found
+        return found[kind]

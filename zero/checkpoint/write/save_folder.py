@@ -43,7 +43,6 @@ import mmap
 import os
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -61,8 +60,11 @@ PARTS = "parts"
 SMALLEST_DIRECT = 64 * 1024  # below, two system calls cost more than the copy into the cache
 
 
-class Writer(ABC):
-    """Writes chunks. They are on the disk after `finish`."""
+class ChunkWriter:
+    """Writes each chunk at its place in its file, file after file. They are on the disk after `finish`."""
+
+    _path: str | None = None
+    _file = _direct = -1
 
     def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
         """``folder``: of the save. ``block_bytes``: of the largest chunk."""
@@ -84,19 +86,14 @@ class Writer(ABC):
         self._put(path, begin, data)
         self.nbytes += nbytes
 
-    @abstractmethod
-    def _put(self, path: str, begin: int, data: memoryview) -> None:
-        """Write the bytes of a chunk."""
-
     def write_bytes(self, path: str, data: bytes) -> None:
         """Write the first bytes of the file ``path``."""
-        whole = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         for begin, end in split(0, len(data), self._block_bytes):
-            self.write(path, begin, end - begin, partial(_copy, whole[begin:end]))
+            self.write(path, begin, end - begin, partial(_copy, data[begin:end]))
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait until all that was written is on the disk."""
+        files.sync_files([self._folder / path for path in self.fragments])
 
     def close(self) -> None:
         """Close what is open. Called also after an error."""
@@ -104,14 +101,8 @@ class Writer(ABC):
         del self._buffer
         self._view.release()
 
-
-class ChunkWriter(Writer):
-    """Writes each chunk at its place in its file, file after file."""
-
-    _path: str | None = None
-    _file = _direct = -1
-
     def _put(self, path: str, begin: int, data: memoryview) -> None:
+        """Write the bytes of a chunk."""
         if path != self._path:
             self._begin(path)
         low = -(-begin // PAGE) * PAGE
@@ -138,16 +129,13 @@ class ChunkWriter(Writer):
             with suppress(OSError):  # not on this file system
                 self._direct = self._open.enter_context(files.opened(self._folder / path, os.O_WRONLY | files.DIRECT))
 
-    def finish(self) -> None:
-        files.sync_files([self._folder / path for path in self.fragments])
 
-
-class PartWriter(Writer):
+class PartWriter(ChunkWriter):
     """Writes chunks one after the other into a new file."""
 
     def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
         super().__init__(folder, rank, block_bytes)
-        self._file = self._open.enter_context(files.opened(part_of(folder, rank), files.NEW))
+        self._file = self._open.enter_context(files.opened(folder / part_of(rank), files.NEW))
 
     def _put(self, path: str, begin: int, data: memoryview) -> None:
         files.write_at(self._file, data, self.nbytes)
@@ -156,37 +144,13 @@ class PartWriter(Writer):
         files.sync(self._file)
 
 
-def part_of(folder: Path, rank: int) -> Path:
-    """Return the file of a rank's part."""
-    return folder / PARTS / f"rank-{rank:05d}"
+def part_of(rank: int) -> str:
+    """Return the path of a rank's part in the folder of a save."""
+    return f"{PARTS}/rank-{rank:05d}"
 
 
-def put_together(folder: Path, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
-    """Make the files of a checkpoint from the parts of all ranks, and remove these. The files are on the disk then.
-
-    Raises `OSError` also if a part does not have the bytes that its rank has written.
-    """
-    with ExitStack() as opening:
-        parts: dict[int, int] = {}
-        for path in paths:
-            with files.opened(folder / path, files.NEW) as number:
-                for fragment in sorted(fragments.get(path, ())):
-                    if fragment.rank not in parts:
-                        name = f"{PARTS}/{part_of(folder, fragment.rank).name}"
-                        parts[fragment.rank] = opening.enter_context(files.read_only(folder, name))
-                    data = bytearray(fragment.length)
-                    files.read_at(parts[fragment.rank], memoryview(data), fragment.place)
-                    if zlib.crc32(data) != fragment.crc32:
-                        raise OSError(f"{part_of(folder, fragment.rank)} does not have what its rank has written")
-                    files.write_at(number, memoryview(data), fragment.begin)
-                files.sync(number)
-    for part in (folder / PARTS).iterdir():
-        files.remove(part)
-    files.remove_folder(folder / PARTS)
-
-
-def _copy(source: Tensor, out: Tensor) -> None:
-    out.copy_(source)
+def _copy(source: bytes, out: Tensor) -> None:
+    out.copy_(torch.frombuffer(bytearray(source), dtype=torch.uint8))
 
 
 _SHORTEST, _LONGEST = 0.001, 0.02  # seconds between two looks at the folder
@@ -214,20 +178,27 @@ class SaveFolder:
     """One save, on one rank."""
 
     def __init__(
-        self, target: Path, nonce: str, rank: int, world_size: int, timeout: float, *, in_parts: bool = False
+        self,
+        target: Path,
+        nonce: str,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        *,
+        overwrite: bool = False,
+        in_parts: bool = False,
     ) -> None:
         """``target``: the checkpoint's folder. ``timeout``: seconds for which a rank waits while nothing changes.
 
-        ``in_parts``: ranks cannot write into one file.
+        ``overwrite``: a checkpoint that exists is replaced. ``in_parts``: ranks cannot write into one file.
         """
-        self.target, self.nonce = target, nonce
+        self.target, self.nonce, self.rank, self.overwrite = target, nonce, rank, overwrite
         self.temporary = target.with_name(f".tmp-{target.name}-{nonce}")
         self.trash = target.with_name(f".trash-{target.name}-{nonce}")
-        self.weaker: list[str] = []  # on rank 0, what this file system lacks, and what follows from it
         self.unsynced: str | None = None  # why the commit may be lost if the machine crashes
+        self._world_size, self._timeout, self._in_parts = world_size, timeout, in_parts
         self._moved: list[tuple[Path, Path]] = []  # what was renamed, from and to, while the commit is not done
         self._announcement: Path | None = None  # while it exists
-        self._rank, self._world_size, self._timeout, self._in_parts = rank, world_size, timeout, in_parts
         self._abandoned: tuple[str, float] | None = None
 
     def abandon(self, why: str, after: float = 0.0) -> None:
@@ -246,17 +217,16 @@ class SaveFolder:
         """Create all files with room for their bytes. Raises `SaveError` if the disk is full."""
         if not self._in_parts:  # else it was synced at once, since it cannot be opened again to be written
             files.sync_file(self._note("nonce"))
-        files.sync_folder(self.temporary / NOTES)
-        if not files.sync_folder(self.temporary):
-            self.weaker.append(files.weaker(self.target.parent, "fsync"))
         if copied := [path for path in sizes if is_copied(path)]:
             files.put_note(self._note(COPIED), json.dumps(copied).encode(), synced=True)
-            files.sync_folder(self.temporary / NOTES)
+        files.sync_folder(self.temporary / NOTES)
+        files.sync_folder(self.temporary)
         for folder in (*_folders(sizes), *([Path(PARTS)] if self._in_parts else [])):
             files.make_folder(self.temporary / folder)
         now = {} if self._in_parts else sizes
         try:
-            reserved = [files.create(self.temporary / path, nbytes) for path, nbytes in now.items()]
+            for path, nbytes in now.items():
+                files.create(self.temporary / path, nbytes)
         except OSError as error:
             if error.errno not in _FULL:
                 raise
@@ -264,51 +234,61 @@ class SaveFolder:
                 f"rank 0 could not save {self.target}: the disk is full ({error.strerror}): the checkpoint needs "
                 f"{sum(sizes.values()):,} bytes{_free(self.target.parent)}"
             ) from error
-        if not all(reserved):
-            self.weaker.append(files.weaker(self.target.parent, "posix_fallocate"))
         files.put_note(self._note("ready"), b"")
 
     def collect(self) -> dict[str, list[Fragment]]:
         """Return the fragments of every file when all ranks are done. Raises `SaveError` if one has failed."""
         found: dict[str, list[Fragment]] = {}
-        done: set[str] = set()
+        missing = {f"rank-{rank:05d}.done": str(rank) for rank in range(self._world_size)}
 
         def all_done() -> bool:
             for name in sorted(os.listdir(self.temporary / NOTES)):
                 if name.endswith(".failed"):
                     raise SaveError(files.read_whole(self._note(name), LONGEST).decode())
-                if name.endswith(".done") and name not in done:
-                    done.add(name)
+                if missing.pop(name, None) is not None:
                     for path, fragments in json.loads(files.read_whole(self._note(name), LONGEST)).items():
                         found.setdefault(path, []).extend(Fragment(*fragment) for fragment in fragments)
-            return len(done) == self._world_size
+            return not missing
 
-        def missing() -> str:
-            ranks = ", ".join(str(r) for r in range(self._world_size) if f"rank-{r:05d}.done" not in done)
-            return f"rank {ranks} did not write its part of {self.target} in time"
-
-        self._wait(all_done, missing)
+        self._wait(
+            all_done, lambda: f"rank {', '.join(missing.values())} did not write its part of {self.target} in time"
+        )
         return found
 
     def put_together(self, paths: Sequence[str], fragments: Mapping[str, Sequence[Fragment]]) -> None:
-        """Make the files from what ranks have written, unless they have written it into the files."""
-        if self._in_parts:
-            put_together(self.temporary, paths, fragments)
+        """Make the files of the checkpoint from the parts of all ranks, if there are any, and remove these. The files
+        are on the disk then.
 
-    def commit(
-        self,
-        manifest: Manifest,
-        overwrite: bool,
-        check: Callable[[], None],
-        aside: Sequence[tuple[Path, Path]] = (),
-    ) -> None:
+        Raises `OSError` also if a part does not have the bytes that its rank has written.
+        """
+        if not self._in_parts:
+            return
+        with ExitStack() as opening:
+            parts = [
+                opening.enter_context(files.read_only(self.temporary, part_of(rank)))
+                for rank in range(self._world_size)
+            ]
+            for path in paths:
+                with files.opened(self.temporary / path, files.NEW) as number:
+                    for fragment in sorted(fragments.get(path, ())):
+                        data = memoryview(bytearray(fragment.length))
+                        files.read_at(parts[fragment.rank], data, fragment.place)
+                        if zlib.crc32(data) != fragment.crc32:
+                            part = self.temporary / part_of(fragment.rank)
+                            raise OSError(f"{part} does not have what its rank has written")
+                        files.write_at(number, data, fragment.begin)
+                    files.sync(number)
+        for part in (self.temporary / PARTS).iterdir():
+            files.remove(part)
+        files.remove_folder(self.temporary / PARTS)
+
+    def commit(self, manifest: Manifest, check: Callable[[], None], aside: Sequence[tuple[Path, Path]] = ()) -> None:
         """Make the folder the checkpoint.
 
         Every file and every entry is on the disk before the rename, and the rename before this returns.
 
         Args:
             manifest: of all files.
-            overwrite: whether a checkpoint that exists is replaced.
             check: raises if this run may not write here any more.
             aside: further folders that are renamed if and only if this one becomes the checkpoint, with their new
                 names. Until then `directory.steps_in` takes them by their old names.
@@ -324,7 +304,7 @@ class SaveFolder:
         files.sync_folder(self.temporary)
         check()
         replaced = [(self.target, self.trash)] if self.target not in dict(aside) and files.exists(self.target) else []
-        if replaced and not overwrite:
+        if replaced and not self.overwrite:
             raise SaveError(f"rank 0 could not save {self.target}: it exists by now, another run has made it")
         self._rename(manifest.content, [*aside, *replaced])
 
@@ -349,10 +329,8 @@ class SaveFolder:
             if files.exists(self.temporary):
                 self._take_back()
                 raise
-            self._moved.clear()
             if not isinstance(error, OSError) or _nonce_and_content(self.target)[0] != self.nonce:
                 raise  # else it was renamed: NFS may send a rename twice, and reports an error for the second one
-        self._moved.clear()
         try:
             files.sync_folder(parent)
         except OSError as error:
@@ -367,24 +345,23 @@ class SaveFolder:
         Otherwise the temporary folder must stay: without it the commit seems to be done.
         """
         with suppress(OSError):
-            for source, place in reversed(self._moved):
-                if files.exists(place) and not files.exists(source):
-                    files.rename(place, source)
-            if self._moved:
+            if self._moved and files.exists(self.temporary):  # else the commit is done
+                for source, place in reversed(self._moved):
+                    if files.exists(place) and not files.exists(source):
+                        files.rename(place, source)
                 files.sync_folder(self.target.parent)
             self._moved.clear()
-            self._withdraw()
+            if self._announcement is not None and files.exists(self._announcement):
+                files.remove(self._announcement)
+            self._announcement = None
         return not self._moved and self._announcement is None
 
-    def _withdraw(self) -> None:
-        if self._announcement is not None:
+    def fail(self, why: str) -> None:
+        """Leave the reason why this rank has failed, if that is possible. Rank 0 removes all else."""
+        if self.rank != 0:
             with suppress(OSError):
-                files.remove(self._announcement)
-            if not files.exists(self._announcement):
-                self._announcement = None
-
-    def give_up(self, why: str) -> None:
-        """Leave the reason for the other ranks, and remove everything else. Raises nothing."""
+                files.put_note(self._note(f"rank-{self.rank:05d}.failed"), why.encode())
+            return
         told = self._leave(why)
         self._remove(but_notes=True)
         if not told and not self._leave(why) and self._take_back():  # by now there may be room
@@ -424,19 +401,14 @@ class SaveFolder:
 
         self._wait(ready, lambda: f"rank 0 did not make the files of {self.target} in time")
 
-    def writer(self, block_bytes: int) -> Writer:
+    def writer(self, block_bytes: int) -> ChunkWriter:
         """Return what writes this rank's chunks."""
-        return (PartWriter if self._in_parts else ChunkWriter)(self.temporary, self._rank, block_bytes)
+        return (PartWriter if self._in_parts else ChunkWriter)(self.temporary, self.rank, block_bytes)
 
     def report_done(self, fragments: Mapping[str, Sequence[Fragment]]) -> None:
         """Leave the checksums of what this rank has written."""
         told = {path: [list(vars(fragment).values()) for fragment in found] for path, found in fragments.items()}
-        files.put_note(self._note(f"rank-{self._rank:05d}.done"), json.dumps(told).encode())
-
-    def report_failed(self, why: str) -> None:
-        """Leave the reason why this rank could not write its part. If even this fails, rank 0 learns it otherwise."""
-        with suppress(OSError):
-            files.put_note(self._note(f"rank-{self._rank:05d}.failed"), why.encode())
+        files.put_note(self._note(f"rank-{self.rank:05d}.done"), json.dumps(told).encode())
 
     def wait_until_committed(self) -> str:
         """Return the checkpoint's ``content`` when rank 0 has renamed the folder. Raises `SaveError`.
@@ -477,7 +449,7 @@ class SaveFolder:
         return content
 
     def _cannot_see(self) -> str:
-        return f"rank {self._rank} cannot see whether {self.target} is complete, which rank 0 knows"
+        return f"rank {self.rank} cannot see whether {self.target} is complete, which rank 0 knows"
 
     def check(self) -> None:
         """Raise `SaveError` if rank 0 has given up."""

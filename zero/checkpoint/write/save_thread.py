@@ -17,15 +17,15 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from ..folder.directory import check_free, remove_checkpoint
 from ..format.extents import Chunk
 from ..format.manifest import NAME, FileSums, Manifest
-from ..format.tensorfile import Fragment, block_sums
+from ..format.tensorfile import block_sums
 from .capture import Snapshot
 from .save_folder import GivenUpError, LateError, SaveError, SaveFolder, UnseenError
 
@@ -42,7 +42,6 @@ class SavePlan:
         heads: the first bytes of files, by path, which this rank writes: on rank 0 all headers and all small files.
         chunks: the tensors' bytes that this rank writes.
         sizes: the bytes of every file of all ranks, by path.
-        block_bytes: of each checksum.
         snapshot: from which chunks are taken.
         manifest: without the sums of the files.
     """
@@ -50,27 +49,23 @@ class SavePlan:
     heads: Mapping[str, bytes]
     chunks: Sequence[Chunk]
     sizes: Mapping[str, int]
-    block_bytes: int
     snapshot: Snapshot
     manifest: Manifest
 
 
 class Destination:
-    """The path of one checkpoint. Rank 0 calls it."""
+    """What becomes of the folder of a save. Rank 0 calls it."""
 
-    def __init__(self, target: Path, *, overwrite: bool) -> None:
-        """``overwrite``: whether a checkpoint that exists is replaced."""
-        self._target, self._overwrite = target, overwrite
-
-    def check(self) -> None:
+    def check(self, folder: SaveFolder, step: int) -> None:
         """Raise an error, `FileExistsError` for instance, if no checkpoint may be written there."""
-        check_free(self._target, overwrite=self._overwrite)
-        if self._target.is_dir() and not os.path.lexists(self._target / NAME) and any(self._target.iterdir()):
-            raise FileExistsError(f"{self._target} is no checkpoint, since it has no {NAME}: save elsewhere")
+        target = folder.target
+        check_free(target, overwrite=folder.overwrite)
+        if target.is_dir() and not os.path.lexists(target / NAME) and any(target.iterdir()):
+            raise FileExistsError(f"{target} is no checkpoint, since it has no {NAME}: save elsewhere")
 
     def commit(self, folder: SaveFolder, manifest: Manifest) -> None:
         """Make the folder the checkpoint."""
-        folder.commit(manifest, self._overwrite, lambda: None)
+        folder.commit(manifest, lambda: None)
 
     def tidy(self, folder: SaveFolder, manifest: Manifest) -> list[str]:
         """Remove what the commit, if it is synced, has made superfluous. Return, as text, what was left, and why."""
@@ -97,7 +92,6 @@ class Saving:
         self,
         step: int,
         folder: SaveFolder,
-        rank: int,
         plan: SavePlan | BaseException,
         destination: Destination | None,
         report: Callable[[str, str | None], None],
@@ -115,7 +109,7 @@ class Saving:
         self.was_raised = False  # to the caller
         self._was_told = False  # that it has failed, to the caller
         self._remarks: list[str] = []  # of a checkpoint that is complete
-        self._folder, self._rank = folder, rank
+        self._folder = folder
         self._plan: SavePlan | BaseException | None = plan  # None when the save is over
         self._destination, self._report = destination, report
         self.report = f"checkpoint {folder.nonce}"  # the name of the text that lets the other ranks know a failure
@@ -146,7 +140,8 @@ class Saving:
         """Write in a thread, or here. Raises only an interrupt of the caller, which ends the save, too. Internal."""
         if asynchronous and isinstance(self._plan, SavePlan):
             try:
-                threading.Thread(target=self._run, name=f"zero-checkpoint rank {self._rank}", daemon=True).start()
+                name = f"zero-checkpoint rank {self._folder.rank}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
                 return
             except RuntimeError as error:  # there are too many threads
                 self._plan = error
@@ -163,18 +158,10 @@ class Saving:
             plan.snapshot.before_update(bucket)
             self.blocked_ms += 1000 * (time.perf_counter() - began)
 
-    @property
-    def weaker(self) -> list[str]:
-        """What the file system lacks, and what is weaker for it. On rank 0. Internal."""
-        return self._folder.weaker
-
     def news(self) -> list[str]:
         """Return what the caller must hear of the end of the save, once. It must be over. Internal."""
         found, self._remarks = self._remarks, []
-        if self.error is not None:
-            why = str(self.error)
-            found += self._failed(why if isinstance(self.error, UnseenError) else self._failure(why))
-        return found
+        return found if self.error is None else [*found, *self._failed(str(self.error))]
 
     def hear(self, reports: Sequence[Mapping[str, str]]) -> list[str]:
         """Return, once, that the save has failed, if some rank has reported it. All ranks hear it in the same step.
@@ -187,16 +174,20 @@ class Saving:
             return []
         why = min(found, key=lambda text: text.startswith(_LATE)).removeprefix(_LATE)
         self.learn(why)
-        return self._failed(self._failure(why))
+        return self._failed(why)
 
-    def _failed(self, text: str) -> list[str]:
-        is_new, self._was_told = not (self._was_told or self.was_raised), True
-        return [text] if is_new else []
-
-    def _failure(self, why: str) -> str:
+    def _failed(self, why: str) -> list[str]:
+        """Return, once, that the save has failed, or that this rank cannot see whether it has."""
+        if self._was_told or self.was_raised:
+            return []
+        self._was_told = True
+        if isinstance(self.error, UnseenError):
+            return [why]
         folder = self.path.parent
         there = f"; older checkpoints in {folder} are as they were" if folder.is_dir() else ""
-        return f"the save of step {self.step} has failed, and training goes on: {why}{there}; the next save tries again"
+        return [
+            f"the save of step {self.step} has failed, and training goes on: {why}{there}; the next save tries again"
+        ]
 
     def wait(self) -> None:
         """Wait until the save is over, and raise nothing. Waits for other ranks end by themselves. Internal."""
@@ -211,19 +202,18 @@ class Saving:
 
     def outcome(self) -> bytes:
         """Return, as a message for `settle`, how the save has ended, as far as this rank knows. Internal."""
-        if self.error is None:
-            return json.dumps({"content": self._content}).encode()
-        known = not isinstance(self.error, _UNKNOWING)
-        return json.dumps({"cause": str(self.error)[:LONGEST_CAUSE]} if known else {}).encode()
+        cause = None if self.error is None or isinstance(self.error, _UNKNOWING) else str(self.error)[:LONGEST_CAUSE]
+        return json.dumps([self._content, cause]).encode()
 
     def settle(self, outcomes: Sequence[bytes]) -> None:
         """Take note of how the save has ended on all ranks, whose `outcome` are given: rank 0 decides. Internal."""
         found = [json.loads(outcome) for outcome in outcomes]
-        if "content" not in found[0]:
-            for why in (theirs["cause"] for theirs in found if "cause" in theirs):
-                self.learn(why)
-        elif isinstance(self.error, _UNKNOWING):
-            self.error, self._content = None, found[0]["content"]
+        content, _ = found[0]
+        if content and isinstance(self.error, _UNKNOWING):
+            self.error, self._content = None, content
+        for _, cause in found:
+            if cause is not None and not content:
+                self.learn(cause)
 
     def abandon(self, why: str, after: float) -> None:
         """End all waits for other ranks, ``after`` so many seconds. Internal."""
@@ -231,8 +221,13 @@ class Saving:
 
     def remove_rest(self) -> None:
         """Remove what the save has left next to a checkpoint, on rank 0. All ranks have seen how it ended. Internal."""
-        if self._rank == 0:
+        self.withdraw()
+        if self._folder.rank == 0:
             self._folder.remove_rest()
+
+    def withdraw(self) -> None:
+        """Let the other ranks hear no more of a failure. Internal."""
+        self._report(self.report, None)
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -265,35 +260,32 @@ class Saving:
             return  # this rank has done its part: it is no failure of the save
         if not isinstance(self.error, GivenUpError):
             self._report(self.report, f"{_LATE if isinstance(self.error, LateError) else ''}{self.error}")
-        self._folder.report_failed(str(self.error))
-        if self._rank == 0:
-            self._folder.give_up(str(self.error))
+        self._folder.fail(str(self.error))
 
     def _as_save_error(self, error: BaseException) -> SaveError:
-        if isinstance(error, FileNotFoundError) and self._rank != 0:
+        if isinstance(error, FileNotFoundError) and self._folder.rank != 0:
             try:
-                self._folder.check()  # rank 0 has removed the files, and this is no error of this rank
+                with suppress(OSError):
+                    self._folder.check()  # rank 0 has removed the files, and this is no error of this rank
             except SaveError as given_up:
                 return given_up
-            except OSError:
-                pass
         if isinstance(error, SaveError):
             return error
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and not self.path.parent.is_dir():
             text = f"{self.path.parent} was removed ({text}): make it again, and saves go on"
-        told = SaveError(f"rank {self._rank} could not save {self.path}: {text}")
+        told = SaveError(f"rank {self._folder.rank} could not save {self.path}: {text}")
         told.__cause__ = error
         return told
 
     def _save(self, plan: SavePlan) -> Manifest | None:
         """Write this rank's part, and wait until the checkpoint is committed. Rank 0 does, and returns its manifest."""
-        folder = self._folder
-        if self._rank == 0:
+        folder, block_bytes = self._folder, plan.manifest.block_bytes
+        if folder.rank == 0:
             folder.make_files(plan.sizes)
         else:
             folder.wait_until_ready()
-        writer = folder.writer(plan.block_bytes)
+        writer = folder.writer(block_bytes)
         try:
             for path, data in plan.heads.items():
                 writer.write_bytes(path, data)
@@ -307,8 +299,14 @@ class Saving:
             self._content = folder.wait_until_committed()
             return None
         fragments = folder.collect()
-        manifest = replace(plan.manifest, files=sums_of(fragments, plan.sizes, plan.block_bytes))
+        sums: dict[str, FileSums] = {}
+        for path, nbytes in plan.sizes.items():
+            try:
+                sums[path] = FileSums(nbytes, tuple(block_sums(fragments.get(path, ()), nbytes, block_bytes)))
+            except ValueError as error:  # a byte was not written, or twice
+                raise SaveError(f"{path}: {error}") from error
         folder.put_together(list(plan.sizes), fragments)
+        manifest = replace(plan.manifest, files=sums)
         self._destination.commit(folder, manifest)
         self._content = manifest.content
         return manifest
@@ -318,16 +316,3 @@ class Saving:
             return destination.tidy(self._folder, manifest)
         except Exception as error:  # the checkpoint is complete, whatever happens to older ones
             return [f"older checkpoints next to {self.path} could not be removed: {type(error).__name__}: {error}"]
-
-
-def sums_of(
-    fragments: Mapping[str, Iterable[Fragment]], sizes: Mapping[str, int], block_bytes: int
-) -> dict[str, FileSums]:
-    """Return the sizes and block checksums of all files. Raises `SaveError` if a byte was not written, or twice."""
-    found = {}
-    for path, nbytes in sizes.items():
-        try:
-            found[path] = FileSums(nbytes, tuple(block_sums(fragments.get(path, ()), nbytes, block_bytes)))
-        except ValueError as error:
-            raise SaveError(f"{path}: {error}") from error
-    return found

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,6 @@ class Saver:
         self._optimizer = optimizer
         self._transport = ShardedOptimizer(optimizer).transport
         self._room: dict[Source, Tensor] = {}
-        self._report = ""  # the name of the last save's report
         self._plan: WritePlan | None = None  # of the last save
         self._planned_for: list[Any] = []  # what it was made from
 
@@ -92,8 +92,16 @@ class Saver:
                 An error of the disk is not raised here, but ends the save that is returned.
         """
         began = time.perf_counter()
-        nonce = secrets.token_hex(8)
-        own_folder = self._folder(request, nonce)
+        folder_of = partial(
+            SaveFolder,
+            request.target,
+            rank=self._transport.rank,
+            world_size=self._transport.world_size,
+            timeout=self._transport.timeout,
+            overwrite=request.overwrite,
+            in_parts=request.in_parts,
+        )
+        own_folder = folder_of(secrets.token_hex(8))
         parts, problem = ShardedOptimizer(self._optimizer), request.problem
         own: _Own | None = None
         disk: str | None = None
@@ -103,13 +111,19 @@ class Saver:
             parts.check()
             own = self._collect(request, parts)
             if destination is not None:
-                disk = _make(destination, own_folder)
+                try:
+                    destination.check(own_folder, request.step)
+                    own_folder.make()
+                except OSError as error:
+                    if isinstance(error, FileExistsError):
+                        raise
+                    disk = f"rank 0 could not save {request.target}: {type(error).__name__}: {error}"
         except Exception as error:
             problem = error
         text = None if problem is None else str(problem)
         if isinstance(problem, OSError):
             text = f"{type(problem).__name__}: {problem}"
-        message = {} if own is None else {**own.message, "nonce": nonce, "disk": disk}
+        message = {} if own is None else {**own.message, "nonce": own_folder.nonce, "disk": disk}
         try:
             told = parts.agree_to_save(text, json.dumps(message).encode())
             found = [json.loads(data) for data in told]
@@ -131,27 +145,11 @@ class Saver:
                 plan = self._plan_save(request, own, found, facts, gathered)
             except BaseException as error:
                 plan = error
-        self.withdraw()
-        saving = Saving(
-            request.step,
-            self._folder(request, found[0]["nonce"]),
-            self._transport.rank,
-            plan,
-            destination,
-            parts.report,
-        )
-        self._report = saving.report
+        folder = folder_of(found[0]["nonce"])
+        saving = Saving(request.step, folder, plan, destination, parts.report)
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
         return saving
-
-    def withdraw(self) -> None:
-        """Withdraw the report of the last save: every rank has heard of it. Local."""
-        ShardedOptimizer(self._optimizer).report(self._report, None)
-
-    def _folder(self, request: SaveRequest, nonce: str) -> SaveFolder:
-        rank, world_size, timeout = self._transport.rank, self._transport.world_size, self._transport.timeout
-        return SaveFolder(request.target, nonce, rank, world_size, timeout, in_parts=request.in_parts)
 
     def _collect(self, request: SaveRequest, parts: ShardedOptimizer) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
@@ -186,7 +184,18 @@ class Saver:
         """Take a copy of what may change at any time, and plan what this rank writes. Local."""
         rank, contents, groups = self._transport.rank, own.contents, own.groups
         trees = [own.tree, own.of_state] if rank == 0 else [own.tree]
-        plan = self._plan_of(request, contents, facts, found)
+        made_from = [
+            contents.digest,
+            contents.buckets,
+            [theirs["facts"] for theirs in found],
+            [name for name, _ in contents.averages.with_values()],
+            request.max_shard_bytes,
+            request.block_bytes,
+        ]
+        if self._plan is None or self._planned_for != made_from:  # to make one takes longer than to write a small model
+            self._plan = WritePlan(contents, facts, request.max_shard_bytes, request.block_bytes)
+            self._planned_for = made_from
+        plan = self._plan
         capture = Capture(contents, plan, gathered, trees, self._room)
         shared = plan.files(groups)
         own_files = [tree.plan for tree in trees]
@@ -221,25 +230,7 @@ class Saver:
             written_by,
         )
         snapshot = Snapshot(capture.staged, capture.live, all_chunks)
-        return SavePlan(heads, all_chunks, sizes, request.block_bytes, snapshot, manifest)
-
-    def _plan_of(
-        self, request: SaveRequest, contents: Contents, facts: StateFacts, found: list[dict[str, Any]]
-    ) -> WritePlan:
-        """Return the plan of the last save if it was made from equal things: to make one takes longer than to write a
-        small model."""
-        made_from = [
-            contents.digest,
-            contents.buckets,
-            [theirs["facts"] for theirs in found],
-            [name for name, _ in contents.averages.with_values()],
-            request.max_shard_bytes,
-            request.block_bytes,
-        ]
-        if self._plan is None or self._planned_for != made_from:
-            self._plan = WritePlan(contents, facts, request.max_shard_bytes, request.block_bytes)
-            self._planned_for = made_from
-        return self._plan
+        return SavePlan(heads, all_chunks, sizes, snapshot, manifest)
 
 
 @dataclass(frozen=True)
@@ -261,18 +252,6 @@ def _versions() -> dict[str, str]:
     except importlib.metadata.PackageNotFoundError:
         own = "not installed"
     return {"zero-optimizer": own, "torch": torch.__version__, "python": platform.python_version()}
-
-
-def _make(destination: Destination, folder: SaveFolder) -> str | None:
-    """Make the folder of a save on rank 0. Return, as text, an error of the disk."""
-    try:
-        destination.check()
-        folder.make()
-    except FileExistsError:
-        raise
-    except OSError as error:
-        return f"rank 0 could not save {folder.target}: {type(error).__name__}: {error}"
-    return None
 
 
 def _compare(found: list[dict[str, Any]]) -> None:
