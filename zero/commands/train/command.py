@@ -29,20 +29,12 @@ from ...planning.memory import bytes_by_stage
 from ...planning.models.shapes import model_of
 from ...precision import PRECISIONS
 from ...runtime.process_group import bind_to_parent, under_launcher
-from ..runner import (
-    check_output,
-    checking_input,
-    counted,
-    launch_ranks,
-    process_group,
-    reports_errors,
-    run_rank,
-)
+from ..console import counted
+from ..runner import check_output, checking_input, launch_ranks, process_group, run_rank
 from .report import KINDS, next_command, write_report
 from .settings import DEFAULT_RANKS, TrainConfig
 
 
-@reports_errors
 def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
     launched, first = "WORLD_SIZE" in os.environ, os.environ.get("RANK", "0") == "0"
@@ -80,7 +72,7 @@ def run(config: TrainConfig) -> int:
     if launched or world == 1:
         work(config)
     else:
-        launch_ranks(__name__, config.written(), world)
+        launch_ranks(__name__, config, world)
     if first:
         print(f"try next: {next_command(sys.argv[1:], world)}; for your own model: zero verify --help")
     return 0
@@ -100,7 +92,7 @@ def work(config: TrainConfig) -> None:
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if under_launcher():
         bind_to_parent()
-    with nullcontext() if alone else process_group(device=device):
+    with nullcontext() if alone else process_group(device):
         torch.manual_seed(0)
         model = ByteModel(config.width, config.layers).to(device)
         optimizer = build(args, model, **config.arguments())
@@ -178,4 +170,4 @@ def parameters_sha256(model: nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda settings: work(TrainConfig.read(settings))))
+    sys.exit(run_rank(work))

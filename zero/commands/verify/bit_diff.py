@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.bits import INTEGERS
+from ..console import counted
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,13 @@ class Run:
         return self.difference is None
 
     def __str__(self) -> str:
-        name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
+        name = f"stage {self.stage}, {counted(self.world_size, 'rank')}"
         name = "the plain loop, again" if self.stage is None else name
         if self.difference is None:
-            return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
+            return f"{name}: same bits, {counted(self.step, 'step')}, {self.numel:,} parameters"
         when = f"after step {self.step}" if self.step else "as built, before any step"
         where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
         return f"{name}: DIFFERS {when}{where}: {self.difference}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
