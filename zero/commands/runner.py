@@ -63,12 +63,12 @@ def launch_ranks(module: str, settings: Any, ranks: int) -> None:
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": f"{RUN_PREFIX}{os.getpid()}"}
     started: list[subprocess.Popen[bytes]] = []
-    if in_main := threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, lambda *_: list(map(subprocess.Popen.terminate, started)))
     with tempfile.TemporaryDirectory(prefix="zero-launch-") as folder:
         shared["TORCHELASTIC_ERROR_FILE"] = error = Path(folder, "error")
         save(settings, file := os.path.join(folder, "settings"))
         command = [sys.executable, "-m", module, file, *map(os.path.abspath, sys.path)]
+        if in_main := threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, lambda *_: list(map(subprocess.Popen.terminate, started)))
         try:
             for rank in range(ranks):
                 variables = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}

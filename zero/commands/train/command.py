@@ -16,7 +16,6 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ...examples.train import LENGTH, ByteModel, build, choose_device, read, train
-from ...optimizer import ZeroOptimizer
 from ...planning.memory import bytes_by_stage
 from ...planning.models.shapes import model_of
 from ...precision import PRECISIONS
@@ -100,9 +98,12 @@ def work(config: TrainConfig) -> None:
         if config.mixed_precision == PRECISIONS["fp16"]:
             scaler = GradScaler(device)
             scaler.scale(torch.zeros(1, device=device))  # a rank without a micro-batch scales nothing else
-        held = HeldBytes(optimizer)
+        before_step = dict(optimizer.describe().bytes)
+        optimizer.register_step_pre_hook(lambda *_: before_step.update(optimizer.describe().bytes))
         losses, validation = train(args, device, model, optimizer, scaler)
-        facts = held.at_the_end()
+        held = optimizer.describe()  # states exist and peaks are final, but gradients on a GPU are gone after a step
+        at_step = {kind: before_step[kind] for kind in ("parameters", "gradients")}
+        facts = {"measured": {**held.bytes, **at_step}, "formula": held.formula_bytes}
         ranks = [json.loads(data) for data in optimizer.exchange(json.dumps(facts).encode())]
         optimizer.close()
         if optimizer.rank == 0:
@@ -120,24 +121,6 @@ def work(config: TrainConfig) -> None:
             write_report(record, config)
         if not alone:
             dist.barrier()
-
-
-class HeldBytes:
-    """The bytes that a rank holds of each kind, next to the formulas. States exist, and peaks are final, at the end of
-    the training; gradients are measured when a step begins, for on a GPU they are gone after it."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self._optimizer, self._before_step = optimizer, optimizer.describe().bytes
-        optimizer.register_step_pre_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        self._before_step = self._optimizer.describe().bytes
-
-    def at_the_end(self) -> dict[str, Any]:
-        """Return the entry of this rank in ``ranks`` of run.json. Local."""
-        now = self._optimizer.describe()
-        held = {kind: self._before_step[kind] for kind in ("parameters", "gradients")}
-        return {"measured": {**now.bytes, **held}, "formula": now.formula_bytes}
 
 
 def _by_stage(config: TrainConfig, model: nn.Module, ranks: int) -> dict[str, dict[str, int]]:

@@ -86,7 +86,12 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     Raises:
         ValueError: the names, shapes or dtypes differ.
     """
-    _check_same_kind(plain, other)
+    for name in (*plain, *other):
+        ours, theirs = _kind(plain.get(name)), _kind(other.get(name))
+        if ours != theirs:
+            raise ValueError(
+                f"{name} is {ours} in the plain loop and {theirs} here: build_model() must build one model"
+            )
     first: tuple[str, int] | None = None
     count = 0
     for name in plain:
@@ -98,30 +103,21 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     if first is None:
         return None
     name, place = first
-    ours, theirs = (tensors[name].detach().cpu().reshape(-1)[place] for tensors in (plain, other))
+    one, another = (tensors[name].detach().cpu().reshape(-1)[place] for tensors in (plain, other))
     return Difference(
         parameter=name,
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), plain[name].shape)),
         dtype=_name(plain[name].dtype),
-        plain=float(ours),
-        other=float(theirs),
-        ulps=ulps_between(ours, theirs),
+        plain=float(one),
+        other=float(another),
+        ulps=ulps_between(one, another),
         count=count,
         numel=sum(tensor.numel() for tensor in plain.values()),
     )
 
 
-def _check_same_kind(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    ours, theirs = (
-        {name: f"{_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()}
-        for tensors in (plain, other)
-    )
-    for name in [*plain, *other]:
-        one, another = ours.get(name, "none"), theirs.get(name, "none")
-        if one != another:
-            raise ValueError(
-                f"{name} is {one} in the plain loop and {another} here: build_model() must build one model"
-            )
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _name(dtype: torch.dtype) -> str:

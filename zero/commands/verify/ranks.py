@@ -103,10 +103,10 @@ def _user_line(stack: Iterable[traceback.FrameSummary]) -> str:
 def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, complex ones as real numbers. Frozen tensor subclasses are left out: nothing
     writes to them, and no file can hold them."""
-    named = {name: parameter for name, parameter in named_parameters(model) if is_copied(parameter)}
     return {
         name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
-        for name, parameter in named.items()
+        for name, parameter in named_parameters(model)
+        if is_copied(parameter)
     }
 
 

@@ -258,15 +258,13 @@ def _shape(mesh: Sequence[int], world_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _try_class(job: Job) -> None:
-    """Let the library check the class and the collective on a throw-away module, before any process is started."""
+    """Let the library check the class on a throw-away module, before any process is started."""
     rule = job.options.mixed_precision
     try:
         ZeroOptimizer(
             nn.ParameterList([torch.zeros(1, 1), torch.zeros(1)]),
             job.optimizer_class,
             mixed_precision=rule if isinstance(rule, MixedPrecision) else None,  # it has none of the user's modules
-            bucket_cap_mb=job.options.bucket_cap_mb,
-            collective=job.options.collective,
             optimizer_kwargs=copy.deepcopy(job.optimizer_kwargs),
         ).close()
     except TypeError as error:
