@@ -11,15 +11,14 @@ and classes are imported.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import io
 import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import reduce
+from dataclasses import dataclass, field, fields, is_dataclass
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO, cast
@@ -74,21 +73,21 @@ class Job:
         if self.max_norm is not None:
             check_norm_arguments(self.max_norm, 2.0)
         if not callable(self.batches):
-            object.__setattr__(self, "batches", as_batches(self.batches))
-            self.steps(len(self.batches))
+            object.__setattr__(self, "batches", self.as_batches(self.batches))
 
-    def at_stage(self, stage: int) -> Job:
-        """Return the job with its options at another stage."""
-        return replace(self, options=self.options.at_stage(stage))
-
-    def steps(self, count: int) -> int:
-        """Return the number of steps of ``count`` micro-batches. Raises ValueError if they do not fill the last one."""
-        if count == 0 or count % self.micro_batches:
+    def as_batches(self, batches: Any) -> list[Any]:
+        """Return micro-batches as a list. Raises TypeError if they are no finite collection, ValueError if they do not
+        fill the last step."""
+        if not hasattr(batches, "__iter__") or not hasattr(batches, "__len__") or isinstance(batches, (str, Mapping)):
+            kind = type(batches).__name__
+            raise TypeError(f"batches must be a sequence of micro-batches, or a function that returns one, not {kind}")
+        found = list(batches)
+        if not found or len(found) % self.micro_batches:
             raise ValueError(
-                f"batches has {count} micro-batches, and a step takes {self.micro_batches} of them: give a multiple of "
-                "that, or set micro_batches"
+                f"batches has {len(found)} micro-batches, and a step takes {self.micro_batches} of them: give a "
+                "multiple of that, or set micro_batches"
             )
-        return count // self.micro_batches
+        return found
 
 
 class LoadedJob:
@@ -108,8 +107,8 @@ class LoadedJob:
         if job.device != "cpu":
             self.model.to(job.device)
         at("batches")
-        self._batches = as_batches(job.batches() if callable(job.batches) else job.batches)
-        self.steps = job.steps(len(self._batches))
+        self._batches = job.as_batches(job.batches() if callable(job.batches) else job.batches)
+        self.steps = len(self._batches) // job.micro_batches
         torch.manual_seed(seed)
 
     def plain_steps(self) -> Iterator[int]:
@@ -158,7 +157,12 @@ class LoadedJob:
         self.at(f"step {step}, batches[{index}]")
         before = [(parameter.grad, getattr(parameter.grad, "_version", 0)) for parameter in self.model.parameters()]
         batch = self._batches[index] if self.job.device == "cpu" else _moved(self._batches[index], self.job.device)
-        loss = (given or _default_loss)(self.model, batch)
+        if given:
+            loss: Any = given(self.model, batch)
+        elif isinstance(batch, Mapping):
+            loss = self.model(**batch)
+        else:
+            loss = self.model(*batch) if isinstance(batch, (tuple, list)) else self.model(batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = "loss_fn(model, batch)" if given else "without loss_fn the model"
             kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
@@ -182,12 +186,6 @@ def _moved(value: Any, device: str) -> Any:
     return value
 
 
-def _default_loss(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
 class PlainLoop:
     """The update of the plain loop: optimizers of torch for a model, one of each class that param groups name.
 
@@ -207,13 +205,11 @@ class PlainLoop:
         if job.options.mixed_precision is not None or job.options.steps_on_host:
             self._add_masters(model, every, left)
         self._stacks: list[tuple[Tensor, Any, Sequence[Tensor]]] = []  # a tensor with blocks, and these as parameters
-        # torch wants names in all groups or in none, and blocks have none
-        self._named = not self._dtypes and all(group.get("blocks") is None for group in groups)
-        left_out = {"optimizer_class", "partition", *([] if self._named else ["param_names"])}
         by_class: dict[Any, list[dict[str, Any]]] = {}
         for group in groups:
-            options = {name: value for name, value in group.items() if name not in left_out}
-            options["params"] = self._entries(group["params"], options.pop("blocks", None))
+            ours = ("optimizer_class", "partition", "blocks")
+            options = {name: value for name, value in group.items() if name not in ours}
+            options["params"] = self._entries(group["params"], group.get("blocks"))
             by_class.setdefault(group.get("optimizer_class"), []).append(options)
         self._optimizers: list[torch.optim.Optimizer] = []
         for named, own in by_class.items():  # a class that groups name has its arguments from the first of them
@@ -228,14 +224,12 @@ class PlainLoop:
         precisions = Precisions(rule, model, left, rounds=rounds)
         for parameter in dict.fromkeys((*parameters, *self._stepped)):
             dtypes = self._dtypes[parameter] = precisions.of(parameter)
-            wide = parameter.detach().clone() if is_laid_out(parameter) else None
+            master = parameter.detach()  # a cast gives the parameter other memory
             cast_to(parameter, dtypes.param_dtype)
-            if wide is None:
-                master = parameter.detach()
-            else:
-                known = wide if parameter.requires_grad else parameter.detach()  # a frozen one has no wide copy
+            if is_laid_out(parameter):
+                known = master if parameter.requires_grad else parameter.detach()  # a frozen one has no wide copy
                 place = "cpu" if options.steps_on_host else None
-                master = known.to(place, dtypes.master_dtype).requires_grad_()
+                master = known.to(place, dtypes.master_dtype, copy=True).requires_grad_()
             if parameter in self._stepped:
                 self._stepped[parameter] = master
         for buffer, dtype in precisions.buffers():
@@ -245,18 +239,15 @@ class PlainLoop:
 
     def _entries(self, entries: list[Any], blocks: Any) -> list[Any]:
         """Return the entries of a param group as its class gets them: master weights, and blocks as parameters."""
-        if self._named:
-            return entries
-        every: list[Tensor] = []
+        every: list[Any] = []
         for entry in entries:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
+            name, parameter = entry if isinstance(entry, tuple) else (None, entry)
             tensor = self._stepped[parameter]
-            if blocks is None:
-                every.append(tensor)
-                continue
-            views = [view.requires_grad_(parameter.requires_grad) for view in _cut(tensor.detach(), blocks)]
-            self._stacks.append((tensor, blocks, views))
-            every += views
+            parts: Sequence[Tensor] = [tensor]
+            if blocks is not None:
+                parts = [view.requires_grad_(parameter.requires_grad) for view in _cut(tensor.detach(), blocks)]
+                self._stacks.append((tensor, blocks, parts))
+            every += parts if name is None else [(name, part) for part in parts]
         return every
 
     def end_micro_batch(self) -> None:
@@ -276,31 +267,26 @@ class PlainLoop:
                 holder.grad.div_(self._job.micro_batches)
         if self._job.max_norm is not None:
             clip_grad_norm_(holders, self._job.max_norm)
-        means = {self._stepped[parameter]: total.grad for parameter, total in self._sums.items()}
-        self._step(means if self._dtypes else None)
+        means: dict[Tensor, Any] = {self._stepped[parameter]: total.grad for parameter, total in self._sums.items()}
+        rounding = self._job.options.rounding
+        if rounding is None:
+            for tensor, mean in means.items():
+                tensor.grad = mean.to(tensor)
+            for tensor, blocks, views in self._stacks:
+                gradients = [None] * len(views) if tensor.grad is None else _cut(tensor.grad, blocks)
+                for view, gradient in zip(views, gradients, strict=True):
+                    view.grad = gradient
+        for optimizer in self._optimizers:
+            if rounding is None:
+                optimizer.step()
+            else:
+                rounding.step(optimizer, means if self._dtypes else None, self._stepped.values())
         with torch.no_grad():
             for parameter in self._sums:
                 parameter.copy_(self._stepped[parameter])
         self._sums.clear()
         for tensor in self._stepped.values():
             tensor.grad = None
-
-    def _step(self, means: Mapping[Tensor, Tensor | None] | None) -> None:
-        """Step. ``means``: the mean gradients by master weights; None: each is the ``grad`` of its parameter."""
-        rounding = self._job.options.rounding
-        if rounding is not None:
-            for optimizer in self._optimizers:
-                rounding.step(optimizer, means, self._stepped.values())
-            return
-        for tensor, mean in (means or {}).items():
-            assert mean is not None
-            tensor.grad = mean.to(tensor)
-        for tensor, blocks, views in self._stacks:
-            gradients = [None] * len(views) if tensor.grad is None else _cut(tensor.grad, blocks)
-            for view, gradient in zip(views, gradients, strict=True):
-                view.grad = gradient
-        for optimizer in self._optimizers:
-            optimizer.step()
 
 
 def _cut(tensor: Tensor, blocks: Any) -> Sequence[Tensor]:
@@ -336,9 +322,9 @@ def _written(value: Any, name: str) -> Any:
         return tuple(_written(item, name) for item in value)
     if callable(value):
         return {"name": reference(value, name)}
-    value = (
-        {"data": value} if isinstance(value, dict) else os.fspath(value) if isinstance(value, os.PathLike) else value
-    )
+    if isinstance(value, os.PathLike):
+        return {"path": os.fspath(value)}
+    value = {"data": value} if isinstance(value, dict) else value
     try:
         torch.save(value, buffer := io.BytesIO())
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
@@ -361,6 +347,8 @@ def _read(written: Any) -> Any:
         return written
     if "data" in written:
         return written["data"]
+    if "path" in written:
+        return Path(written["path"])
     named = resolve(written["name"])
     return named(**{name: _read(value) for name, value in written["fields"].items()}) if "fields" in written else named
 
@@ -376,26 +364,22 @@ def integers(values: Sequence[int], name: str, least: int = 1) -> tuple[int, ...
     return numbers
 
 
-def as_batches(batches: Any) -> list[Any]:
-    """Return the micro-batches as a list. Raises TypeError if they are no finite collection."""
-    if not hasattr(batches, "__iter__") or not hasattr(batches, "__len__") or isinstance(batches, (str, Mapping)):
-        kind = type(batches).__name__
-        raise TypeError(f"batches must be a sequence of micro-batches, or a function that returns one, not {kind}")
-    return list(batches)
-
-
 def reference(function: Any, name: str) -> str:
     """Return the name by which another process finds a function or class: "MODULE:NAME" or "/PATH/SCRIPT.py:NAME".
 
     Raises:
         TypeError: it cannot be found by name.
     """
-    qualified, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
+    qualified, where = getattr(function, "__qualname__", ""), getattr(function, "__module__", None) or ""
     try:
-        where, named = _where(module), _named(sys.modules[module], qualified)
+        found = operator.attrgetter(qualified)(sys.modules[where])
     except (KeyError, AttributeError):
-        where, named = "", None
-    if not where or named is not function:
+        found = None
+    if where == "__main__":
+        main = sys.modules[where]
+        script = Path(getattr(main, "__file__", None) or "")  # a folder if there is none
+        where = main.__spec__.name if main.__spec__ else str(script.resolve()) if script.is_file() else ""
+    if not where or found is not function:
         raise TypeError(
             f"{name} is {qualified or repr(function)}, which other processes cannot import by name: define it with def "
             "or class at the top level of a module or a script (a lambda, a function inside a function, a partial or "
@@ -404,34 +388,14 @@ def reference(function: Any, name: str) -> str:
     return f"{where}:{qualified}"
 
 
-def _where(module: str) -> str:
-    """Return the name of the module, or the path of the script if it is the main module; "" if that has no file."""
-    main = sys.modules["__main__"]
-    if module != "__main__":
-        return module
-    if main.__spec__ is not None:
-        return main.__spec__.name
-    path = getattr(main, "__file__", None)
-    return "" if path is None or not Path(path).is_file() else str(Path(path).resolve())
-
-
 def resolve(text: str) -> Any:
-    """Import the function or class that `reference` named."""
+    """Import the function or class that `reference` named. A script is imported once, as a module; the block under
+    `if __name__ == "__main__":` does not run."""
     where, _, qualified = text.rpartition(":")
-    return _named(_script(where) if os.path.isabs(where) else importlib.import_module(where), qualified)
-
-
-def _named(module: ModuleType, qualified: str) -> Any:
-    return reduce(getattr, qualified.split("."), module)
-
-
-def _script(path: str) -> ModuleType:
-    """Import the script as a module, once; the block under `if __name__ == "__main__":` does not run."""
-    name = "__zero_job_script__"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+    if os.path.isabs(where):
+        path, where = where, "__zero_job_script__"
+        if where not in sys.modules:
+            module = sys.modules[where] = ModuleType(where)
+            module.__file__ = path
+            SourceFileLoader(where, path).exec_module(module)
+    return operator.attrgetter(qualified)(importlib.import_module(where))

@@ -21,6 +21,8 @@ from zero.commands import cli, runner
 from zero.commands.train import command as train_command
 from zero.commands.train import report
 from zero.commands.verify import ranks as verify_ranks
+from zero.commands.verify import verification
+from zero.job import save
 
 from ..support.example import plain_example
 
@@ -141,7 +143,7 @@ def trained(text: Path, tmp_path: Path, bare: None) -> Train:
 
 @pytest.fixture
 def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (runner, train_command):
+    for module in (verification, train_command):
         monkeypatch.setattr(module, "launch_ranks", lambda *_: pytest.fail("processes were started"))
 
 
@@ -151,12 +153,13 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def run(module: str, settings: dict[str, str], ranks: int) -> None:
         assert (module, ranks) == ("zero.commands.verify.ranks", 1)
-        error_file = tmp_path / f"error-{settings['loop']}.json"
+        error_file, file = (tmp_path / f"{name}-{settings['loop']}" for name in ("error", "settings"))
+        save(settings, file)
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1")):
                 patch.setenv(name, value)
             patch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
-            patch.setattr(sys, "argv", ["", json.dumps(settings)])
+            patch.setattr(sys, "argv", ["", str(file), *sys.path])
             patch.setattr(sys, "path", list(sys.path))
             code = runner.run_rank(verify_ranks.work)
         assert code == error_file.exists()
@@ -164,7 +167,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             details = json.loads(error_file.read_text())["message"]["extraInfo"]
             raise runner.RankError(0, details["line"], details["py_callstack"])
 
-    monkeypatch.setattr(runner, "launch_ranks", run)
+    monkeypatch.setattr(verification, "launch_ranks", run)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import math
 import os
 import sys
@@ -22,6 +22,7 @@ from zero.commands.train import command as train
 from zero.commands.train.report import next_command
 from zero.commands.train.settings import TrainConfig
 from zero.examples.train import ByteModel
+from zero.job import load, save
 
 from ..support.rows import rows
 from .conftest import LAYERS, STEPS, WIDTH, RunOutput, Train, flags, plain_sha256
@@ -171,16 +172,19 @@ def test_both_command_lines_have_the_flags_of_the_configuration(
     assert given.pop() == replace(expected, checkpoint=Path("c"))
 
 
-def test_ranks_read_the_settings_that_were_written_for_them() -> None:
+def test_ranks_read_the_settings_that_were_written_for_them_and_run_json_has_them_as_flags() -> None:
     changes: dict[str, Any]
     for changes in (
         {"data": Path("text"), "checkpoint": Path("c"), "reshard_after_forward": False, "bucket_cap_mb": "auto"},
         {"mixed_precision": MixedPrecision(torch.bfloat16), "rounding": StochasticRounding(5)},
         {"offload": Offload("cpu", parameters="cpu", step="cpu")},
-        {"offload": Offload(os.path.abspath("cpu"))},
+        {"offload": Offload(Path("cpu"))},
     ):
         config = TrainConfig(stage=3, **changes)
-        assert TrainConfig.read(json.loads(json.dumps(config.written(), default=str))) == config
+        save(config, written := io.BytesIO())
+        assert load(io.BytesIO(written.getvalue())) == config
+    narrow = TrainConfig(mixed_precision=MixedPrecision(torch.bfloat16), rounding=StochasticRounding(5)).written()
+    assert (narrow["mixed_precision"], narrow["rounding"], narrow["offload"]) == ("bf16", 5, None)
     relative = TrainConfig(offload=Offload(Path("cpu"))).written()
     assert relative["offload"]["states"] == os.path.abspath("cpu")
 

@@ -23,6 +23,7 @@ from zero import verify
 from zero.commands import cli, runner
 from zero.commands.verify import ranks as verify_ranks
 from zero.commands.verify import verification
+from zero.examples import train as example
 from zero.job import reference, resolve
 
 from ..support.by_module import BY_MODULE
@@ -207,7 +208,7 @@ def test_flags_of_the_command_replace_what_the_function_returns(capsys: pytest.C
 def test_ranks_that_have_no_gpu_each_use_the_cpu_and_the_first_line_says_so(
     in_this_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(runner, "choose_device", lambda asked, ranks, gpus: ("cpu", f"{asked}, {ranks}, {gpus}"))
+    monkeypatch.setattr(example, "choose_device", lambda asked, ranks, gpus: ("cpu", f"{asked}, {ranks}, {gpus}"))
     assert alone(stages=(2,)).ok
     assert capsys.readouterr().out.splitlines()[0] == f"None, 1, {torch.cuda.device_count()}"
 
@@ -267,7 +268,7 @@ def test_what_fails_in_a_process_says_where_it_was(changes: dict[str, Any], said
 
 @pytest.mark.usefixtures("no_processes")
 def test_it_starts_ranks_of_its_own_which_end_with_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "launch_ranks", lambda *_: None)
+    monkeypatch.setattr(verification, "launch_ranks", lambda *_: None)
     with pytest.raises(RuntimeError, match="the processes ended without an error, but before their runs"):
         alone()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from .. import __version__
 from .console import INSTALL_HINT
-from .runner import WRONG_INPUT, checking_input, fail, reports_errors
+from .runner import WRONG_INPUT, checking_input, exit_code_of, fail
 
 try:
     import typer
@@ -61,7 +61,12 @@ def _not_called() -> int:
 
 
 class _Command(TyperCommand):
-    """A command whose help has a section for its arguments, and one for each ``rich_help_panel`` of its options."""
+    """A command that returns its exit code. Its help has a section for its arguments, and one for each
+    ``rich_help_panel`` of its options."""
+
+    def invoke(self, ctx: Any) -> int:
+        run = super().invoke
+        return exit_code_of(lambda: run(ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -85,13 +90,13 @@ def _with_flags(name: str) -> tuple[Callable[..., int], Sequence[str]]:
     """Return a command with a flag for each field of its settings, and its examples."""
     from .flags import signature_of
 
-    config = getattr(importlib.import_module(f".{name}.settings", __package__), f"{name.capitalize()}Config")
+    module = importlib.import_module(f".{name}.command", __package__)
+    config = getattr(module, f"{name.capitalize()}Config")
 
-    @reports_errors
     def command(**values: Any) -> int:
         with checking_input(ValueError):
             given = config(**{field: value for field, value in values.items() if value is not None})
-        code: int = importlib.import_module(f".{name}.command", __package__).run(given)
+        code: int = module.run(given)
         return code
 
     command.__signature__ = signature_of(config)  # type: ignore[attr-defined]

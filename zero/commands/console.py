@@ -14,6 +14,11 @@ INSTALL_HINT = "pip install 'zero-optimizer[cli]'"
 ACCENT, RESOLUTION = "#c4552d", 150
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def print_line(text: str) -> None:
     print(text, flush=True)
 

@@ -3,17 +3,16 @@
 Knows: the environment variables of torch's launchers, the beginning and the end of a process group. Does not know:
 what the ranks do. Torch is imported when ranks are: an error of the command line does not wait for it.
 
-    zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.command SETTINGS`
+    zero train --ranks N    -> `launch_ranks`        -> N x `python -m zero.commands.train.command FILE`
     torchrun -m zero.train  -> the agent of torchrun -> N x `python -m zero.train`
 
-`zero.verify` starts its ranks in the first way. The settings are one argument, in JSON. A rank that fails writes its
-error in one line, and the traceback, to the file that its launcher names. Ranks that are started here have one file
-together: that of the first to fail. The parent prints its line, once.
+`zero.verify` starts its ranks in the first way. The file has the settings, as `zero.job.save` writes them. A rank that
+fails writes its error in one line, and the traceback, to the file that its launcher names. Ranks that are started here
+have one file together: that of the first to fail. The parent prints its line, once.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
@@ -23,10 +22,10 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 from ..runtime.process_group import process_group as joined_group
 from ..runtime.process_group import under_launcher
@@ -35,7 +34,6 @@ RUN_PREFIX = "zero-"
 WRONG_INPUT, STOPPED = 2, 128 + signal.SIGTERM  # exit codes; the second of ranks that have saved on a signal
 PATIENCE = 30.0  # seconds in which ranks may end that were asked to
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # of the process group, by the device of the ranks
-P = ParamSpec("P")
 
 
 class RankError(Exception):
@@ -50,24 +48,27 @@ class WrongInputError(Exception):
     """The input of a command is wrong. Its exit code is 2, that of a command line that cannot be read."""
 
 
-def launch_ranks(module: str, settings: Mapping[str, Any], ranks: int) -> None:
-    """Run `python -m module SETTINGS` as ``ranks`` processes of this host, and wait for them. They get the SIGTERM of
-    this process.
+def launch_ranks(module: str, settings: Any, ranks: int) -> None:
+    """Run `python -m module` as ``ranks`` processes of this host, and wait for them. They import what this process can
+    import, and get its SIGTERM. ``settings``: for `run_rank`, which the module calls.
 
     Raises `RankError` for the rank that failed first (the others are ended), SystemExit with `STOPPED` if all ranks
     have stopped on a signal.
     """
     import torch.distributed as dist
 
+    from ..job import save
+
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-    command = [sys.executable, "-m", module, json.dumps(settings, default=str)]
     shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     shared |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": f"{RUN_PREFIX}{os.getpid()}"}
     started: list[subprocess.Popen[bytes]] = []
-    if in_main := threading.current_thread() is threading.main_thread():
-        before = signal.signal(signal.SIGTERM, lambda *_: list(map(subprocess.Popen.terminate, started)))
     with tempfile.TemporaryDirectory(prefix="zero-launch-") as folder:
         shared["TORCHELASTIC_ERROR_FILE"] = error = Path(folder, "error")
+        save(settings, file := os.path.join(folder, "settings"))
+        command = [sys.executable, "-m", module, file, *map(os.path.abspath, sys.path)]
+        if in_main := threading.current_thread() is threading.main_thread():
+            before = signal.signal(signal.SIGTERM, lambda *_: list(map(subprocess.Popen.terminate, started)))
         try:
             for rank in range(ranks):
                 variables = {name: str(value) for name, value in {**shared, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -118,38 +119,34 @@ def _first_failure(codes: list[int], written: dict[str, Any] | None) -> RankErro
     return RankError(rank, f"the process {how} and left no message{memory}{other}", trace)
 
 
-def run_rank(work: Callable[[dict[str, Any]], None]) -> int:
+def run_rank(work: Callable[[Any], None]) -> int:
     """Call ``work`` with the settings that `launch_ranks` gave to this process. Return the exit code."""
+    from ..job import load
 
-    @reports_errors
     def rank() -> int:
-        work(json.loads(sys.argv[1]))
+        sys.path[:] = sys.argv[2:]
+        work(load(sys.argv[1]))
         return 0
 
-    return rank()
+    return exit_code_of(rank)
 
 
-def reports_errors(run: Callable[P, int]) -> Callable[P, int]:
-    """Make a command of ``run`` that never raises and returns the exit code: that of ``run``, 1 after an error, 2 if
-    that is a `WrongInputError`, 130 after an interrupt, or `STOPPED`. The error is for the launcher, and printed in one
-    line unless that is `launch_ranks`, which prints it."""
-
-    @functools.wraps(run)
-    def command(*args: P.args, **kwargs: P.kwargs) -> int:
-        try:
-            return run(*args, **kwargs)
-        except KeyboardInterrupt:
-            if not under_launcher():  # the launcher reports it
-                print("interrupted", file=sys.stderr)
-            return 130
-        except (Exception, SystemExit) as error:
-            if getattr(error, "code", None) == STOPPED:
-                return STOPPED
-            record_error(error)
-            code = 1 if started_by_us() else fail(error)
-            return WRONG_INPUT if isinstance(error, WrongInputError) else code
-
-    return command
+def exit_code_of(run: Callable[[], int]) -> int:
+    """Call ``run``, and return the exit code: what it returned, 1 after an error, 2 if that is a `WrongInputError`, 130
+    after an interrupt, or `STOPPED`. The error is for the launcher, and printed in one line unless that is
+    `launch_ranks`, which prints it."""
+    try:
+        return run()
+    except KeyboardInterrupt:
+        if not under_launcher():  # the launcher reports it
+            print("interrupted", file=sys.stderr)
+        return 130
+    except (Exception, SystemExit) as error:
+        if getattr(error, "code", None) == STOPPED:
+            return STOPPED
+        record_error(error)
+        code = 1 if started_by_us() else fail(error)
+        return WRONG_INPUT if isinstance(error, WrongInputError) else code
 
 
 @contextmanager
@@ -174,43 +171,15 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def choose_device(asked: str | None, local_ranks: int, gpus: int) -> tuple[str, str | None]:
-    """Return what `zero.examples.train.choose_device` does, and None if there is nothing to print. Raises ValueError if
-    "cuda" is asked for and the GPUs are too few, or if the device is neither "cpu" nor "cuda"."""
-    from ..examples import train
-
-    if asked not in (None, "cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda', not {asked!r}")
-    try:
-        device, remark = train.choose_device(asked, local_ranks, gpus)
-    except SystemExit as error:
-        raise ValueError(str(error)) from None
-    return device, remark or None
-
-
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
-    """Make the output folder of a command, and delete the stale files there. Raises ValueError if files cannot be
-    written there."""
+def check_output(out: Path, flag: str = "--out") -> None:
+    """Make the output folder of a command. Raises ValueError if files cannot be written there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=out):
-            for name in stale:
-                (out / name).unlink(missing_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
     except OSError as error:
         raise ValueError(
             f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written"
         ) from None
-
-
-def check_alone(command: str) -> None:
-    """Refuse to run a command that starts its own ranks on several ranks that a launcher started."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise RuntimeError(f"{command} starts its own ranks: call it in one process, without torchrun")
 
 
 def record_error(error: BaseException) -> None:
@@ -236,19 +205,14 @@ def started_by_us() -> bool:
 
 
 @contextmanager
-def process_group(meeting: Path | None = None, device: str = "cpu", **how: Any) -> Iterator[None]:
-    """Enter the default process group of all launched processes, or of the first ``world_size`` of them, which meet
-    through a file. It is destroyed at the end of the block, also after an error. The process ends with the one that
-    launched it. ``device``: of `choose_device`; with "cuda" the rank gets its own GPU. ``how``: of
-    `init_process_group`."""
+def process_group(device: str, **how: Any) -> Iterator[None]:
+    """Enter the default process group of all launched processes, unless ``how``, the arguments of `init_process_group`,
+    names others. It is destroyed at the end of the block, also after an error. The process ends with the one that
+    launched it. ``device``: "cpu", or "cuda", with which the rank gets its own GPU."""
     import torch
-    import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    if meeting is not None:
-        how["store"] = dist.FileStore(str(meeting), how["world_size"])  # type: ignore[attr-defined]
-        how["rank"] = int(os.environ["RANK"])
     with joined_group(BACKENDS[device], **how):
         try:
             yield

@@ -17,13 +17,12 @@ from ...checkpoint.format.manifest import NAME
 from ...checkpoint.read.reader import Checkpoint
 from ..console import print_line, print_table
 from ..flags import PATH
-from ..runner import WrongInputError, checking_input, fail, one_line, reports_errors
+from ..runner import WrongInputError, checking_input, fail, one_line
 from .export import EXPORTS
 
 SHOWN = 12  # characters of a hash
 
 
-@reports_errors
 def list_(
     directory: Annotated[Path, typer.Argument(parser=PATH, metavar="DIR", help="a folder of checkpoints, or one")],
 ) -> int:
@@ -57,7 +56,6 @@ def _row(step: int, folder: Path) -> list[str]:
     return [str(step), f"{size:,}", writer, checkpoint.content[:SHOWN], state]
 
 
-@reports_errors
 def verify(
     path: Annotated[Path, typer.Argument(parser=PATH, metavar="PATH", help="a checkpoint, or a folder of them")],
 ) -> int:
@@ -76,7 +74,6 @@ def verify(
     return code
 
 
-@reports_errors
 def export(
     path: Annotated[Path, typer.Argument(parser=PATH, metavar="PATH", help="a checkpoint")],
     to: Annotated[Literal["torch", "hf", "dcp"], typer.Option(help="the format")],

@@ -35,7 +35,7 @@ from ...planning.setting import OPTIMIZERS, PlanSetting
 from ...precision import MixedPrecision, Patterns, Precisions, named_precision, param_dtype_of
 from ..console import ACCENT, INSTALL_HINT, RESOLUTION, can_draw, figure_of, print_line, print_table
 from ..flags import require
-from ..runner import check_output, checking_input, fail, reports_errors
+from ..runner import check_output, checking_input, fail
 from .settings import PlanConfig
 
 SOURCES = ("config", "parameters", "module")
@@ -65,7 +65,6 @@ _CLASSES = {  # of the optimizer, by `--optimizer`, with arguments; fused kernel
 _MUON = '[{"params": matrices, "optimizer_class": torch.optim.Muon, "partition": "parameter"}, {"params": rest}]'
 
 
-@reports_errors
 @checking_input(ValueError)
 def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
@@ -81,7 +80,8 @@ def run(config: PlanConfig) -> int:
     planner = Planner(training)
     found = findings_of(planner, cluster, hardware.fabrics, always=config.all)
     _print(config, found)
-    check_output(config.out, *FILES)  # the last plan's files, which stay until this one is made
+    for name in FILES:  # of the last plan, which stay until this one is made
+        (config.out / name).unlink(missing_ok=True)
     _write(config, found, planner)
     return 0 if found.best else 1
 

@@ -16,7 +16,6 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,25 +23,16 @@ from torch import nn
 from torch.amp import GradScaler
 
 from ...examples.train import LENGTH, ByteModel, build, choose_device, read, train
-from ...optimizer import ZeroOptimizer
 from ...planning.memory import bytes_by_stage
 from ...planning.models.shapes import model_of
 from ...precision import PRECISIONS
 from ...runtime.process_group import bind_to_parent, under_launcher
-from ..runner import (
-    check_output,
-    checking_input,
-    counted,
-    launch_ranks,
-    process_group,
-    reports_errors,
-    run_rank,
-)
+from ..console import counted
+from ..runner import check_output, checking_input, launch_ranks, process_group, run_rank
 from .report import KINDS, next_command, write_report
 from .settings import DEFAULT_RANKS, TrainConfig
 
 
-@reports_errors
 def run(config: TrainConfig) -> int:
     """Train on ranks that are started here, unless a launcher has started this process. Return the exit code."""
     launched, first = "WORLD_SIZE" in os.environ, os.environ.get("RANK", "0") == "0"
@@ -80,7 +70,7 @@ def run(config: TrainConfig) -> int:
     if launched or world == 1:
         work(config)
     else:
-        launch_ranks(__name__, config.written(), world)
+        launch_ranks(__name__, config, world)
     if first:
         print(f"try next: {next_command(sys.argv[1:], world)}; for your own model: zero verify --help")
     return 0
@@ -100,7 +90,7 @@ def work(config: TrainConfig) -> None:
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     if under_launcher():
         bind_to_parent()
-    with nullcontext() if alone else process_group(device=device):
+    with nullcontext() if alone else process_group(device):
         torch.manual_seed(0)
         model = ByteModel(config.width, config.layers).to(device)
         optimizer = build(args, model, **config.arguments())
@@ -108,9 +98,12 @@ def work(config: TrainConfig) -> None:
         if config.mixed_precision == PRECISIONS["fp16"]:
             scaler = GradScaler(device)
             scaler.scale(torch.zeros(1, device=device))  # a rank without a micro-batch scales nothing else
-        held = HeldBytes(optimizer)
+        before_step = dict(optimizer.describe().bytes)
+        optimizer.register_step_pre_hook(lambda *_: before_step.update(optimizer.describe().bytes))
         losses, validation = train(args, device, model, optimizer, scaler)
-        facts = held.at_the_end()
+        held = optimizer.describe()  # states exist and peaks are final, but gradients on a GPU are gone after a step
+        at_step = {kind: before_step[kind] for kind in ("parameters", "gradients")}
+        facts = {"measured": {**held.bytes, **at_step}, "formula": held.formula_bytes}
         ranks = [json.loads(data) for data in optimizer.exchange(json.dumps(facts).encode())]
         optimizer.close()
         if optimizer.rank == 0:
@@ -128,24 +121,6 @@ def work(config: TrainConfig) -> None:
             write_report(record, config)
         if not alone:
             dist.barrier()
-
-
-class HeldBytes:
-    """The bytes that a rank holds of each kind, next to the formulas. States exist, and peaks are final, at the end of
-    the training; gradients are measured when a step begins, for on a GPU they are gone after it."""
-
-    def __init__(self, optimizer: ZeroOptimizer) -> None:
-        self._optimizer, self._before_step = optimizer, optimizer.describe().bytes
-        optimizer.register_step_pre_hook(self._note)
-
-    def _note(self, *_: Any) -> None:
-        self._before_step = self._optimizer.describe().bytes
-
-    def at_the_end(self) -> dict[str, Any]:
-        """Return the entry of this rank in ``ranks`` of run.json. Local."""
-        now = self._optimizer.describe()
-        held = {kind: self._before_step[kind] for kind in ("parameters", "gradients")}
-        return {"measured": {**now.bytes, **held}, "formula": now.formula_bytes}
 
 
 def _by_stage(config: TrainConfig, model: nn.Module, ranks: int) -> dict[str, dict[str, int]]:
@@ -178,4 +153,4 @@ def parameters_sha256(model: nn.Module) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_rank(lambda settings: work(TrainConfig.read(settings))))
+    sys.exit(run_rank(work))

@@ -15,8 +15,7 @@ import torch
 
 from ... import __version__
 from ...planning.memory import PLAIN
-from ..console import INSTALL_HINT, can_draw, print_line, print_table
-from ..runner import counted
+from ..console import INSTALL_HINT, can_draw, counted, print_line, print_table
 from .pictures import draw_loss, draw_memory
 from .settings import TrainConfig
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from ...config import Offload, ShardingOptions
-from ...core.rounding import StochasticRounding
+from ...config import ShardingOptions
 from ...precision import PRECISIONS
 from ..flags import require
 
@@ -71,22 +69,10 @@ class TrainConfig(ShardingOptions):
         require(self.clip > 0, "clip", self.clip, "above 0")
 
     def written(self) -> dict[str, Any]:
-        """Return the settings as JSON has them. "cpu" is the host's memory, and a folder of this name has its path."""
+        """Return the settings as run.json has them. "cpu" is the host's memory, a folder of this name has its path."""
         offload = {} if self.offload is None else asdict(self.offload)
         if self.offload is not None and not self.offload.on_host:
             offload["states"] = os.path.abspath(self.offload.states)
         precision = next(name for name, rule in PRECISIONS.items() if rule == self.mixed_precision)
         rounding = self.rounding and self.rounding.seed
         return {**vars(self), "offload": offload or None, "mixed_precision": precision, "rounding": rounding}
-
-    @staticmethod
-    def read(written: dict[str, Any]) -> TrainConfig:
-        """Return the settings that were `written`."""
-        makers: dict[str, Callable[[Any], Any]] = {
-            **dict.fromkeys(("data", "checkpoint", "out"), Path),
-            "offload": lambda places: Offload(**places),
-            "mixed_precision": PRECISIONS.__getitem__,
-            "rounding": StochasticRounding,
-        }
-        given = {name: makers[name](written[name]) for name in makers if written[name] is not None}
-        return TrainConfig(**{**written, **given})

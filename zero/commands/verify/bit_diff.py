@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...core.bits import INTEGERS
+from ..console import counted
 
 
 @dataclass(frozen=True)
@@ -70,17 +71,13 @@ class Run:
         return self.difference is None
 
     def __str__(self) -> str:
-        name = f"stage {self.stage}, {_counted(self.world_size, 'rank')}"
+        name = f"stage {self.stage}, {counted(self.world_size, 'rank')}"
         name = "the plain loop, again" if self.stage is None else name
         if self.difference is None:
-            return f"{name}: same bits, {_counted(self.step, 'step')}, {self.numel:,} parameters"
+            return f"{name}: same bits, {counted(self.step, 'step')}, {self.numel:,} parameters"
         when = f"after step {self.step}" if self.step else "as built, before any step"
         where = "" if len(self.ranks) == self.world_size else f" on rank {', '.join(map(str, self.ranks))} alone"
         return f"{name}: DIFFERS {when}{where}: {self.difference}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> Difference | None:
@@ -89,7 +86,12 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     Raises:
         ValueError: the names, shapes or dtypes differ.
     """
-    _check_same_kind(plain, other)
+    for name in (*plain, *other):
+        ours, theirs = _kind(plain.get(name)), _kind(other.get(name))
+        if ours != theirs:
+            raise ValueError(
+                f"{name} is {ours} in the plain loop and {theirs} here: build_model() must build one model"
+            )
     first: tuple[str, int] | None = None
     count = 0
     for name in plain:
@@ -101,30 +103,21 @@ def first_difference(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -
     if first is None:
         return None
     name, place = first
-    ours, theirs = (tensors[name].detach().cpu().reshape(-1)[place] for tensors in (plain, other))
+    one, another = (tensors[name].detach().cpu().reshape(-1)[place] for tensors in (plain, other))
     return Difference(
         parameter=name,
         index=tuple(int(i) for i in torch.unravel_index(torch.tensor(place), plain[name].shape)),
         dtype=_name(plain[name].dtype),
-        plain=float(ours),
-        other=float(theirs),
-        ulps=ulps_between(ours, theirs),
+        plain=float(one),
+        other=float(another),
+        ulps=ulps_between(one, another),
         count=count,
         numel=sum(tensor.numel() for tensor in plain.values()),
     )
 
 
-def _check_same_kind(plain: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
-    ours, theirs = (
-        {name: f"{_name(tensor.dtype)} {list(tensor.shape)}" for name, tensor in tensors.items()}
-        for tensors in (plain, other)
-    )
-    for name in [*plain, *other]:
-        one, another = ours.get(name, "none"), theirs.get(name, "none")
-        if one != another:
-            raise ValueError(
-                f"{name} is {one} in the plain loop and {another} here: build_model() must build one model"
-            )
+def _kind(tensor: Tensor | None) -> str:
+    return "none" if tensor is None else f"{_name(tensor.dtype)} {list(tensor.shape)}"
 
 
 def _name(dtype: torch.dtype) -> str:

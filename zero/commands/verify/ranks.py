@@ -20,11 +20,13 @@ import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -32,8 +34,9 @@ import collectives
 import zero
 
 from ...core.parameter_specs import is_copied, named_parameters
-from ...job import Job, LoadedJob, load, save
-from ..runner import counted, process_group, record_error, run_rank
+from ...job import LoadedJob, load, save
+from ..console import counted
+from ..runner import process_group, record_error, run_rank
 from .bit_diff import Difference, Run, first_difference
 from .verification import COMPARISON, RUNS, Comparison
 
@@ -100,10 +103,10 @@ def _user_line(stack: Iterable[traceback.FrameSummary]) -> str:
 def _compared_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters by name, complex ones as real numbers. Frozen tensor subclasses are left out: nothing
     writes to them, and no file can hold them."""
-    named = {name: parameter for name, parameter in named_parameters(model) if is_copied(parameter)}
     return {
         name: torch.view_as_real(parameter.detach().resolve_conj()) if parameter.is_complex() else parameter
-        for name, parameter in named.items()
+        for name, parameter in named_parameters(model)
+        if is_copied(parameter)
     }
 
 
@@ -114,12 +117,11 @@ class Verifier:
         self._folder, self._watchdog = folder, watchdog
         watchdog.at("the imports")
         self._asked: Comparison = load(folder / COMPARISON)
-        torch.set_num_threads(self._asked.job.threads)
+        torch.set_num_threads(self._asked.threads)
 
     def plain(self) -> None:
         """Run the plain loop, and write its parameters after each step. Raises ValueError if it would prove nothing."""
         training = self._loaded("the plain loop", seed=1)
-        step, finite = 0, list[str]()
         for step in training.plain_steps():
             parameters = _compared_parameters(training.model)
             if step == 0:  # trained parameters alone: a frozen mask may hold infinities
@@ -130,8 +132,8 @@ class Verifier:
                         f"{name!r} holds NaN or infinity after step {step}: training that fails shows nothing"
                     )
             copies = {name: parameter.detach().cpu().contiguous().clone() for name, parameter in parameters.items()}
-            torch.save(copies, self._file(step))
-        if step and first_difference(self._plain(0), self._plain(step)) is None:
+            torch.save(copies, self._folder / f"step-{step}.pt")
+        if step and first_difference(self._plain(0), copies) is None:
             raise ValueError(f"no parameter has moved after {step} steps: is the learning rate 0, or is all frozen?")
 
     def again(self) -> None:
@@ -150,26 +152,24 @@ class Verifier:
     def ranks(self) -> None:
         """Run every stage on every number of ranks, the largest first, so that a process can end after its last
         group."""
-        limit, device = timedelta(seconds=2 * self._watchdog.limit), self._asked.job.device
+        rank, limit = int(os.environ["RANK"]), timedelta(seconds=2 * self._watchdog.limit)
         for size in sorted(self._asked.world_sizes, reverse=True):
-            if int(os.environ["RANK"]) >= size:
+            if rank >= size:
                 return
             os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(size)
             self._watchdog.at(f"{size} ranks, joining their group")
-            group = process_group(self._folder / f"world-{size}", device, world_size=size, timeout=limit)
+            store = dist.FileStore(str(self._folder / f"world-{size}"), size)  # type: ignore[attr-defined]
+            group = process_group(self._asked.device, store=store, rank=rank, world_size=size, timeout=limit)
             with group, self._watchdog.locating():
                 for stage in self._asked.stages:
                     self._on_ranks(stage, size)
 
     def _on_ranks(self, stage: int, size: int) -> None:
         """Take the steps at a stage, up to the first difference from the plain loop. All ranks must call it."""
-        name, shape, mesh = f"stage {stage} on {counted(size, 'rank')}", self._asked.mesh, None
+        name, shape = f"stage {stage} on {counted(size, 'rank')}", self._asked.mesh
         training = self._loaded(name, 3 + int(os.environ["RANK"]), stage)
-        if shape is not None:
-            training.at("init_device_mesh(...)")
-            mesh = init_device_mesh(
-                training.job.device, shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]
-            )
+        training.at("init_device_mesh(...)")
+        mesh = None if shape is None else init_device_mesh(self._asked.device, shape)
         for step, optimizer in training.sharded_steps(mesh=mesh):
             with optimizer.gathered():
                 mine = first_difference(self._plain(step), _compared_parameters(training.model))
@@ -178,15 +178,15 @@ class Verifier:
             differences = {rank: difference for rank, difference in answers if difference is not None}
             if differences:
                 break
-        rank = optimizer.rank
         optimizer.close()
-        if rank == 0:
+        if optimizer.rank == 0:
             self._report(training, stage, size, step, differences)
 
     def _loaded(self, name: str, seed: int, stage: int | None = None) -> LoadedJob:
         """Load the job anew: the user's code may change its micro-batches, and a class its arguments."""
-        job: Job = load(self._folder / COMPARISON).job
-        job = job if stage is None else job.at_stage(stage)
+        job: Comparison = load(self._folder / COMPARISON)
+        if stage is not None:
+            job = replace(job, options=job.options.at_stage(stage))
         return LoadedJob(job, seed, lambda place: self._watchdog.at(f"{name}, {place}"))
 
     def _report(
@@ -196,23 +196,18 @@ class Verifier:
         numel = sum(parameter.numel() for parameter in loaded.model.parameters())
         first = next(iter(differences.values()), None)
         run = Run(stage, size, step, numel, tuple(differences), first, loaded.several_backwards)
-        number = len(list(self._folder.glob(RUNS)))
-        save(run, self._folder / RUNS.replace("*", f"{number:06}"))
+        save(run, self._folder / f"run-{len(list(self._folder.glob(RUNS))):06}.pt")
         if not self._asked.quiet:
             print(run, flush=True)
 
-    def _file(self, step: int) -> Path:
-        return self._folder / f"step-{step}.pt"
-
     def _plain(self, step: int) -> dict[str, Tensor]:
         """Load the parameters of the plain loop after a step."""
-        parameters: dict[str, Tensor] = torch.load(self._file(step), weights_only=True, mmap=True)
+        parameters: dict[str, Tensor] = torch.load(self._folder / f"step-{step}.pt", weights_only=True, mmap=True)
         return parameters
 
 
 def work(settings: dict[str, Any]) -> None:
     """Run the loop of the settings in this process. An error names its place."""
-    sys.path[:] = settings["path"]
     watchdog = Watchdog(settings["timeout"])
     with watchdog.locating():
         getattr(Verifier(Path(settings["folder"]), watchdog), settings["loop"])()

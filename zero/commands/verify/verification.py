@@ -10,7 +10,6 @@ import copy
 import math
 import operator
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -28,6 +27,8 @@ from ...job import Job, integers, load, save
 from ...optimizer import ZeroOptimizer
 from ...precision import MixedPrecision
 from ...step.arguments import merged
+from ..console import counted
+from ..runner import RankError, launch_ranks, started_by_us
 from .bit_diff import Run
 
 NOT_DETERMINISTIC = (
@@ -48,31 +49,29 @@ COMPARISON, RUNS = "comparison.pt", "run-*.pt"  # files of a verification
 OPTIONS = frozenset(option.name for option in fields(ShardingOptions)) - {"stage"}
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Job):
     """A job, and the stages and numbers of ranks at which it is compared with the plain loop.
 
     As text it is the first line that `verify` prints. ``mesh``: of all ``world_sizes``, which then are one.
     """
 
-    job: Job
     stages: tuple[int, ...]
     world_sizes: tuple[int, ...]
     mesh: tuple[int, ...] | None
     quiet: bool
 
     def __str__(self) -> str:
-        options = self.job.options
-        collective, offload = options.collective, options.offload
+        collective, offload = self.options.collective, self.options.offload
         parts = [
-            f"{self.job.optimizer_class.__name__}, first in the plain loop, twice",
+            f"{self.optimizer_class.__name__}, first in the plain loop, twice",
             f"stages: {', '.join(map(str, self.stages))}",
             f"ranks: {', '.join(map(str, sorted(self.world_sizes, reverse=True)))}",
-            f"micro-batches a step: {self.job.micro_batches}",
+            f"micro-batches a step: {self.micro_batches}",
             "" if self.mesh is None else f"mesh: {' x '.join(map(str, self.mesh))}",
             "" if collective == "auto" else f"collective: {getattr(collective, '__qualname__', collective)}",
             "" if offload is None else offload.kind,
-            "" if self.job.device == "cpu" else "on GPUs",
+            "" if self.device == "cpu" else "on GPUs",
         ]
         return "; ".join(part for part in parts if part)
 
@@ -100,16 +99,13 @@ class Verification:
     @property
     def conclusion(self) -> str:
         """The last line of the table, and a second line if the loss runs several backwards per micro-batch."""
-        return f"{self._verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else self._verdict
-
-    @property
-    def _verdict(self) -> str:
         if not self.plain.ok:
-            return NOT_DETERMINISTIC if self.plain.step else BUILT_TWICE
-        wrong = sum(not run.ok for run in self.runs)
-        if wrong:
-            return f"{wrong} of {len(self.runs)} runs differ from the plain loop"
-        return f"no bit differs from the plain loop in {len(self.runs)} run{'s' if len(self.runs) > 1 else ''}"
+            verdict = NOT_DETERMINISTIC if self.plain.step else BUILT_TWICE
+        elif wrong := sum(not run.ok for run in self.runs):
+            verdict = f"{wrong} of {len(self.runs)} runs differ from the plain loop"
+        else:
+            verdict = f"no bit differs from the plain loop in {counted(len(self.runs), 'run')}"
+        return f"{verdict}\n{BY_ROUNDS}" if self.plain.several_backwards else verdict
 
     def __str__(self) -> str:
         return "\n".join(map(str, (self.plain, *self.runs, self.conclusion)))
@@ -181,13 +177,18 @@ def verify(
         RuntimeError: a process failed, or the plain loop proved nothing (a trained parameter turned NaN or infinite, or
             none changed). The message names the place; the cause has the traceback of the process.
     """
-    from ..runner import choose_device
+    from ...examples.train import choose_device  # a script, which imports `zero`
 
-    _check_process()
+    check_process("verify()")
     shape = None if mesh is None else _shape(mesh, world_sizes)
     sizes = integers(world_sizes, "world_sizes") if shape is None else (math.prod(shape),)
     stage_numbers = integers(stages, "stages", least=0)
-    place, note = choose_device(device, max(sizes), torch.cuda.device_count())
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device must be 'cpu' or 'cuda', not {device!r}")
+    try:
+        place, note = choose_device(device, max(sizes), torch.cuda.device_count())
+    except SystemExit as error:
+        raise ValueError(str(error)) from None
     if not 0 < timeout < math.inf:
         raise ValueError(f"timeout must be a positive number of seconds, not {timeout!r}")
     given = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
@@ -201,7 +202,7 @@ def verify(
         options.reshard_group_size(ranks)
     for stage in stage_numbers:
         options.at_stage(stage)
-    job = Job(
+    asked = Comparison(
         options=options,
         build_model=build_model,
         batches=batches,
@@ -214,13 +215,16 @@ def verify(
         max_norm=max_norm,
         threads=threads,
         device=place,
+        stages=stage_numbers,
+        world_sizes=sizes,
+        mesh=shape,
+        quiet=quiet,
     )
-    _try_class(job)
-    asked = Comparison(job, stage_numbers, sizes, shape, quiet)
+    _try_class(asked)
     with tempfile.TemporaryDirectory(prefix="zero-verify-") as name:
         save(asked, Path(name, COMPARISON))
         for line in (note, str(asked)):
-            if line is not None and not quiet:
+            if line and not quiet:
                 print(line, flush=True)
         plain, *runs = _run(Path(name), asked, timeout)
     result = Verification(plain, tuple(runs))
@@ -229,15 +233,15 @@ def verify(
     return result
 
 
-def _check_process() -> None:
-    from ..runner import check_alone, started_by_us
-
+def check_process(caller: str) -> None:
+    """Raise RuntimeError in a process that `verify`, or torchrun as one of several ranks, has started."""
     if started_by_us():
         raise RuntimeError(
             "verify() ran again in one of its own processes, which import the script that called it: put the call "
             'under `if __name__ == "__main__":`'
         )
-    check_alone("verify()")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise RuntimeError(f"{caller} starts its own ranks: call it in one process, without torchrun")
 
 
 def _shape(mesh: Sequence[int], world_sizes: Sequence[int]) -> tuple[int, ...]:
@@ -254,19 +258,15 @@ def _shape(mesh: Sequence[int], world_sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _try_class(job: Job) -> None:
-    """Let the library check the class and the collective on a throw-away module, before any process is started."""
-    given = job.options.mixed_precision
-    precision = given if isinstance(given, MixedPrecision) else None  # the module has none of the user's names
+    """Let the library check the class on a throw-away module, before any process is started."""
+    rule = job.options.mixed_precision
     try:
-        with torch.random.fork_rng(devices=[]):
-            module = nn.Linear(1, 1)
-        ours = {"bucket_cap_mb": job.options.bucket_cap_mb, "collective": job.options.collective}
-        how: dict[str, Any] = {
-            **ours,
-            "mixed_precision": precision,
-            "optimizer_kwargs": copy.deepcopy(job.optimizer_kwargs),
-        }
-        ZeroOptimizer(module, job.optimizer_class, **how).close()
+        ZeroOptimizer(
+            nn.ParameterList([torch.zeros(1, 1), torch.zeros(1)]),
+            job.optimizer_class,
+            mixed_precision=rule if isinstance(rule, MixedPrecision) else None,  # it has none of the user's modules
+            optimizer_kwargs=copy.deepcopy(job.optimizer_kwargs),
+        ).close()
     except TypeError as error:
         name, words = job.optimizer_class.__name__, ", ".join(job.optimizer_kwargs)
         raise TypeError(f"{error} (what is no argument of verify() goes to {name}: {words})") from error
@@ -274,13 +274,10 @@ def _try_class(job: Job) -> None:
 
 def _run(folder: Path, asked: Comparison, timeout: float) -> list[Run]:
     """Run the plain loops and, if they agree, the stages. The processes print each run as it ends."""
-    from ..runner import RankError, launch_ranks
-
     runs: list[Run] = []
     for loop, processes in (("plain", 1), ("again", 1), ("ranks", max(asked.world_sizes))):
-        path = [os.path.abspath(entry) for entry in sys.path]
-        settings = {"loop": loop, "folder": str(folder), "timeout": timeout, "path": path}
         try:
+            settings = {"loop": loop, "folder": str(folder), "timeout": timeout}
             launch_ranks("zero.commands.verify.ranks", settings, processes)
         except RankError as error:
             cause = RuntimeError(f"in that process:\n{error.trace}") if error.trace else None
