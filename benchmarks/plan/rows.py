@@ -199,7 +199,7 @@ class _PassEquations:
         narrow = self.wide if is_root else self.narrow
         hidden = self.setting.model.hidden
         products, rest = self._split(work)
-        first, second = narrow.passes(products, hidden), self.wide.passes(rest)
+        first, second = narrow.passes(products, hidden=hidden), self.wide.passes(rest)
         recompute, repeats = 0.0, 0
         if again is not None:
             products, others = self._split(again)

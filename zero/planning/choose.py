@@ -13,9 +13,9 @@ from ..config import Offload
 from ..core.buckets import DEFAULT_CAP_MB, MIB
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
-from .plan import PlannedSetting, Planner, Training, usable_bytes
+from .plan import PlannedSetting, Planner, usable_bytes
 from .seconds.compute import Wires
-from .setting import PlanSetting
+from .setting import PlanSetting, Recompute
 
 SAME = 0.015  # settings that were measured and published twice differ by this share of a step, in the median
 LATENCY_SHARE = 0.1  # of a bucket's reduction that latency may take before larger buckets are better
@@ -27,7 +27,7 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
     on_gpus = cluster.gpu.family != "cpu"
     for number, stage in STAGES.items():
-        caps = None, planner.training.unit_cap_mb("cuda" if on_gpus else "cpu")
+        caps = None, planner.unit_cap_mb("cuda" if on_gpus else "cpu")
         for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
                 yield whole
@@ -119,10 +119,10 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | Non
             return found
     low, high, last = 1, max(MOST_RANKS // host, 1), None
     if cluster.nic:
-        last = _fitting(planner, cluster.with_hosts(high))
+        last = _fitting(planner, replace(cluster, hosts=high))
     while last is not None and high - low > 1:
         middle = (low + high) // 2
-        found = _fitting(planner, cluster.with_hosts(middle))
+        found = _fitting(planner, replace(cluster, hosts=middle))
         low, high, last = (low, middle, found) if found else (middle, high, last)
     return last
 
@@ -133,7 +133,7 @@ def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     tried = [planner.setting(cluster, stage) for stage in STAGES]
     places = [Offload(".")] if cluster.gpu.family == "cpu" else [Offload("cpu"), _PARAMETERS_ON_HOST]
     tried += [replace(tried[-1], offload=place) for place in places if not tried[-1].quantized]
-    least = planner.peak(tried[-1])
+    least = planner.held(tried[-1], cluster).peak
     if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None
     held = (planner.held(setting, cluster) for setting in tried)
@@ -172,7 +172,7 @@ def scale_curves(
         chosen: whose stage and ``reshard_after_forward`` are taken.
         fabrics: seconds of a ring's step, by name.
     """
-    unit = planner.training.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
+    unit = planner.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
     micro_batches, host = planner.training.micro_batches(cluster.ranks), cluster.per_host
     whole = "sharded over all ranks" if chosen.row.states is Placement.SHARD else "a copy on each rank"
     wanted = [(whole, 0, unit)]
@@ -185,7 +185,7 @@ def scale_curves(
         points = []
         sharing = max(factor // host, 1)  # hosts that share a copy
         for hosts in sorted({count - count % sharing or 1 for count in host_counts(cluster)}):
-            more = cluster.with_hosts(hosts)
+            more = replace(cluster, hosts=hosts)
             if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
@@ -194,8 +194,7 @@ def scale_curves(
                 setting = replace(setting, reshard_after_forward=chosen.reshard_after_forward)
             steps = planner.over_fabrics(setting, more, fabrics, micro_batches=micro_batches)
             rates = [step.tokens_per_second / more.ranks for step in steps]
-            fits = planner.peak(setting).total <= usable_bytes(more)
-            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), fits))
+            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), planner.held(setting, more).fits))
         if len(points) > 1:
             curves.append(ScaleCurve(name, tuple(points)))
     return curves
@@ -213,7 +212,7 @@ class Findings:
     """What a plan has found.
 
     Attributes:
-        training, cluster: what it is made for.
+        planner, cluster: what it is made for.
         choices: every setting.
         best: the recommended one; None if nothing fits.
         shown: those that no other one beats, and the recommended one.
@@ -224,7 +223,7 @@ class Findings:
         spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
     """
 
-    training: Training
+    planner: Planner
     cluster: Cluster
     choices: Sequence[PlannedSetting]
     best: PlannedSetting | None
@@ -241,7 +240,10 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
 
     ``fabrics``: seconds of a ring's step, by name. ``always``: simulate also what does not fit.
     """
-    choices = [planner.choice(setting, cluster, always=always) for setting in settings(planner, cluster)]
+    choices = []
+    for setting in settings(planner, cluster):
+        held = planner.held(setting, cluster)
+        choices.append(replace(held, step=planner.step(setting, cluster)) if always or held.fits else held)
     best, shown = recommended(choices), frontier(choices)
     bands = {}
     for choice in shown:
@@ -250,7 +252,7 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
     if best is not None and best not in shown:
         shown.append(best)
     return Findings(
-        planner.training,
+        planner,
         cluster,
         choices,
         best,
@@ -275,7 +277,8 @@ def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list
 
 def _smallest(planner: Planner, cluster: Cluster) -> dict[str, PlannedSetting]:
     found: dict[str, PlannedSetting] = {}
-    for recompute in (planner.training.recompute, *(["full"] if planner.training.counts_activations else [])):
+    again: tuple[Recompute, ...] = ("full",) if planner.counts_activations else ()
+    for recompute in (planner.training.recompute, *again):
         smallest = smallest_cluster(planner.recomputing(recompute), cluster)
         if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
             found[recompute] = smallest

@@ -13,7 +13,7 @@ runs it without a compiler.
 
 A transformer as an ordinary module, built from its plain numbers, so that its work can be counted on meta tensors.
 
-Knows: units, micro-batches, operations, which blocks are recomputed. Does not know: hardware, ranks. Nothing has
+Knows: units, micro-batches, operations. Does not know: hardware, ranks. Nothing has
 memory: modules and inputs are on the meta device, and units that are equal are counted once.
 """
 
@@ -620,18 +620,3 @@ def together(works: Sequence[UnitWork]) -> UnitWork:
     peak = max((work.peak_bytes - work.saved_bytes for work in works), default=0)
     sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(UnitWork)}
     return UnitWork(**{**sums, "peak_bytes": saved + max(peak, 0)})
-
-
-def recomputed(layers: int, recompute: str) -> tuple[bool, ...]:
-    """Return which of so many blocks are recomputed in the backward.
-
-    ``recompute``: "none", "selective" (every second block, the first one included), or "full".
-    """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute {recompute!r} is unknown: it is 'none', 'selective' or 'full'")
-    return tuple(recompute == "full" or (recompute == "selective" and not number % 2) for number in range(layers))
-
-
-def kept_bytes(work: UnitWork, is_recomputed: bool) -> int:
-    """Return the bytes that a unit holds from its forward to its backward: its input, and what it saved if kept."""
-    return work.input_bytes + (0 if is_recomputed else work.saved_bytes)

@@ -149,7 +149,7 @@ class Compute:
         attended = ATTENTION_BACKWARD * self._attended(work)
         return 2 * self._products(work, hidden) + attended + 2 * self._moved(work)
 
-    def passes(self, work: UnitWork, hidden: int = 0, repeated: UnitWork | None = None) -> PassSeconds:
+    def passes(self, work: UnitWork, repeated: UnitWork | None = None, hidden: int = 0) -> PassSeconds:
         """Return the seconds of a unit. ``repeated``: what of its forward the backward does again; None: nothing."""
         recompute, again = 0.0, 0
         if repeated is not None:
