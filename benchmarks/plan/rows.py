@@ -21,7 +21,7 @@ from zero.planning.hardware import presets
 from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import ReferenceModel, count_transformer
-from zero.planning.seconds.compute import Compute, PassSeconds, Wires, values
+from zero.planning.seconds.compute import CONSTANTS, Compute, PassSeconds, Wires
 from zero.planning.seconds.schedule import UnitLoad
 from zero.planning.seconds.simulate import simulate
 
@@ -106,9 +106,7 @@ class RowCounter:
         model = self._models[numbers]
         key = (numbers, setting.micro, setting.sequence, setting.precision.activations)
         if key not in self._works:
-            works = count_transformer(model, *key[1:])
-            assert works is not None  # a model that is made from numbers has blocks
-            self._works[key] = works
+            self._works[key] = count_transformer(model, *key[1:])
         return model, self._works[key]
 
 
@@ -124,7 +122,7 @@ def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:
 
     ``rows``: by the names of the columns of ``points.csv``; what was measured may be missing.
     """
-    counter, constants = RowCounter(), values()
+    counter, constants = RowCounter(), CONSTANTS
     return [plan_row(row, counter, constants) for row in rows]
 
 

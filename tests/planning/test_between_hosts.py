@@ -38,7 +38,6 @@ def planner_of(name: str) -> Planner:
     config, recompute = MODELS[name]
     model = from_config(config, name)
     works = count_transformer(model, 1, SEQUENCE, torch.bfloat16)
-    assert works is not None
     return Planner(model, works, Training(sequence=SEQUENCE, recompute=recompute))
 
 

@@ -64,7 +64,7 @@ def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
 def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
     """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
     best: list[PlannedSetting] = []
-    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    fitting = [choice for choice in choices if choice.fits]
     for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
         if not best or choice.peak.total < best[-1].peak.total:
             best.append(choice)
@@ -74,7 +74,7 @@ def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
 def recommended(choices: Sequence[PlannedSetting]) -> PlannedSetting | None:
     """Return the setting to take: of those that fit and are as fast as the fastest (`SAME`), the smallest whose states
     stay on the device, or else the smallest. None: none fits."""
-    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.seconds for choice in fitting), default=0.0)
     near = [choice for choice in fitting if choice.seconds <= fastest * (1 + SAME)]
     return min(near, key=lambda choice: (bool(choice.setting.offload), choice.peak.total), default=None)

@@ -193,12 +193,14 @@ class MemoryPlan:
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
         staged = max((part.staged_peak for part, _ in parts_), default=0)
+        # peers read a rank's shards in its memory
+        mapped = setting.threads or (setting.device == "cpu" and (setting.per_host > 1 or setting.replicas > 1))
         total |= peak_bounds(
             laid_out.layout,
             setting.row,
             reshard_group_size=setting.near,
             schedule=setting.unit_schedule(len(self.model.units)),
-            shards_are_exposed=setting.exposes_slices,
+            shards_are_exposed=setting.gathers_units and mapped,
             host_ranks=setting.per_host if setting.folded_hosts > 1 else 0,
         )
         if not setting.gathers_units:

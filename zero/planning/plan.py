@@ -69,7 +69,7 @@ class Step:
     utilization: float
     sent: int
     left_host: float
-    events: tuple[TraceEvent, ...] = field(default=(), repr=False)
+    events: Sequence[TraceEvent] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -316,12 +316,6 @@ class PlanSetting(ShardingOptions):
         return self.gathers_units and self.reshard_after_forward is not True and self.near == 1
 
     @property
-    def exposes_slices(self) -> bool:
-        """Whether peers read a rank's shards in its memory while units are gathered."""
-        mapped = self.threads or (self.device == "cpu" and (self.per_host > 1 or self.replicas > 1))
-        return self.gathers_units and mapped
-
-    @property
     def shows_means(self) -> bool:
         """Whether p.grad is the mean after each backward at stage 0, since no module has another dtype."""
         rule = self.rule

@@ -452,8 +452,8 @@ class ReferenceModel(nn.Module):
 
 def count_transformer(
     model: Model, micro: int, sequence: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[UnitWork, ...] | None:
-    """Return the work of each unit for a micro-batch; None if the model's source does not say what it computes.
+) -> tuple[UnitWork, ...]:
+    """Return the work of each unit for a micro-batch.
 
     Equal blocks are counted once. The root's rest is embedding, last norm, head and loss; of a rotary model it keeps
     the table of angles.
@@ -465,8 +465,7 @@ def count_transformer(
         dtype: of parameters and activations.
     """
     numbers = model.transformer
-    if numbers is None:
-        return None
+    assert numbers is not None
     one = replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))
     with torch.device("meta"):
         network = ReferenceModel(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)

@@ -14,14 +14,13 @@ Knows: stages, buckets, groups, which collective moves what. Does not know: FLOP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...core.buckets import loads
 from ...core.conflicts import OF_SECONDS, check
 from ...core.layout import Dtypes, EvenCuts, Layout
 from ...core.stage import GATHERS_IN_FLIGHT, buckets_in_flight, sums_under_way
-from ...core.units import ONE_AHEAD
 from ..setting import OPTIMIZERS, OptimizerStates, PlanSetting
 from .compute import NOTHING, Compute, PassSeconds, RankGroup, WireCost, Wires
 
@@ -142,27 +141,6 @@ class TraceEvent:
     clock: str
     start: float
     seconds: float
-
-
-@dataclass(frozen=True)
-class StepSeconds:
-    """The result of a simulation.
-
-    Attributes:
-        seconds: of the step.
-        parts: how they are made up, by the names in `PARTS`; their sum is ``seconds``.
-        sent: payload bytes of all collectives of this rank's groups.
-        crossed: those that cross between hosts.
-        host: seconds in which the host issues the step.
-        events: for a trace; empty unless asked for.
-    """
-
-    seconds: float
-    parts: Mapping[str, float]
-    sent: float
-    crossed: float
-    host: float
-    events: tuple[TraceEvent, ...] = ()
 
 
 def chrome_trace(events: Sequence[TraceEvent]) -> list[dict[str, object]]:
@@ -350,7 +328,7 @@ class _Costs:
                 cost = self._in_all_groups(bucket, width, group)
                 costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
         every = range(len(units))
-        stay = ONE_AHEAD.whole_when_a_backward_begins(every) if gathered and not self.setting.keeps_units else every
+        stay = self.setting.unit_schedule(len(units)).whole_when_a_backward_begins(every) if gathered else every
         return tuple(
             UnitStep(passes, gather[unit], None if unit in stay else again[unit], copies[unit])
             for unit, passes in enumerate(slowed)

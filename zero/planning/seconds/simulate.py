@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from ...core.stage import STATES_AHEAD, STATES_BEHIND
 from .compute import WireCost
-from .schedule import PARTS, StepProgram, StepSeconds, TraceEvent
+from .schedule import PARTS, StepProgram, TraceEvent
 
 _STATE_BUFFERS = STATES_AHEAD + 1 + STATES_BEHIND  # buckets whose states are in memory, if they are offloaded
 _RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third
@@ -38,12 +38,22 @@ def simulate(program: StepProgram, *, trace: bool = False) -> StepSeconds:
     for count, reduces in ((held, False), (program.reduced, True)):
         rank.micro_batches(count, reduces)
     rank.step()
-    return rank.result()
+    rank.finish()
+    return rank.state
 
 
 @dataclass
-class _State:
-    """The clocks, and what they have done so far. ``issued``: seconds in which the host has worked."""
+class StepSeconds:
+    """A step, as far as it is simulated.
+
+    Attributes:
+        host, compute, wire, copies: the clocks.
+        issued: seconds in which the host has worked.
+        sent: payload bytes of all collectives of this rank's groups.
+        crossed: those that cross between hosts.
+        parts: what its seconds are made of, by the names in `PARTS`.
+        events: for a trace; empty unless asked for.
+    """
 
     host: float = 0.0
     issued: float = 0.0
@@ -53,8 +63,13 @@ class _State:
     sent: float = 0.0
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    events: list[TraceEvent] = field(default_factory=list)
 
-    def repeat(self, before: _State, times: int) -> None:
+    @property
+    def seconds(self) -> float:
+        return math.fsum(self.parts.values())
+
+    def repeat(self, before: StepSeconds, times: int) -> None:
         """Add ``times`` what has happened since ``before``."""
         for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
             setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
@@ -66,8 +81,7 @@ class _Rank:
     """A rank that runs a program."""
 
     def __init__(self, program: StepProgram, trace: bool) -> None:
-        self._program, self.state = program, _State()
-        self._events: list[TraceEvent] | None = [] if trace else None
+        self._program, self.state, self._traces = program, StepSeconds(), trace
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
         self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
@@ -144,8 +158,8 @@ class _Rank:
         return start + cost.seconds
 
     def note(self, name: str, clock: str, start: float, seconds: float) -> None:
-        if self._events is not None and seconds > 0.0:
-            self._events.append(TraceEvent(name, clock, start, seconds))
+        if self._traces and seconds > 0.0:
+            self.state.events.append(TraceEvent(name, clock, start, seconds))
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -158,7 +172,7 @@ class _Rank:
             if number == _RUN - 1 and count > _RUN:
                 self._repeat(before, count - _RUN)
 
-    def _repeat(self, before: _State, times: int) -> None:
+    def _repeat(self, before: StepSeconds, times: int) -> None:
         shift = times * (self.state.compute - before.compute)
         self.state.repeat(before, times)
         self._sending = deque((start + shift, end + shift) for start, end in self._sending)
@@ -336,15 +350,13 @@ class _Rank:
         self.wait(end, "gather")
         self._work(fold, "fold", "copy updated")
 
-    def result(self) -> StepSeconds:
-        """Return the seconds, when every clock has ended."""
+    def finish(self) -> None:
+        """Wait until every clock has ended."""
         program, state = self._program, self.state
         self.wait(self._now(), "host")
         self.wait(state.wire, "reduction")
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
-        seconds = math.fsum(state.parts.values())
-        return StepSeconds(seconds, state.parts, state.sent, state.crossed, state.issued, tuple(self._events or ()))
 
 
 class _Disk:
