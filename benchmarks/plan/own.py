@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from zero.core.buckets import DEFAULT_CAP_MB
 from zero.core.layout import Dtypes
 from zero.planning.hardware import Cluster, HostCalls, presets
+from zero.planning.model import Transformer
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_module
 from zero.planning.plan import Planner
@@ -126,7 +127,8 @@ def _planner(module: nn.Module, hidden: int, micro: int, sequence: int) -> Plann
         loss: Tensor = module(tokens)
         return loss
 
-    model = replace(model_of(module, "own"), hidden=hidden)
+    numbers = Transformer(1, hidden, 1, hidden, 1)  # of which the width alone is used
+    model = replace(model_of(module, "own"), transformer=numbers)
     return Planner(model, count_module(module, run), Training(micro=micro, sequence=sequence))
 
 

@@ -114,7 +114,7 @@ def from_numbers(numbers: Transformer, name: str) -> Model:
     """Return the model of a transformer's numbers, with the parameters of `ReferenceModel`."""
     with torch.device("meta"):
         model = model_of(ReferenceModel(numbers), name)
-    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
+    return replace(model, transformer=numbers)
 
 
 def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:

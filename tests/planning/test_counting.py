@@ -40,7 +40,7 @@ def test_products_take_two_operations_a_weight_and_token(name: str) -> None:
     assert numbers is not None
     weights = sum(p.numel for p in model.parameters if p.unit == 1 and len(p.shape) == 2)
     assert counted[1].matmul_flops == 2 * weights * sequence
-    assert counted[0].matmul_flops == 2 * model.vocabulary * model.hidden * sequence
+    assert counted[0].matmul_flops == 2 * numbers.vocabulary * numbers.hidden * sequence
     assert counted[1].attention_flops == 2 * sequence * sequence * numbers.heads * numbers.head_dim, "the causal half"
 
 

@@ -87,7 +87,9 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     ):
         (tmp_path / file).write_text(json.dumps(config))
         assert of_config(tmp_path / file).name == name
-    assert (model.hidden, model.vocabulary, model.units[1]) == (4096, 128256, "model.layers.0")
+    assert model.transformer is not None
+    assert (model.transformer.hidden, model.transformer.vocabulary) == (4096, 128256)
+    assert model.units[1] == "model.layers.0"
     assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
 
 

@@ -141,16 +141,12 @@ class Model:
         name: what its source calls it.
         parameters: in order of registration.
         units: the name of each unit; the root's rest is first.
-        hidden: features of a token between units; 0 if unknown.
-        vocabulary: classes of the output; 0 if unknown.
-        transformer: its plain numbers; None if its work is not counted from them.
+        transformer: its plain numbers; None if they are not known.
     """
 
     name: str
     parameters: tuple[ParameterShape, ...]
     units: tuple[str, ...] = (ROOT_NAME,)
-    hidden: int = 0
-    vocabulary: int = 0
     transformer: Transformer | None = None
 
     @property

@@ -26,7 +26,7 @@ from ..core.stage import STAGES
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, UnitWork
-from .seconds.compute import Compute, Wires
+from .seconds.compute import Compute
 from .seconds.schedule import BucketLoad, TraceEvent, UnitLoad, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .setting import OPTIMIZERS, PlanSetting, Recompute, Training
@@ -134,7 +134,8 @@ class Planner:
             saved = 0 if again else work.saved_bytes
             kept, peak = kept + work.input_bytes + saved, max(peak, work.peak_bytes - saved)
         training = self.training  # whose loop holds the logits in its backward
-        logits = training.tokens_of_micro_batch * self.model.vocabulary * training.param_dtype.itemsize
+        vocabulary = 0 if self.model.transformer is None else self.model.transformer.vocabulary
+        logits = training.tokens_of_micro_batch * vocabulary * training.param_dtype.itemsize
         return kept + max(root.peak_bytes, logits + peak)
 
     def setting(self, cluster: Cluster, stage: int, cap_mb: float | None = None) -> PlanSetting:
@@ -197,7 +198,7 @@ class Planner:
         training = self.training
         micro_batches = micro_batches or training.micro_batches(cluster.ranks)
         compute, loads = Compute(cluster, training.products), self._bucket_loads(setting)
-        program = program_of(self.unit_loads(compute), loads, Wires(cluster), setting, compute, micro_batches)
+        program = program_of(self.unit_loads(compute), loads, setting, compute, micro_batches)
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens_of_micro_batch * cluster.ranks
         flops = 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)
@@ -220,9 +221,10 @@ class Planner:
         return [self.step(setting, each, micro_batches=micro_batches) for each in clusters]
 
     def unit_loads(self, compute: Compute) -> list[UnitLoad]:
+        hidden = 0 if self.model.transformer is None else self.model.transformer.hidden
         works, again = self.works, (False, *self.training.blocks_recomputed(len(self.works) - 1))
         repeated = (self._repeated(work) if is_again else None for work, is_again in zip(works, again, strict=True))
-        passes = (compute.passes(*each, self.model.hidden) for each in zip(works, repeated, strict=True))
+        passes = (compute.passes(*each, hidden) for each in zip(works, repeated, strict=True))
         return [UnitLoad(*each) for each in zip(passes, self._units, self._tensors, strict=True)]
 
     def _repeated(self, work: UnitWork) -> UnitWork:

@@ -104,7 +104,8 @@ class Compute:
     def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] = CONSTANTS) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: by the names of `CONSTANTS`."""
         self.constants = constants
-        self._gpu = gpu = cluster.gpu
+        self.cluster, self._gpu = cluster, cluster.gpu
+        gpu = cluster.gpu
         self.calls = cluster.calls
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
@@ -328,19 +329,18 @@ class Wires:
         return algorithm_for(group.ranks, group.hosts, by_nccl=self.on_gpu, replicas=replicas)
 
     def reduce_scatter(
-        self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+        self, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
     ) -> WireCost:
         """Return the cost of a reduce-scatter of this library.
 
         Args:
-            algorithm: its name in `collectives`.
             elements: of the bucket.
             travel: bytes of an element of a contribution.
             accumulate: bytes of an element of the sum.
             group: the ranks that share a copy.
             started: the owner adds to a sum of earlier backwards.
         """
-        n, nbytes = group.ranks, elements * travel
+        n, nbytes, algorithm = group.ranks, elements * travel, self.algorithm(group)
         sums = (2 if started else 1) * elements / n * accumulate  # written, and read if there is one
         if n == 1:
             return WireCost(fold=(nbytes + sums) / self.memory)
@@ -359,9 +359,9 @@ class Wires:
             return self.fold(elements, travel, accumulate, group, started=started)
         return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
 
-    def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
+    def all_gather(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
-        n = group.ranks
+        n, algorithm = group.ranks, self.algorithm(group)
         if n == 1:
             return NOTHING
         if algorithm in ("native", "all_to_all", "fold"):

@@ -277,18 +277,18 @@ class _Rank:
         while limit and len(self._flying) >= limit:
             self._land()
         reduction = self._program.reductions[self._next]
-        cost, kept = reduction.cost, reduction.keep
+        cost, copy = reduction.cost, reduction.copy
         if self._started:
-            cost, kept = reduction.again or cost, kept + reduction.fetch
+            cost, copy = reduction.again or cost, 2 * copy
         end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
-        self._flying.append((end, cost.fold, kept))
+        self._flying.append((end, cost.fold, copy))
         self._next += 1
 
     def _land(self) -> None:
-        end, fold, keep = self._flying.popleft()
+        end, fold, copy = self._flying.popleft()
         self.wait(end, "reduction")
         self._work(fold, "fold", "fold")
-        self._work(keep, "disk", "copy sum")
+        self._work(copy, "disk", "copy sum")
 
     def _finish(self) -> None:
         """Launch the buckets that are left, and wait for all."""
@@ -382,7 +382,7 @@ class _Disk:
 
     def write_states(self, number: int) -> None:
         """Begin to write the states of a bucket."""
-        rank, seconds = self._rank, self._program.updates[number].write
+        rank, seconds = self._rank, self._program.updates[number].read
         if not self._program.streams:
             self._alone(f"write {number}", seconds)
             return
