@@ -33,7 +33,7 @@ from ..gpt import GPT, Shape, loss_fn
 from ..gpu_short.page import medians
 from ..gpu_short.peers import SEVEN_BILLION, build
 from ..report import Report
-from .systems import SYSTEMS, System, program_of_system
+from .systems import SYSTEMS, System, UnitLoad, program_of_system
 
 Row = Mapping[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
@@ -134,9 +134,8 @@ def _planner(module: nn.Module, hidden: int, micro: int, sequence: int) -> Plann
 
 def _of_system(planner: Planner, cluster: Cluster, schedule: System, dtypes: Dtypes) -> float:
     compute = Compute(cluster, "bfloat16")
-    program = program_of_system(
-        planner.unit_loads(compute), Wires(cluster), schedule, compute, dtypes, factor=cluster.ranks
-    )
+    loads = [UnitLoad(*each) for each in zip(planner.passes(compute), planner.model.unit_numels(), strict=True)]
+    program = program_of_system(loads, Wires(cluster), schedule, compute, dtypes, factor=cluster.ranks)
     return simulate(replace(program, fixed=0.0)).seconds
 
 

@@ -22,12 +22,11 @@ from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import ReferenceModel, count_transformer
 from zero.planning.seconds.compute import CONSTANTS, Compute, PassSeconds, Wires
-from zero.planning.seconds.schedule import UnitLoad
 from zero.planning.seconds.simulate import simulate
 
 from .memory import USABLE, RowBytes, row_bytes
 from .setting import Columns, RowSetting, read_row
-from .systems import SYSTEMS, program_of_system
+from .systems import SYSTEMS, UnitLoad, program_of_system
 
 GIB = float(1 << 30)
 QUIET = "good"

@@ -22,7 +22,6 @@ from zero.planning.seconds.schedule import (
     AFTER_THE_LAST,
     Reduction,
     StepProgram,
-    UnitLoad,
     UnitStep,
     UpdateStep,
     bucket_loads,
@@ -150,10 +149,10 @@ def program(row: dict[str, Any], cluster: Cluster | None = None, *, kib: float =
     """Return the program of a row. ``cluster``: other hardware of the same shape. ``tokens``: times as many."""
     setting, cluster = setting_of(row, kib), cluster or cluster_of(row["cluster"])
     passes = PassSeconds(1e-3 * tokens, 2e-3 * tokens, 0, 1e-4, 1e-4)
-    units = [UnitLoad(passes, numel, 2) for numel in MODEL.unit_numels()]
     loads = bucket_loads(PLAN.laid_out(setting).layout, [parameter.unit for parameter in MODEL.parameters])
     compute = Compute(cluster, "float32")
-    return program_of(units, loads, setting, compute, row["micro_batches"])
+    units = len(MODEL.units)
+    return program_of([passes] * units, [2] * units, loads, setting, compute, row["micro_batches"])
 
 
 def there_is(row: dict[str, Any]) -> bool:

@@ -152,19 +152,12 @@ class ScalePoint:
     fits: bool
 
 
-@dataclass(frozen=True)
-class ScaleCurve:
-    """How a setting goes on with more hosts."""
-
-    name: str
-    points: tuple[ScalePoint, ...]
-
-
 def scale_curves(
     planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
-) -> list[ScaleCurve]:
-    """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
-    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB. None has one point.
+) -> dict[str, list[ScalePoint]]:
+    """Return the curves of the chosen stage, by name, from one host to `MOST_RANKS` ranks: one copy on all ranks, on
+    each host and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB. None has one
+    point.
 
     Args:
         planner: of the training.
@@ -180,7 +173,7 @@ def scale_curves(
         wanted += [(f"sharded over {factor} ranks", factor, unit) for factor in (host, 8 * host) if factor > 1]
     if unit > DEFAULT_CAP_MB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
-    curves = []
+    curves: dict[str, list[ScalePoint]] = {}
     for name, factor, cap in wanted:
         points = []
         sharing = max(factor // host, 1)  # hosts that share a copy
@@ -196,7 +189,7 @@ def scale_curves(
             rates = [step.tokens_per_second / more.ranks for step in steps]
             points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), planner.held(setting, more).fits))
         if len(points) > 1:
-            curves.append(ScaleCurve(name, tuple(points)))
+            curves[name] = points
     return curves
 
 
@@ -231,7 +224,7 @@ class Findings:
     bands: Mapping[PlanSetting, tuple[float, float]]
     other_caps: Sequence[tuple[int, float]]
     smallest: Mapping[str, PlannedSetting]
-    curves: Sequence[ScaleCurve]
+    curves: Mapping[str, Sequence[ScalePoint]]
     spread: str
 
 
@@ -260,7 +253,7 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
         bands,
         [] if best is None else _other_caps(best, choices),
         _smallest(planner, cluster),
-        [] if best is None else scale_curves(planner, cluster, best.setting, fabrics),
+        {} if best is None else scale_curves(planner, cluster, best.setting, fabrics),
         "" if best is None else planner.spread(best.setting),
     )
 

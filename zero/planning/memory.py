@@ -220,9 +220,10 @@ class MemoryPlan:
         low, high = stage.update_interval(bucket, place)
         pieces, on_disk = bucket.pieces(low, high), setting.states_on == "disk"
         updated = [piece for piece in pieces if stepped[piece.slot]]
-        flat = [piece for piece in updated if states.lie_flat(members[piece.slot].numel)]
+        bits = states.quantized
+        flat = [piece for piece in updated if bits is None or not bits.fits(members[piece.slot].numel)]
         exist = bool(flat) or (states.at_construction and bool(pieces))
-        in_blocks = sum(states.block_bytes(piece.numel) for piece in updated if piece not in flat)
+        in_blocks = sum(states.tensors * bits.nbytes(piece.numel) for piece in updated if bits and piece not in flat)
         found = bucket_bytes(
             bucket,
             [self.laid_out(setting).layout.parameters[slot.parameter] for slot in bucket.slots],

@@ -26,8 +26,8 @@ from ..core.stage import STAGES
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
 from .model import Model, UnitWork
-from .seconds.compute import Compute
-from .seconds.schedule import BucketLoad, TraceEvent, UnitLoad, bucket_loads, program_of
+from .seconds.compute import Compute, PassSeconds
+from .seconds.schedule import BucketLoad, TraceEvent, bucket_loads, program_of
 from .seconds.simulate import simulate
 from .setting import OPTIMIZERS, PlanSetting, Recompute, Training
 
@@ -112,7 +112,6 @@ class Planner:
         self._memory = MemoryPlan(model)
         self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
-        self._units = model.unit_numels()
         self._tensors = model.by_unit(lambda _: 1)
 
     def recomputing(self, recompute: Recompute) -> Planner:
@@ -198,7 +197,7 @@ class Planner:
         training = self.training
         micro_batches = micro_batches or training.micro_batches(cluster.ranks)
         compute, loads = Compute(cluster, training.products), self._bucket_loads(setting)
-        program = program_of(self.unit_loads(compute), loads, setting, compute, micro_batches)
+        program = program_of(self.passes(compute), self._tensors, loads, setting, compute, micro_batches)
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens_of_micro_batch * cluster.ranks
         flops = 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)
@@ -220,12 +219,12 @@ class Planner:
         clusters = [replace(cluster, network=replace(cluster.network, ring_step=each)) for each in ring_steps]
         return [self.step(setting, each, micro_batches=micro_batches) for each in clusters]
 
-    def unit_loads(self, compute: Compute) -> list[UnitLoad]:
+    def passes(self, compute: Compute) -> list[PassSeconds]:
+        """Return the seconds of each unit."""
         hidden = 0 if self.model.transformer is None else self.model.transformer.hidden
         works, again = self.works, (False, *self.training.blocks_recomputed(len(self.works) - 1))
         repeated = (self._repeated(work) if is_again else None for work, is_again in zip(works, again, strict=True))
-        passes = (compute.passes(*each, hidden) for each in zip(works, repeated, strict=True))
-        return [UnitLoad(*each) for each in zip(passes, self._units, self._tensors, strict=True)]
+        return [compute.passes(*each, hidden) for each in zip(works, repeated, strict=True)]
 
     def _repeated(self, work: UnitWork) -> UnitWork:
         """Return what a backward repeats of a block that is recomputed.

@@ -53,11 +53,6 @@ class Quantized:
         """Return the bytes of a state of ``numel`` elements that is quantized."""
         return numel * self.bits // 8 + numel // self.block * 4 + self.table_bytes
 
-    @property
-    def share(self) -> float:
-        """The bytes of an element, scale included, as a share of those in fp32."""
-        return self.bits / 32 + 1 / self.block
-
 
 @dataclass(frozen=True)
 class OptimizerStates:
@@ -77,18 +72,10 @@ class OptimizerStates:
     quantized: Quantized | None = None
     orthogonalizes: bool = False
 
-    def lie_flat(self, numel: int) -> bool:
-        """Return whether those of a parameter of ``numel`` elements are as large as it, in the dtype of its weights."""
-        return self.quantized is None or not self.quantized.fits(numel)
-
-    def block_bytes(self, numel: int) -> int:
-        """Return the bytes of those of ``numel`` elements that do not lie flat."""
-        return 0 if self.quantized is None else self.tensors * self.quantized.nbytes(numel)
-
     @property
     def moved(self) -> float:
-        """The tensors as large as a parameter, in the dtype of the weights, that have as many bytes."""
-        return self.tensors * (1.0 if self.quantized is None else self.quantized.share)
+        """The tensors as large as a parameter, in the dtype of the weights, that have as many bytes, with scales."""
+        return self.tensors * (1.0 if self.quantized is None else self.quantized.bits / 32 + 1 / self.quantized.block)
 
 
 OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(

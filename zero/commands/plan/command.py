@@ -165,13 +165,13 @@ def _print(config: PlanConfig, found: Findings) -> None:
             f"smallest cluster that fits, recompute {recompute}: {_cluster(smallest.cluster)}, "
             f"{name_of(smallest.setting)}, {_gb(smallest.peak.total)} of {_gb(smallest.usable)} GB{_beside(smallest)}"
         )
-    for curve in found.curves:
+    for name, points in found.curves.items():
         rates = ", ".join(
             f"{_rate(p.tokens_per_second_of_rank)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
             + ("" if p.fits else ", which does not fit")
-            for p in (curve.points[0], curve.points[-1])
+            for p in (points[0], points[-1])
         )
-        print_line(f"tokens/s per rank, {curve.name}: {rates}")
+        print_line(f"tokens/s per rank, {name}: {rates}")
     if best is None:
         changes = ["--recompute full"] * (config.recompute != "full") + ["--micro 1"] * (config.micro > 1)
         changes += ["more hosts", "shorter sequences", "GPUs with more memory"]
@@ -287,7 +287,7 @@ def _write(config: PlanConfig, found: Findings) -> None:
         "choices": [_numbers(choice, seconds_by_fabric=found.bands.get(choice.setting)) for choice in found.choices],
         "recommended": best and _numbers(best, start=start_of(best.setting, planner)),
         "smallest": [_numbers(each, recompute=recompute) for recompute, each in found.smallest.items()],
-        "scale": [asdict(curve) for curve in found.curves],
+        "scale": [{"name": name, "points": list(map(asdict, points))} for name, points in found.curves.items()],
     }
     (config.out / "plan.json").write_text(json.dumps(written, default=str) + "\n")
     if config.trace and best is not None:
@@ -345,17 +345,17 @@ def _draw_choices(path: Path, found: Findings) -> None:
 def _draw_scale(path: Path, found: Findings) -> None:
     """Draw tokens per second of a rank over the number of ranks, with bands. The longest line's points have ticks."""
     figure, axes = figure_of(f"{found.planner.model.name} on {found.cluster.gpu.name}, planned")
-    for curve, color in zip(found.curves, itertools.cycle(COLORS)):
-        ranks, points = [point.ranks for point in curve.points], curve.points
+    for (name, points), color in zip(found.curves.items(), itertools.cycle(COLORS)):
+        ranks = [point.ranks for point in points]
         rates = [point.tokens_per_second_of_rank for point in points]
-        axes.plot(ranks, rates, color=color, label=curve.name)
+        axes.plot(ranks, rates, color=color, label=name)
         axes.fill_between(ranks, [p.low for p in points], [p.high for p in points], color=color, alpha=0.15)
         faces = [color if point.fits else "white" for point in points]
         axes.scatter(ranks, rates, s=22, facecolors=faces, edgecolors=color, zorder=3)
-    hollow = any(not point.fits for curve in found.curves for point in curve.points)
+    hollow = any(not point.fits for points in found.curves.values() for point in points)
     label = f"ranks, each with the same batch (bands: fabrics{'; hollow: does not fit' if hollow else ''})"
     axes.set(xlabel=label, ylabel="tokens/s per rank", xscale="log", ylim=(0, None))
-    ticks = [point.ranks for point in max(found.curves, key=lambda curve: len(curve.points)).points]
+    ticks = [point.ranks for point in max(found.curves.values(), key=len)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, loc="lower left")

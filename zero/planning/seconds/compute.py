@@ -347,17 +347,16 @@ class Wires:
         if algorithm == "native":
             fold = (3 * nbytes + nbytes / n + sums) / self.memory  # slices are padded: one write of zeros, one copy
             return replace(self.ring(nbytes, group), fold=fold)
+        adding = (nbytes + sums) / self.memory
         if algorithm == "shared":
-            bell = self._doorbell(group)
-            return WireCost(bell, bell, (nbytes + sums) / self.memory, (n - 1) * nbytes, 0.0)
+            return self._in_memory(nbytes, 0.0, adding, group)
         if algorithm == "hierarchical":
             hosts, per_host = group.hosts, round(group.per_host)
             crossed = elements * (equal_hosts(hosts, per_host, started, travel, accumulate) / (hosts * per_host))
-            seconds = self._between(crossed, group)
-            return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
+            return self._in_memory(nbytes, crossed, adding, group)
         if algorithm == "fold":
             return self.fold(elements, travel, accumulate, group, started=started)
-        return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
+        return replace(self.exchange(nbytes, group), fold=adding)
 
     def all_gather(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
@@ -367,9 +366,7 @@ class Wires:
         if algorithm in ("native", "all_to_all", "fold"):
             return self.ring(nbytes, group)
         if algorithm in ("shared", "hierarchical"):
-            crossed = (group.hosts - 1) * nbytes
-            seconds = self._between(crossed, group) if crossed else self._doorbell(group)
-            return WireCost(seconds, seconds, 2 * (n - 1) / n * nbytes / self.memory, (n - 1) * nbytes, crossed)
+            return self._in_memory(nbytes, (group.hosts - 1) * nbytes, 2 * (n - 1) / n * nbytes / self.memory, group)
         return self.exchange(nbytes, group)
 
     # -- parts ----------------------------------------------------------------------------------------------------
@@ -385,10 +382,11 @@ class Wires:
         """Return the bytes a second that the group may send from each host: other ranks send at the same time."""
         return self.rail * group.per_host
 
-    def _between(self, crossed: float, group: RankGroup) -> float:
-        steps = self.network.base + group.hosts * self.network.ring_step
-        return steps + crossed / group.hosts / self._share(group)
-
-    def _doorbell(self, group: RankGroup) -> float:
+    def _in_memory(self, nbytes: float, crossed: float, fold: float, group: RankGroup) -> WireCost:
+        """Return the cost where the ranks of each host share memory, and ``crossed`` bytes go between hosts."""
         crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
-        return self.network.doorbell * group.ranks * crowd**2
+        seconds = self.network.doorbell * group.ranks * crowd**2
+        if crossed:
+            steps = self.network.base + group.hosts * self.network.ring_step
+            seconds = steps + crossed / group.hosts / self._share(group)
+        return WireCost(seconds, seconds, fold, (group.ranks - 1) * nbytes, crossed)

@@ -162,21 +162,6 @@ def chrome_trace(events: Sequence[TraceEvent]) -> list[dict[str, object]]:
 
 
 @dataclass(frozen=True)
-class UnitLoad:
-    """A unit as a schedule sees it. Unit 0 is the root's rest, whose compute follows all others.
-
-    Attributes:
-        passes: seconds for one micro-batch.
-        elements: of its parameters.
-        tensors: parameters with hooks.
-    """
-
-    passes: PassSeconds
-    elements: int
-    tensors: int = 0
-
-
-@dataclass(frozen=True)
 class BucketLoad:
     """A bucket as a schedule sees it.
 
@@ -258,7 +243,8 @@ def bucket_loads(
 
 
 def program_of(
-    units: Sequence[UnitLoad],
+    units: Sequence[PassSeconds],
+    tensors: Sequence[int],
     buckets: Sequence[BucketLoad],
     setting: PlanSetting,
     compute: Compute,
@@ -267,7 +253,8 @@ def program_of(
     """Return the program of this library.
 
     Args:
-        units: the root's rest first.
+        units: the seconds of each, the root's rest first, whose compute follows all others.
+        tensors: parameters with hooks, of each unit.
         buckets: of `bucket_loads`.
         setting: what the user chooses, for all ranks of the cluster.
         compute: the equations for the update, the constants, and the cluster.
@@ -279,7 +266,7 @@ def program_of(
     found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
     gathers = setting.gathers_units
     return StepProgram(
-        units=costs.of_units(units, buckets if gathers else ()),
+        units=costs.of_units(units, tensors, buckets if gathers else ()),
         reductions=tuple(replace(reduction, unit=bucket.unit, ready=bucket.ready) for bucket, (reduction, _) in found),
         updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,
@@ -319,13 +306,15 @@ class _Costs:
             self._buckets[key] = self._reduction(bucket), self._update(bucket)
         return self._buckets[key]
 
-    def of_units(self, units: Sequence[UnitLoad], gathered: Sequence[BucketLoad]) -> tuple[UnitStep, ...]:
+    def of_units(
+        self, units: Sequence[PassSeconds], tensors: Sequence[int], gathered: Sequence[BucketLoad]
+    ) -> tuple[UnitStep, ...]:
         """Return the units. ``gathered``: the buckets of the units, unless these are whole."""
         cluster, near, calls = self.wires.cluster, self.setting.near, self.wires.cluster.calls
         crowd = 1.0 if self.wires.on_gpu else max(cluster.per_host / cluster.gpu.per_host, 1.0)
         in_unit = calls.unit if gathered else 0.0
-        hooked = (unit.passes.with_hooks(in_unit, in_unit + calls.parameter * unit.tensors) for unit in units)
-        slowed = [_slowed(passes, crowd) for passes in hooked]
+        hooks = (in_unit + calls.parameter * count for count in tensors)
+        slowed = [_slowed(each.with_hooks(in_unit, more), crowd) for each, more in zip(units, hooks, strict=True)]
         gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
         around, copies = RankGroup.neighbours(cluster, near), [0.0] * len(units)
         for bucket in gathered:

@@ -91,10 +91,8 @@ class _Rank:
         self._started = False  # an earlier backward of the step has reduced
         self._ready: set[int] = set()
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
-        for number, reduction in enumerate(program.reductions):
+        for number, reduction in sorted(enumerate(program.reductions), key=lambda each: each[1].ready):
             self._by_unit.setdefault(reduction.unit, []).append((reduction.ready, number))
-        for numbers in self._by_unit.values():
-            numbers.sort()
 
     # -- clocks -------------------------------------------------------------------------------------------------------
 
@@ -234,8 +232,11 @@ class _Rank:
         if unit in self._arriving:
             end, copying = self._arriving.pop(unit)
             self.wait(self._now(), "host")
-            self.wait(end, "gather")
-            self._work(copying, "fold", f"copy {unit}")
+            self._await_gather(end, copying, f"copy {unit}")
+
+    def _await_gather(self, end: float, copying: float, name: str) -> None:
+        self.wait(end, "gather")
+        self._work(copying, "fold", name)
 
     def _backward(self, reduces: bool) -> None:
         units = self._program.units
@@ -310,8 +311,7 @@ class _Rank:
             if reduction.means.seconds > 0.0
         ]
         for end, fold in ends:
-            self.wait(end, "gather")
-            self._work(fold, "fold", "copy means")
+            self._await_gather(end, fold, "copy means")
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -339,16 +339,12 @@ class _Rank:
             disk.write_states(number)
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
-                    self._updated(*flying.popleft())
+                    self._await_gather(*flying.popleft(), "copy updated")
                 end = self._send(bucket.gather, state.compute, f"gather updated {number}")
                 flying.append((end, bucket.gather.fold))
         while flying:
-            self._updated(*flying.popleft())
+            self._await_gather(*flying.popleft(), "copy updated")
         disk.finish()
-
-    def _updated(self, end: float, fold: float) -> None:
-        self.wait(end, "gather")
-        self._work(fold, "fold", "copy updated")
 
     def finish(self) -> None:
         """Wait until every clock has ended."""
@@ -369,32 +365,26 @@ class _Disk:
 
     def await_states(self, number: int) -> None:
         """Wait for the states of a bucket, and begin to read the next ones."""
-        rank, updates = self._rank, self._program.updates
         if not self._program.streams:  # the processor that updates also maps the pages
-            self._alone(f"read {number}", updates[number].read)
-            return
-        rank.wait(self._reading, "disk")
-        if number + 1 < len(updates):
-            room = number + 1 - _STATE_BUFFERS
-            begin = max(rank.state.compute, self._written[room] if room >= 0 else 0.0)
-            rank.note(f"read {number + 1}", "disk", begin, updates[number + 1].read)
-            self._reading = begin + updates[number + 1].read
+            self._read(number)
+        self._rank.wait(self._reading, "disk")
+        if self._program.streams and number + 1 < len(self._program.updates):
+            self._read(number + 1)
+
+    def _read(self, number: int) -> None:
+        room, seconds = number - _STATE_BUFFERS, self._program.updates[number].read
+        begin = max(self._rank.state.compute, self._written[room] if room >= 0 else 0.0)
+        self._rank.note(f"read {number}", "disk", begin, seconds)
+        self._reading = begin + seconds
 
     def write_states(self, number: int) -> None:
         """Begin to write the states of a bucket."""
-        rank, seconds = self._rank, self._program.updates[number].read
-        if not self._program.streams:
-            self._alone(f"write {number}", seconds)
-            return
-        begin = max(self._writing, rank.state.compute)
-        rank.note(f"write {number}", "disk", begin, seconds)
+        begin, seconds = max(self._writing, self._rank.state.compute), self._program.updates[number].read
+        self._rank.note(f"write {number}", "disk", begin, seconds)
         self._writing = begin + seconds
         self._written.append(self._writing)
-
-    def _alone(self, name: str, seconds: float) -> None:
-        """Read or write while nothing else happens."""
-        self._rank.note(name, "disk", self._rank.state.compute, seconds)
-        self._rank.wait(self._rank.state.compute + seconds, "disk")
+        if not self._program.streams:
+            self._rank.wait(self._writing, "disk")
 
     def finish(self) -> None:
         """Wait until all states are written."""
