@@ -64,8 +64,9 @@ def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
 def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
     """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
     best: list[PlannedSetting] = []
-    fitting = [choice for choice in choices if choice.fits]
-    for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
+    for choice in sorted(
+        (each for each in choices if each.fits), key=lambda choice: (choice.seconds, choice.peak.total)
+    ):
         if not best or choice.peak.total < best[-1].peak.total:
             best.append(choice)
     return best

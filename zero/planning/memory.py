@@ -14,8 +14,8 @@ activations, the memory that torch and the system need, seconds, which bytes cro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import cast
 
 import torch
 
@@ -25,6 +25,7 @@ from ..core.layout import BlockCuts, BucketSpec, Layout, OwnerCuts, ParameterSpe
 from ..core.rounding import WIDE, RoundedDtypes, rounded
 from ..core.stage import STATES_AHEAD, STATES_BEHIND
 from ..core.units import ROOT
+from ..precision import Rule
 from .model import Model, ParameterShape
 from .setting import STEP_COUNT_BYTES, PlanSetting
 
@@ -94,7 +95,8 @@ class MemoryPlan:
         held: Counter[int] = Counter()
         largest = 0 if is_accelerator(setting.device) else setting.factor - 1
         for bucket, count in self.laid_out(setting).kinds:
-            for place in _uneven(bucket):
+            in_blocks = bucket.world_size if isinstance(bucket.cuts, BlockCuts) else 0
+            for place in bucket.cuts.owners if isinstance(bucket.cuts, OwnerCuts) else range(in_blocks):
                 found = self._of_bucket(setting, bucket, place)
                 held[place] += count * (found.resident + found.offloaded)
         return self._sum(setting, max(held, key=lambda place: (held[place], place), default=largest))
@@ -103,7 +105,7 @@ class MemoryPlan:
         """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
         across_units, sizes = setting.has_units and setting.shares_buckets, setting.bucket_sizes
         on_host = setting.offloads_parameters, setting.steps_on_host
-        made = setting.rule, setting.classes, setting.rounding, setting.device, *on_host
+        made = setting.mixed_precision, setting.classes, setting.rounding, setting.device, *on_host
         key = made, setting.factor, sizes, setting.has_units, across_units
         if key not in self._laid_out:
             specs = self._specs(setting)
@@ -124,7 +126,7 @@ class MemoryPlan:
         """Return the parameters as `zero.ZeroOptimizer` over the module would describe them."""
         quantized, specs = setting.quantized, []
         for index, (shape, dtypes) in enumerate(
-            zip(self.model.parameters, self.model.dtypes(setting.rule), strict=True)
+            zip(self.model.parameters, self.model.dtypes(cast(Rule, setting.mixed_precision)), strict=True)
         ):
             of_muon = len(setting.classes) > 1 and shape.is_unit_matrix
             blocks = quantized is not None and quantized.is_cut(shape.numel)
@@ -258,10 +260,3 @@ class MemoryPlan:
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
         exact = vars(replace(found, states=found.states + in_blocks))
         return RankBytes(**exact, offloaded=offloaded, resident=beside, scratch_peak=wide, staged_peak=staged)
-
-
-def _uneven(bucket: BucketSpec) -> Sequence[int]:
-    """Return the ranks that own elements of a bucket whose parameters lie whole, or in whole blocks, on a rank."""
-    if isinstance(bucket.cuts, OwnerCuts):
-        return bucket.cuts.owners
-    return range(bucket.world_size) if isinstance(bucket.cuts, BlockCuts) else ()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.layout import Dtypes
-from ..precision import MixedPrecision, Patterns, dtypes_by_name
+from ..precision import Rule, dtypes_by_name
 
 ROOT_NAME = "the root's rest"
 
@@ -165,6 +165,6 @@ class Model:
             found[parameter.unit] += count(parameter)
         return found
 
-    def dtypes(self, rule: MixedPrecision | Patterns | None) -> list[Dtypes]:
+    def dtypes(self, rule: Rule) -> list[Dtypes]:
         """Return the dtypes of each parameter. Raises `ValueError` as `dtypes_by_name` does."""
         return dtypes_by_name(rule, [parameter.names for parameter in self.parameters], torch.float32)

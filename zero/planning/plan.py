@@ -112,7 +112,6 @@ class Planner:
         self._memory = MemoryPlan(model)
         self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
-        self._tensors = model.by_unit(lambda _: 1)
 
     def recomputing(self, recompute: Recompute) -> Planner:
         """Return the plan of the same training with another choice of what blocks recompute."""
@@ -196,8 +195,9 @@ class Planner:
         """Return a step. ``micro_batches``: of each rank; 0: what the global batch asks for."""
         training = self.training
         micro_batches = micro_batches or training.micro_batches(cluster.ranks)
-        compute, loads = Compute(cluster, training.products), self._bucket_loads(setting)
-        program = program_of(self.passes(compute), self._tensors, loads, setting, compute, micro_batches)
+        compute, tensors = Compute(cluster, training.products), self.model.by_unit(lambda _: 1)
+        loads = self._bucket_loads(setting)
+        program = program_of(self.passes(compute), tensors, loads, setting, compute, micro_batches)
         found = simulate(program, trace=trace)
         tokens = micro_batches * training.tokens_of_micro_batch * cluster.ranks
         flops = 3 * sum(work.matmul_flops + work.attention_flops for work in self.works)

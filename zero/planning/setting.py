@@ -250,11 +250,6 @@ class PlanSetting(ShardingOptions):
         return self.hosts if found == "fold" else 1
 
     @property
-    def rule(self) -> MixedPrecision | Patterns | None:
-        """The precision of every module."""
-        return cast(MixedPrecision | Patterns | None, self.mixed_precision)
-
-    @property
     def states_on(self) -> Literal["", "disk", "host"]:
         """The place of states (and, on the CPU, of master weights) between steps; "" is beside the parameters."""
         if self.offload is None:
@@ -305,6 +300,6 @@ class PlanSetting(ShardingOptions):
     @property
     def shows_means(self) -> bool:
         """Whether p.grad is the mean after each backward at stage 0, since no module has another dtype."""
-        rule = self.rule
+        rule = cast(MixedPrecision | Patterns | None, self.mixed_precision)
         every = [precision for _, precision in rule.pairs] if isinstance(rule, Patterns) else [rule]
         return all(precision is None or precision.param_dtype is None for precision in every)

@@ -249,7 +249,7 @@ class Wires:
             return NOTHING
         bandwidth, step = self.link, self.network.hop_inside
         if hosts > 1:
-            bandwidth, step = min(self.link, self._share(group)), self.network.ring_step
+            bandwidth, step = min(self.link, self.rail * group.per_host), self.network.ring_step
         seconds = self.network.base + (n - 1) * step + (n - 1) / n * nbytes / bandwidth
         crossed = hosts * (n - 1) / n * nbytes if hosts > 1 else 0.0
         return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, crossed)
@@ -266,22 +266,19 @@ class Wires:
         seconds += transfer
         return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, outside * n if group.hosts > 1 else 0.0)
 
-    def chain(self, inner: WireCost, sum_bytes: float, fold: float, factor: int, replicas: RankGroup) -> WireCost:
+    def chain(self, inner: WireCost, sum_bytes: float, factor: int) -> WireCost:
         """Return the cost of a reduce-scatter in each replica and of the sum that goes through all and comes back.
 
         The first replica has the result last: exchange + (R-1)(hop + fold) + fold + (R-1) hop. With many buckets in
         flight, the wire begins the next one when it has sent both ways, which is the ``period``.
 
         Args:
-            inner: the reduce-scatter inside a replica.
+            inner: the reduce-scatter inside a replica, whose fold adds its contributions to the sum.
             sum_bytes: bytes of the sums of a bucket, over all slices.
-            fold: seconds in which an owner adds its replica's contributions to the sum.
             factor: ranks of a replica.
-            replicas: the owners of one slice.
         """
+        replicas, fold = RankGroup.replicas(self.cluster, factor), inner.fold
         count, far = replicas.ranks, replicas.hosts - 1
-        if count == 1:
-            return replace(inner, fold=fold)
         part = sum_bytes / factor
         hops = (count - 1 - far) * (self.network.hop_inside + part / self.link)
         hops += far * (self.network.ring_step + part / self.rail) if far else 0.0
@@ -371,16 +368,13 @@ class Wires:
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def latency(self, group: RankGroup) -> float:
+    def latency(self) -> float:
         """Return the seconds of one short message from every rank to every other, by a tree of hosts."""
+        group = RankGroup.neighbours(self.cluster, self.cluster.ranks)
         if group.ranks == 1:
             return 0.0
         between = 2 * math.ceil(math.log2(group.hosts)) * self.network.ring_step if group.hosts > 1 else 0.0
         return self.network.base + between
-
-    def _share(self, group: RankGroup) -> float:
-        """Return the bytes a second that the group may send from each host: other ranks send at the same time."""
-        return self.rail * group.per_host
 
     def _in_memory(self, nbytes: float, crossed: float, fold: float, group: RankGroup) -> WireCost:
         """Return the cost where the ranks of each host share memory, and ``crossed`` bytes go between hosts."""
@@ -388,5 +382,5 @@ class Wires:
         seconds = self.network.doorbell * group.ranks * crowd**2
         if crossed:
             steps = self.network.base + group.hosts * self.network.ring_step
-            seconds = steps + crossed / group.hosts / self._share(group)
+            seconds = steps + crossed / group.hosts / (self.rail * group.per_host)
         return WireCost(seconds, seconds, fold, (group.ranks - 1) * nbytes, crossed)

@@ -276,7 +276,7 @@ def program_of(
         kept=setting.keeps_units,
         ahead=setting.prefetch_depth,
         streams=wires.on_gpu,
-        control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
+        control=wires.latency(),
         host_reads=setting.offloads_parameters,
         host_updates=setting.steps_on_host,
         host=wires.cluster.calls.step,
@@ -319,7 +319,9 @@ class _Costs:
         around, copies = RankGroup.neighbours(cluster, near), [0.0] * len(units)
         for bucket in gathered:
             width, home = bucket.dtypes.itemsize("param_dtype"), bucket.home
-            copies[home] += self._copied(bucket)
+            from_masters = bucket.trainable and bucket.dtypes.has_master
+            copied = "master_dtype" if from_masters else "param_dtype"
+            copies[home] += self._on_host_link(bucket.longest, bucket, copied)
             for costs, group in ((gather, self.group), (again, around)):
                 cost = self._in_all_groups(bucket, width, group)
                 costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
@@ -329,11 +331,6 @@ class _Costs:
             UnitStep(passes, gather[unit], None if unit in stay else again[unit], copies[unit])
             for unit, passes in enumerate(slowed)
         )
-
-    def _copied(self, bucket: BucketLoad) -> float:
-        """Return the seconds in which a rank copies its shard of a bucket for a gather: of masters, if it has them."""
-        alone = bucket.trainable and bucket.dtypes.has_master
-        return self._on_host_link(bucket.longest, bucket, "master_dtype" if alone else "param_dtype")
 
     def _on_host_link(self, elements: float, bucket: BucketLoad, dtype: str) -> float:
         """Return the seconds of a copy; 0 unless parameters are in the host's memory."""
@@ -350,7 +347,7 @@ class _Costs:
 
     def _sums(self, bucket: BucketLoad, *, started: bool) -> WireCost:
         """Return the cost of a bucket's sums. ``started``: they are added to those of earlier backwards."""
-        dtypes, elements, wires, factor = bucket.dtypes, bucket.elements, self.wires, self.group.ranks
+        dtypes, elements, wires = bucket.dtypes, bucket.elements, self.wires
         travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
         cost, longer = (
             wires.reduce_scatter(count, travel, accumulate, self.group, started=started)
@@ -361,7 +358,7 @@ class _Costs:
         cost = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
         if self.setting.replicas == 1:
             return cost
-        return wires.chain(cost, elements * accumulate, cost.fold, factor, RankGroup.replicas(wires.cluster, factor))
+        return wires.chain(cost, elements * accumulate, self.group.ranks)
 
     def _update(self, bucket: BucketLoad) -> UpdateStep:
         dtypes, setting, state_tensors = bucket.dtypes, self.setting, bucket.state_tensors

@@ -34,9 +34,8 @@ _RUN = 3  # micro-batches of a kind that are simulated; further ones take as lon
 def simulate(program: StepProgram, *, trace: bool = False) -> StepSeconds:
     """Return the seconds of a step. ``trace``: also what each clock does when."""
     rank = _Rank(program, trace)
-    held = program.micro_batches - program.reduced
-    for count, reduces in ((held, False), (program.reduced, True)):
-        rank.micro_batches(count, reduces)
+    rank.micro_batches(program.micro_batches - program.reduced, False)
+    rank.micro_batches(program.reduced, True)
     rank.step()
     rank.finish()
     return rank.state
@@ -68,13 +67,6 @@ class StepSeconds:
     @property
     def seconds(self) -> float:
         return math.fsum(self.parts.values())
-
-    def repeat(self, before: StepSeconds, times: int) -> None:
-        """Add ``times`` what has happened since ``before``."""
-        for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
-            setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
-        for name in PARTS:
-            self.parts[name] += times * (self.parts[name] - before.parts[name])
 
 
 class _Rank:
@@ -171,8 +163,12 @@ class _Rank:
                 self._repeat(before, count - _RUN)
 
     def _repeat(self, before: StepSeconds, times: int) -> None:
-        shift = times * (self.state.compute - before.compute)
-        self.state.repeat(before, times)
+        """Add ``times`` what has happened since ``before``."""
+        state, shift = self.state, times * (self.state.compute - before.compute)
+        for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
+            setattr(state, name, getattr(state, name) + times * (getattr(state, name) - getattr(before, name)))
+        for name in PARTS:
+            state.parts[name] += times * (state.parts[name] - before.parts[name])
         self._sending = deque((start + shift, end + shift) for start, end in self._sending)
         self._used = deque((time + shift for time in self._used), maxlen=self._used.maxlen)
         self._last_use = [time + shift for time in self._last_use]
