@@ -220,21 +220,20 @@ class Planner:
         return [self.step(setting, each, micro_batches=micro_batches) for each in clusters]
 
     def passes(self, compute: Compute) -> list[PassSeconds]:
-        """Return the seconds of each unit."""
-        hidden = 0 if self.model.transformer is None else self.model.transformer.hidden
-        works, again = self.works, (False, *self.training.blocks_recomputed(len(self.works) - 1))
-        repeated = (self._repeated(work) if is_again else None for work, is_again in zip(works, again, strict=True))
-        return [compute.passes(*each, hidden) for each in zip(works, repeated, strict=True)]
-
-    def _repeated(self, work: UnitWork) -> UnitWork:
-        """Return what a backward repeats of a block that is recomputed.
+        """Return the seconds of each unit.
 
         torch's recompute stops at the last tensor that a backward needs, and the last product of a transformer's block
         is none.
         """
-        numbers = self.model.transformer
-        last = 0.0 if numbers is None else 2.0 * numbers.ffn * numbers.hidden * self.training.tokens_of_micro_batch
-        return replace(work, matmul_flops=work.matmul_flops - last)
+        numbers, hidden, last = self.model.transformer, 0, 0.0
+        if numbers is not None:
+            hidden, last = numbers.hidden, 2.0 * numbers.ffn * numbers.hidden * self.training.tokens_of_micro_batch
+        again = (False, *self.training.blocks_recomputed(len(self.works) - 1))
+        found = []
+        for work, is_again in zip(self.works, again, strict=True):
+            repeated = replace(work, matmul_flops=work.matmul_flops - last) if is_again else None
+            found.append(compute.passes(work, repeated, hidden))
+        return found
 
     def _bucket_loads(self, setting: PlanSetting) -> list[BucketLoad]:
         layout = self._memory.laid_out(setting).layout

@@ -102,14 +102,11 @@ class OperationCounter:
         with saved_tensors_hooks(self._save, lambda tensor: tensor), _fused(self), _dispatched(self):
             yield
 
-    def saved_bytes(self) -> int:
-        """Return the bytes of distinct storages that autograd saved and that are still alive."""
-        return sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
-
     def work(self, inputs: Iterable[Any]) -> UnitWork:
-        """Return what was counted. ``inputs``: the storages of the unit's inputs."""
+        """Return what was counted; saved are storages that are still alive. ``inputs``: those of the unit's inputs."""
         distinct = {id(storage): storage.nbytes() for storage in inputs}
-        saved, given = self.saved_bytes(), sum(distinct.values())
+        saved = sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
+        given = sum(distinct.values())
         return UnitWork(**self.sums, saved_bytes=saved, input_bytes=given, peak_bytes=self.peak)
 
     def fused(self, read: Iterable[Tensor], written: Iterable[Tensor], flops: float) -> None:

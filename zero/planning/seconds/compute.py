@@ -104,8 +104,7 @@ class Compute:
     def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] = CONSTANTS) -> None:
         """``dtype``: of the products, for instance "bfloat16"; ``constants``: by the names of `CONSTANTS`."""
         self.constants = constants
-        self.cluster, self._gpu = cluster, cluster.gpu
-        gpu = cluster.gpu
+        self.cluster, gpu = cluster, cluster.gpu
         self.calls = cluster.calls
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
@@ -164,10 +163,10 @@ class Compute:
 
     def _parts(self, work: UnitWork, hidden: int) -> tuple[float, float, float]:
         """Return the seconds of a forward's products, of its attention and of what it moves."""
-        large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
+        gpu, large = self.cluster.gpu, hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
         products = (work.matmul_flops - work.fp32_flops) / (self._peak * self._matmul * large)
         if work.fp32_flops:
-            products += work.fp32_flops / (self._gpu.peak("float32") * self._gpu.sustained * self._matmul * large)
+            products += work.fp32_flops / (gpu.peak("float32") * gpu.sustained * self._matmul * large)
         attended = work.attention_flops / (self._peak * self._attention)
         return products, attended, work.moved_bytes / self._elementwise
 

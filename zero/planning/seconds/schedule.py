@@ -264,9 +264,8 @@ def program_of(
     wires = Wires(compute.cluster)
     costs = _Costs(wires, setting, compute)
     found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
-    gathers = setting.gathers_units
     return StepProgram(
-        units=costs.of_units(units, tensors, buckets if gathers else ()),
+        units=costs.of_units(units, tensors, buckets if setting.gathers_units else ()),
         reductions=tuple(replace(reduction, unit=bucket.unit, ready=bucket.ready) for bucket, (reduction, _) in found),
         updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,

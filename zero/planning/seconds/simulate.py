@@ -258,15 +258,12 @@ class _Rank:
             self._run((ready - done) * passes.host_backward, (ready - done) * passes.backward, f"backward {unit}")
             done = ready
             self._ready.add(number)
-            self._launch_ready()
+            while self._next in self._ready:
+                self._reduce()
         self._run((1 - done) * passes.host_backward, (1 - done) * passes.backward, f"backward {unit}")
         self._release(unit, stays=False)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
-
-    def _launch_ready(self) -> None:
-        while self._next in self._ready:
-            self._reduce()
 
     def _reduce(self) -> None:
         """Launch the next bucket. If too many are under way, wait for the oldest first."""
@@ -340,7 +337,7 @@ class _Rank:
                 flying.append((end, bucket.gather.fold))
         while flying:
             self._await_gather(*flying.popleft(), "copy updated")
-        disk.finish()
+        self.wait(disk.writing, "disk")
 
     def finish(self) -> None:
         """Wait until every clock has ended."""
@@ -357,7 +354,7 @@ class _Disk:
     def __init__(self, rank: _Rank, program: StepProgram) -> None:
         self._rank, self._program = rank, program
         self._reading = rank.state.compute + (program.updates[0].read if program.updates else 0.0)
-        self._writing, self._written = 0.0, list[float]()
+        self.writing, self._written = 0.0, list[float]()
 
     def await_states(self, number: int) -> None:
         """Wait for the states of a bucket, and begin to read the next ones."""
@@ -375,13 +372,9 @@ class _Disk:
 
     def write_states(self, number: int) -> None:
         """Begin to write the states of a bucket."""
-        begin, seconds = max(self._writing, self._rank.state.compute), self._program.updates[number].read
+        begin, seconds = max(self.writing, self._rank.state.compute), self._program.updates[number].read
         self._rank.note(f"write {number}", "disk", begin, seconds)
-        self._writing = begin + seconds
-        self._written.append(self._writing)
+        self.writing = begin + seconds
+        self._written.append(self.writing)
         if not self._program.streams:
-            self._rank.wait(self._writing, "disk")
-
-    def finish(self) -> None:
-        """Wait until all states are written."""
-        self._rank.wait(self._writing, "disk")
+            self._rank.wait(self.writing, "disk")
