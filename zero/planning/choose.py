@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..config import Offload
 from ..core.buckets import DEFAULT_CAP_MB, MIB
+from ..core.formulas import spread_of_owners
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
 from .plan import PlannedSetting, Planner, usable_bytes
@@ -64,9 +65,8 @@ def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
 def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
     """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
     best: list[PlannedSetting] = []
-    for choice in sorted(
-        (each for each in choices if each.fits), key=lambda choice: (choice.seconds, choice.peak.total)
-    ):
+    fitting = [choice for choice in choices if choice.fits]
+    for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
         if not best or choice.peak.total < best[-1].peak.total:
             best.append(choice)
     return best
@@ -255,7 +255,7 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
         [] if best is None else _other_caps(best, choices),
         _smallest(planner, cluster),
         {} if best is None else scale_curves(planner, cluster, best.setting, fabrics),
-        "" if best is None else planner.spread(best.setting),
+        "" if best is None else spread_of_owners(planner.memory.laid_out(best.setting).layout, best.setting.row),
     )
 
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..core.buckets import MIB, BucketSizes, bucket_sizes, unit_cap_mb
-from ..core.formulas import spread_of_owners
 from ..core.stage import STAGES
 from .hardware import Cluster
 from .memory import MemoryPlan, RankBytes
@@ -109,7 +108,7 @@ class Planner:
 
     def __init__(self, model: Model, works: Sequence[UnitWork], training: Training) -> None:
         self.model, self.works, self.training = model, works, training
-        self._memory = MemoryPlan(model)
+        self.memory = MemoryPlan(model)
         self._ranks: dict[PlanSetting, RankBytes] = {}
         self._loads: dict[int, list[BucketLoad]] = {}
 
@@ -178,14 +177,10 @@ class Planner:
             found[parameter.unit] += each.padded(parameter.numel, device) * each.param_dtype.itemsize
         return found
 
-    def spread(self, setting: PlanSetting) -> str:
-        """Return, as text, how parameters that have one owner each are spread over the ranks; "" if there are none."""
-        return spread_of_owners(self._memory.laid_out(setting).layout, setting.row)
-
     def held(self, setting: PlanSetting, cluster: Cluster) -> PlannedSetting:
         """Return the bytes that a setting takes, on the rank that holds most, without seconds."""
         if setting not in self._ranks:
-            self._ranks[setting] = self._memory.of_largest(setting)
+            self._ranks[setting] = self.memory.of_largest(setting)
         found = self._ranks[setting]
         buckets = found.scratch_peak + found.staged_peak
         peak = PeakBytes(found.resident, self.activation_bytes(), found.gathered_peak, buckets)
@@ -206,7 +201,7 @@ class Planner:
             found.parts,
             tokens / found.seconds,
             micro_batches * flops / found.seconds / cluster.gpu.peak(training.products),
-            self._memory.sent(setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
+            self.memory.sent(setting, micro_batches, setting.row.reduced_backwards(micro_batches)),
             found.crossed / cluster.hosts,
             found.events,
         )
@@ -236,7 +231,7 @@ class Planner:
         return found
 
     def _bucket_loads(self, setting: PlanSetting) -> list[BucketLoad]:
-        layout = self._memory.laid_out(setting).layout
+        layout = self.memory.laid_out(setting).layout
         if id(layout) not in self._loads:  # the plan of memory keeps every layout
             units = [each.unit for each in self.model.parameters]
             self._loads[id(layout)] = bucket_loads(layout, units, setting.classes)

@@ -490,7 +490,9 @@ def count_module(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple
         try:
             with counter.counting():
                 loss = run(module)
-                root = counter.work(watch.saved_outputs())
+                # its inputs are the units' outputs that it saved, and that are no unit's input
+                kept = counter.reused - watch.inputs.keys()
+                root = counter.work(storage for key, storage in watch.outputs.items() if key in kept)
                 counter.backward = True
                 ends = watch.last or [p for p in module.parameters() if p.requires_grad]
                 torch.autograd.grad(loss, ends, allow_unused=True)
@@ -545,10 +547,6 @@ class _UnitWatch:
             enter, leave = functools.partial(self._enter, number), self._leave
             hooks.callback(names[name].register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(names[name].register_forward_hook(leave, always_call=True).remove)
-
-    def saved_outputs(self) -> list[Any]:
-        """Return the storages of units' outputs that the root's rest saved, and that are no unit's input."""
-        return [kept for key, kept in self.outputs.items() if key in self.counter.reused and key not in self.inputs]
 
     def _enter(self, number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.counter.paused = True

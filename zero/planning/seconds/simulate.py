@@ -245,9 +245,17 @@ class _Rank:
                 self._gather(other, units[other].again, ahead)
             self._await_unit(unit)
             self._differentiate(unit, reduces)
-        if reduces:
-            self._finish()
-            self._started = True
+        if not reduces:
+            return
+        while self._next < len(self._program.reductions):
+            self._reduce()
+        while self._flying:
+            self._land()
+        if self._program.host_reads:
+            self.state.host = max(self.state.host, self.state.compute)
+        if self._program.means_each_time:
+            self._gather_means()
+        self._started = True
 
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
@@ -283,18 +291,6 @@ class _Rank:
         self.wait(end, "reduction")
         self._work(fold, "fold", "fold")
         self._work(copy, "disk", "copy sum")
-
-    def _finish(self) -> None:
-        """Launch the buckets that are left, and wait for all."""
-        reductions = self._program.reductions
-        while self._next < len(reductions):
-            self._reduce()
-        while self._flying:
-            self._land()
-        if self._program.host_reads:
-            self.state.host = max(self.state.host, self.state.compute)
-        if self._program.means_each_time:
-            self._gather_means()
 
     def _gather_means(self) -> None:
         reductions, ready = self._program.reductions, self.state.compute
