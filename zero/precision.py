@@ -157,24 +157,6 @@ PRECISIONS: Mapping[str, MixedPrecision | None] = MappingProxyType(
 """The precisions that have a name on a command line, of a model that was made in fp32."""
 
 
-def param_dtype_of(name: PrecisionName) -> torch.dtype:
-    """Return the dtype in which a model that was made in fp32 computes in the precision of this name."""
-    precision = PRECISIONS[name]
-    return torch.float32 if precision is None else precision.of(torch.float32).param_dtype
-
-
-def named_precision(name: PrecisionName, fp32_modules: Sequence[str] = ()) -> MixedPrecision | Patterns | None:
-    """Return the precision of this name, of which some modules are left out.
-
-    ``fp32_modules``: patterns of the names of modules that compute in fp32. What they return is cast back.
-    """
-    precision = PRECISIONS[name]
-    if precision is None or not fp32_modules:
-        return precision
-    kept = MixedPrecision(torch.float32, output_dtype=precision.param_dtype)
-    return Patterns((("*", precision), *((pattern, kept) for pattern in fp32_modules)))
-
-
 def checked(option: Any) -> Rule:
     """Return what a user gave as ``mixed_precision``, with policies of FSDP2 converted.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero.planning.seconds.compute import values
+from zero.planning.seconds.compute import CONSTANTS
 
 from .fit import fit, leave_one_out
 from .own import own_runs
@@ -156,7 +156,7 @@ def score(*, fits: bool, leaves_out: bool) -> None:
         counter = RowCounter()
         counted = [counter.count(row) for row in runs]
         measured = np.array([float(row["step_s"]) for row in runs])
-        constants = values()
+        constants = CONSTANTS
         if fits:
             constants, _ = fit(counted, measured, constants)
         if leaves_out:

@@ -15,16 +15,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from zero.planning.seconds.compute import CONSTANTS
-
 from .rows import CountedRow, row_seconds
 
 Values = npt.NDArray[np.floating[Any]]
 
-FITTED = (
-    *("matmul.ampere", "matmul.hopper", "attention.ampere", "attention.hopper", "hidden"),
-    *("elementwise", "compiled", "overlap", "fixed"),
-)
+FITTED: Mapping[str, tuple[float, float]] = {
+    "matmul.ampere": (0.4, 0.95),
+    "matmul.hopper": (0.4, 0.95),
+    "attention.ampere": (0.1, 0.8),
+    "attention.hopper": (0.1, 0.8),
+    "hidden": (0.0, 2000.0),
+    "elementwise": (0.2, 1.0),
+    "compiled": (0.1, 1.0),
+    "overlap": (0.0, 0.6),
+    "fixed": (0.0, 0.2),
+}
+"""The constants of the planner that are fitted, and the range of each."""
 CAP = 0.3  # an error above this moves no constant
 _FLOOR = 0.005  # errors below this weigh as if they were this large
 _STEP = 0.04  # of a logarithm, for a derivative
@@ -67,8 +73,7 @@ def moved_by(constants: Mapping[str, float], moves: Values) -> dict[str, float]:
     """Return the constants after a change of logarithms, each inside its range."""
     after = dict(constants)
     for name, move in zip(FITTED, moves, strict=True):
-        bounds = CONSTANTS[name]
-        after[name] = float(np.clip(constants[name] * np.exp(move), bounds.low, bounds.high))
+        after[name] = float(np.clip(constants[name] * np.exp(move), *FITTED[name]))
     return after
 
 

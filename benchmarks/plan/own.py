@@ -21,17 +21,19 @@ from torch import Tensor, nn
 from zero.core.buckets import DEFAULT_CAP_MB
 from zero.core.layout import Dtypes
 from zero.planning.hardware import Cluster, HostCalls, presets
+from zero.planning.model import Transformer
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import count_module
-from zero.planning.plan import Planner, Training
+from zero.planning.plan import Planner
 from zero.planning.seconds.compute import Compute, Wires
 from zero.planning.seconds.simulate import simulate
+from zero.planning.setting import Training
 
 from ..gpt import GPT, Shape, loss_fn
 from ..gpu_short.page import medians
 from ..gpu_short.peers import SEVEN_BILLION, build
 from ..report import Report
-from .systems import SYSTEMS, System, program_of_system
+from .systems import SYSTEMS, System, UnitLoad, program_of_system
 
 Row = Mapping[str, Any]
 RESULTS = Path(__file__).parents[1] / "results"
@@ -125,15 +127,15 @@ def _planner(module: nn.Module, hidden: int, micro: int, sequence: int) -> Plann
         loss: Tensor = module(tokens)
         return loss
 
-    model = replace(model_of(module, "own"), hidden=hidden)
-    return Planner(Training(model, count_module(module, run), micro, sequence))
+    numbers = Transformer(1, hidden, 1, hidden, 1)  # of which the width alone is used
+    model = replace(model_of(module, "own"), transformer=numbers)
+    return Planner(model, count_module(module, run), Training(micro=micro, sequence=sequence))
 
 
 def _of_system(planner: Planner, cluster: Cluster, schedule: System, dtypes: Dtypes) -> float:
     compute = Compute(cluster, "bfloat16")
-    program = program_of_system(
-        planner.unit_loads(compute), Wires(cluster), schedule, compute, dtypes, factor=cluster.ranks
-    )
+    loads = [UnitLoad(*each) for each in zip(planner.passes(compute), planner.model.unit_numels(), strict=True)]
+    program = program_of_system(loads, Wires(cluster), schedule, compute, dtypes, factor=cluster.ranks)
     return simulate(replace(program, fixed=0.0)).seconds
 
 
@@ -166,6 +168,6 @@ def _of_eight() -> Iterator[OwnRun]:
     tokens = FEWEST_TOKENS
     planner = _planner(build(SEVEN_BILLION, torch.device("meta")).to(torch.bfloat16), SEVEN_BILLION.width, 1, tokens)
     measured = {row["on_device"]: row["in_a_row"] for row in rows_of("gpu-short-c", "busy", "on_device").values()}
-    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.training.model.dtypes(planner.training.rule)[0])
+    planned = _of_system(planner, eight, SYSTEMS["fsdp2"], planner.model.dtypes(planner.training.rule)[0])
     yield OwnRun(f"{FSDP2}, rank 7 of 8", tokens, measured[FSDP2], planned)
     yield OwnRun("zero 3, rank 7 of 8", tokens, measured["zero 3"], _of_stage(planner, eight, 3, None))

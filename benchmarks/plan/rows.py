@@ -21,13 +21,12 @@ from zero.planning.hardware import presets
 from zero.planning.model import Model, Transformer, UnitWork
 from zero.planning.models.shapes import model_of
 from zero.planning.models.works import ReferenceModel, count_transformer
-from zero.planning.seconds.compute import Compute, PassSeconds, Wires, values
-from zero.planning.seconds.schedule import UnitLoad
+from zero.planning.seconds.compute import CONSTANTS, Compute, PassSeconds, Wires
 from zero.planning.seconds.simulate import simulate
 
 from .memory import USABLE, RowBytes, row_bytes
 from .setting import Columns, RowSetting, read_row
-from .systems import SYSTEMS, program_of_system
+from .systems import SYSTEMS, UnitLoad, program_of_system
 
 GIB = float(1 << 30)
 QUIET = "good"
@@ -106,9 +105,7 @@ class RowCounter:
         model = self._models[numbers]
         key = (numbers, setting.micro, setting.sequence, setting.precision.activations)
         if key not in self._works:
-            works = count_transformer(model, *key[1:])
-            assert works is not None  # a model that is made from numbers has blocks
-            self._works[key] = works
+            self._works[key] = count_transformer(model, *key[1:])
         return model, self._works[key]
 
 
@@ -116,7 +113,7 @@ def from_numbers(numbers: Transformer, name: str) -> Model:
     """Return the model of a transformer's numbers, with the parameters of `ReferenceModel`."""
     with torch.device("meta"):
         model = model_of(ReferenceModel(numbers), name)
-    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
+    return replace(model, transformer=numbers)
 
 
 def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:
@@ -124,7 +121,7 @@ def plan_rows(rows: Iterable[Columns]) -> list[RowPlan]:
 
     ``rows``: by the names of the columns of ``points.csv``; what was measured may be missing.
     """
-    counter, constants = RowCounter(), values()
+    counter, constants = RowCounter(), CONSTANTS
     return [plan_row(row, counter, constants) for row in rows]
 
 
@@ -199,7 +196,7 @@ class _PassEquations:
         narrow = self.wide if is_root else self.narrow
         hidden = self.setting.model.hidden
         products, rest = self._split(work)
-        first, second = narrow.passes(products, hidden), self.wide.passes(rest)
+        first, second = narrow.passes(products, hidden=hidden), self.wide.passes(rest)
         recompute, repeats = 0.0, 0
         if again is not None:
             products, others = self._split(again)

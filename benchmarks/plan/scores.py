@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zero.planning.seconds.compute import values
+from zero.planning.seconds.compute import CONSTANTS
 
 from .rows import RowCounter, RowPlan, plan_row
 from .setting import Columns
@@ -146,7 +146,7 @@ def hardware_tflops(row: Columns, tokens_s_gpu: float) -> float:
 def seeds() -> list[tuple[str, str, bool]]:
     """Return (claim of the paper, what is planned, whether they agree). Nothing is fitted to them."""
     rows = {row["id"]: row for row in points("seed")}
-    counter, constants = RowCounter(), values()
+    counter, constants = RowCounter(), CONSTANTS
 
     def plan(name: str, **changed: str) -> RowPlan:
         found = plan_row({**rows[name], **changed}, counter, constants)

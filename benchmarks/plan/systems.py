@@ -20,12 +20,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zero.core.layout import Dtypes
-from zero.planning.seconds.compute import NOTHING, Compute, RankGroup, WireCost, Wires
+from zero.planning.seconds.compute import NOTHING, Compute, PassSeconds, RankGroup, WireCost, Wires
 from zero.planning.seconds.schedule import (
     AFTER_THE_LAST,
     Reduction,
     StepProgram,
-    UnitLoad,
     UnitStep,
     UpdateStep,
     after,
@@ -42,6 +41,14 @@ SUM_IN_SWITCH = ("hopper", "blackwell")  # with NVIDIA's NVSwitch of the third g
 TREE_STEPS = 16
 """Ring steps that a level of an all-reduce's tree costs, up or down: Ultra-Scale Playbook, mean all-reduce of 256 MB
 over 16 to 256 H100."""
+
+
+@dataclass(frozen=True)
+class UnitLoad:
+    """A unit as a schedule sees it: its seconds for one micro-batch, and the elements of its parameters."""
+
+    passes: PassSeconds
+    elements: int
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from zero import MixedPrecision
 from zero.planning.hardware import presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer
-from zero.planning.plan import Planner, Training
+from zero.planning.plan import Planner
 from zero.planning.seconds.compute import RankGroup, Wires
+from zero.planning.setting import Training
 
 from ..support.rows import only
 from .configs import llama
@@ -37,7 +38,7 @@ def planner_of(name: str) -> Planner:
     config, recompute = MODELS[name]
     model = from_config(config, name)
     works = count_transformer(model, 1, SEQUENCE, torch.bfloat16)
-    return Planner(Training(model, works, 1, SEQUENCE, recompute=recompute))
+    return Planner(model, works, Training(sequence=SEQUENCE, recompute=recompute))
 
 
 @pytest.mark.parametrize(("name", "hosts", "wire"), only(CASES, ("7B", 16, "float32")), ids=str)

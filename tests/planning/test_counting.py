@@ -38,12 +38,10 @@ def test_products_take_two_operations_a_weight_and_token(name: str) -> None:
     model, sequence = from_config(PUBLISHED[name][0], name), 128
     counted, numbers = count_transformer(model, 1, sequence), model.transformer
     assert numbers is not None
-    assert counted is not None
     weights = sum(p.numel for p in model.parameters if p.unit == 1 and len(p.shape) == 2)
     assert counted[1].matmul_flops == 2 * weights * sequence
-    assert counted[0].matmul_flops == 2 * model.vocabulary * model.hidden * sequence
+    assert counted[0].matmul_flops == 2 * numbers.vocabulary * numbers.hidden * sequence
     assert counted[1].attention_flops == 2 * sequence * sequence * numbers.heads * numbers.head_dim, "the causal half"
-    assert count_transformer(replace(model, transformer=None), 1, sequence) is None
 
 
 def test_products_in_fp32_are_those_of_the_weights_that_are() -> None:
@@ -53,7 +51,6 @@ def test_products_in_fp32_are_those_of_the_weights_that_are() -> None:
         (("*", MixedPrecision(torch.bfloat16)), ("*.0.mlp", kept), ("*wpe", kept), ("*wte", kept), ("lm_head", kept))
     )
     numbers, works = model.transformer, count_transformer(model, 1, 128)
-    assert works is not None
     assert numbers is not None
     found = products_in_fp32(model, works, model.dtypes(rule), 128)
     of_mlp = 2 * 2 * numbers.hidden * numbers.ffn * 128
@@ -81,7 +78,6 @@ def test_a_real_block_allocates_the_bytes_that_are_counted(dtype: torch.dtype) -
         rotary = torch.randn(2, 64, numbers.head_dim, dtype=dtype) if numbers.rotary else None
         block(x, rotary)  # the first call allocates what stays
         works = count_transformer(from_numbers(numbers, "model"), 2, 64, dtype)
-        assert works is not None
         counted = works[1].saved_bytes + x.numel() * x.element_size()
         assert allocated(lambda block=block, x=x, rotary=rotary: block(x, rotary)) == pytest.approx(counted, rel=0.01)
 

@@ -74,7 +74,9 @@ def test_published_configs_have_their_published_number_of_parameters(tmp_path: P
     ):
         (tmp_path / file).write_text(json.dumps(config))
         assert of_config(tmp_path / file).name == name
-    assert (model.hidden, model.vocabulary, model.units[1]) == (4096, 128256, "model.layers.0")
+    assert model.transformer is not None
+    assert (model.transformer.hidden, model.transformer.vocabulary) == (4096, 128256)
+    assert model.units[1] == "model.layers.0"
     assert from_config(GPT2, "gpt2").parameters[0].names == ("transformer.wte.weight", "lm_head.weight"), "tied"
 
 
@@ -161,7 +163,7 @@ def test_a_measured_file_changes_what_it_names_and_keeps_the_rest(tmp_path: Path
     )
     hardware = read_hardware(file)
     assert hardware.measured == "two cores, 2026-11-24"
-    assert hardware.gpu("here").efficiency == {"matmul": 0.5}
+    assert hardware.gpus["here"].efficiency == {"matmul": 0.5}
     assert hardware.network.base == pytest.approx(10e-6)
     assert hardware.network.hop_inside == presets().network.hop_inside
     assert hardware.calls == replace(presets().calls, launch=pytest.approx(10e-6))
@@ -180,7 +182,7 @@ def test_wrong_hardware_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=f"hardware file .*hardware.json: .*{message}"):
             read_hardware(tmp_path / "hardware.json")
     with pytest.raises(ValueError, match="GPU 'v100-32' has no products of bfloat16: choose one of float16, float32"):
-        presets().gpu("v100-32").peak("bfloat16")
+        presets().gpus["v100-32"].peak("bfloat16")
 
 
 def test_a_wrong_setting_or_rank_is_refused_by_name() -> None:

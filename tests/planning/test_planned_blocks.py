@@ -91,4 +91,4 @@ def test_a_state_in_8_bits_has_a_quarter_of_the_bytes_with_scales_and_a_table() 
     sizes = (4095, 4096, 4097, 8192, 8192 + 256, 8192 + 128)
     assert [of_8_bits.fits(numel) for numel in sizes] == [False, True, False, True, True, False]
     assert [of_8_bits.is_cut(numel) for numel in sizes] == [False, False, False, True, True, False]
-    assert of_8_bits.share == 65 / 256
+    assert OptimizerStates(2, quantized=of_8_bits).moved == 2 * 65 / 256

@@ -186,7 +186,7 @@ def test_parameters_in_the_hosts_memory_are_counted_there_and_not_on_the_device(
     setting, plan = compare_with_plan(row, tmp_path)
     for rank in range(setting.world_size):
         here = plan.of_rank(setting, rank)
-        assert here.resident == (0 if setting.steps_on_host else here.step_counts)
+        assert here.resident == (0 if setting.steps_on_host else here.scalars)
         assert (here.staged_peak == 0) is setting.steps_on_host
         assert here.offloaded >= here.parameters + here.gradients + here.states + here.masters
 

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 from ..config import Offload
 from ..core.buckets import DEFAULT_CAP_MB, MIB
+from ..core.formulas import spread_of_owners
 from ..core.stage import STAGES, Placement
 from .hardware import Cluster
-from .plan import PlannedSetting, Planner, Training, usable_bytes
+from .plan import PlannedSetting, Planner, usable_bytes
 from .seconds.compute import Wires
-from .setting import PlanSetting
+from .setting import PlanSetting, Recompute
 
 SAME = 0.015  # settings that were measured and published twice differ by this share of a step, in the median
 LATENCY_SHARE = 0.1  # of a bucket's reduction that latency may take before larger buckets are better
@@ -27,7 +28,7 @@ def settings(planner: Planner, cluster: Cluster) -> Iterator[PlanSetting]:
     """Yield the settings that differ."""
     on_gpus = cluster.gpu.family != "cpu"
     for number, stage in STAGES.items():
-        caps = None, planner.training.unit_cap_mb("cuda" if on_gpus else "cpu")
+        caps = None, planner.unit_cap_mb("cuda" if on_gpus else "cpu")
         for whole in dict.fromkeys(planner.setting(cluster, number, cap) for cap in caps):
             if stage.states is Placement.WHOLE:
                 yield whole
@@ -64,7 +65,7 @@ def reshards(cluster: Cluster, factor: int) -> list[bool | int]:
 def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
     """Return the settings that fit and for which no other one is both smaller and faster, ordered by time."""
     best: list[PlannedSetting] = []
-    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    fitting = [choice for choice in choices if choice.fits]
     for choice in sorted(fitting, key=lambda choice: (choice.seconds, choice.peak.total)):
         if not best or choice.peak.total < best[-1].peak.total:
             best.append(choice)
@@ -74,7 +75,7 @@ def frontier(choices: Sequence[PlannedSetting]) -> list[PlannedSetting]:
 def recommended(choices: Sequence[PlannedSetting]) -> PlannedSetting | None:
     """Return the setting to take: of those that fit and are as fast as the fastest (`SAME`), the smallest whose states
     stay on the device, or else the smallest. None: none fits."""
-    fitting = [choice for choice in choices if choice.fits and choice.step is not None]
+    fitting = [choice for choice in choices if choice.fits]
     fastest = min((choice.seconds for choice in fitting), default=0.0)
     near = [choice for choice in fitting if choice.seconds <= fastest * (1 + SAME)]
     return min(near, key=lambda choice: (bool(choice.setting.offload), choice.peak.total), default=None)
@@ -119,10 +120,10 @@ def smallest_cluster(planner: Planner, cluster: Cluster) -> PlannedSetting | Non
             return found
     low, high, last = 1, max(MOST_RANKS // host, 1), None
     if cluster.nic:
-        last = _fitting(planner, cluster.with_hosts(high))
+        last = _fitting(planner, replace(cluster, hosts=high))
     while last is not None and high - low > 1:
         middle = (low + high) // 2
-        found = _fitting(planner, cluster.with_hosts(middle))
+        found = _fitting(planner, replace(cluster, hosts=middle))
         low, high, last = (low, middle, found) if found else (middle, high, last)
     return last
 
@@ -133,7 +134,7 @@ def _fitting(planner: Planner, cluster: Cluster) -> PlannedSetting | None:
     tried = [planner.setting(cluster, stage) for stage in STAGES]
     places = [Offload(".")] if cluster.gpu.family == "cpu" else [Offload("cpu"), _PARAMETERS_ON_HOST]
     tried += [replace(tried[-1], offload=place) for place in places if not tried[-1].quantized]
-    least = planner.peak(tried[-1])
+    least = planner.held(tried[-1], cluster).peak
     if least.states + least.activations > usable_bytes(cluster):  # no other has fewer
         return None
     held = (planner.held(setting, cluster) for setting in tried)
@@ -152,19 +153,12 @@ class ScalePoint:
     fits: bool
 
 
-@dataclass(frozen=True)
-class ScaleCurve:
-    """How a setting goes on with more hosts."""
-
-    name: str
-    points: tuple[ScalePoint, ...]
-
-
 def scale_curves(
     planner: Planner, cluster: Cluster, chosen: PlanSetting, fabrics: Mapping[str, float]
-) -> list[ScaleCurve]:
-    """Return the curves of the chosen stage from one host to `MOST_RANKS` ranks: one copy on all ranks, on each host
-    and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB. None has one point.
+) -> dict[str, list[ScalePoint]]:
+    """Return the curves of the chosen stage, by name, from one host to `MOST_RANKS` ranks: one copy on all ranks, on
+    each host and on eight hosts, with buckets of a unit, and one copy on all ranks with buckets of 25 MiB. None has one
+    point.
 
     Args:
         planner: of the training.
@@ -172,7 +166,7 @@ def scale_curves(
         chosen: whose stage and ``reshard_after_forward`` are taken.
         fabrics: seconds of a ring's step, by name.
     """
-    unit = planner.training.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
+    unit = planner.unit_cap_mb("cpu" if cluster.gpu.family == "cpu" else "cuda")
     micro_batches, host = planner.training.micro_batches(cluster.ranks), cluster.per_host
     whole = "sharded over all ranks" if chosen.row.states is Placement.SHARD else "a copy on each rank"
     wanted = [(whole, 0, unit)]
@@ -180,12 +174,12 @@ def scale_curves(
         wanted += [(f"sharded over {factor} ranks", factor, unit) for factor in (host, 8 * host) if factor > 1]
     if unit > DEFAULT_CAP_MB:
         wanted.append((f"{whole}, {DEFAULT_CAP_MB} MiB buckets", 0, DEFAULT_CAP_MB))
-    curves = []
+    curves: dict[str, list[ScalePoint]] = {}
     for name, factor, cap in wanted:
         points = []
         sharing = max(factor // host, 1)  # hosts that share a copy
         for hosts in sorted({count - count % sharing or 1 for count in host_counts(cluster)}):
-            more = cluster.with_hosts(hosts)
+            more = replace(cluster, hosts=hosts)
             if factor and more.ranks <= factor:
                 continue
             setting = replace(planner.setting(more, chosen.stage, cap), sharding_factor=factor or None)
@@ -194,10 +188,9 @@ def scale_curves(
                 setting = replace(setting, reshard_after_forward=chosen.reshard_after_forward)
             steps = planner.over_fabrics(setting, more, fabrics, micro_batches=micro_batches)
             rates = [step.tokens_per_second / more.ranks for step in steps]
-            fits = planner.peak(setting).total <= usable_bytes(more)
-            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), fits))
+            points.append(ScalePoint(more.ranks, rates[0], min(rates), max(rates), planner.held(setting, more).fits))
         if len(points) > 1:
-            curves.append(ScaleCurve(name, tuple(points)))
+            curves[name] = points
     return curves
 
 
@@ -213,7 +206,7 @@ class Findings:
     """What a plan has found.
 
     Attributes:
-        training, cluster: what it is made for.
+        planner, cluster: what it is made for.
         choices: every setting.
         best: the recommended one; None if nothing fits.
         shown: those that no other one beats, and the recommended one.
@@ -224,7 +217,7 @@ class Findings:
         spread: how parameters that have one owner each are spread over the ranks; empty if there are none.
     """
 
-    training: Training
+    planner: Planner
     cluster: Cluster
     choices: Sequence[PlannedSetting]
     best: PlannedSetting | None
@@ -232,7 +225,7 @@ class Findings:
     bands: Mapping[PlanSetting, tuple[float, float]]
     other_caps: Sequence[tuple[int, float]]
     smallest: Mapping[str, PlannedSetting]
-    curves: Sequence[ScaleCurve]
+    curves: Mapping[str, Sequence[ScalePoint]]
     spread: str
 
 
@@ -241,7 +234,10 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
 
     ``fabrics``: seconds of a ring's step, by name. ``always``: simulate also what does not fit.
     """
-    choices = [planner.choice(setting, cluster, always=always) for setting in settings(planner, cluster)]
+    choices = []
+    for setting in settings(planner, cluster):
+        held = planner.held(setting, cluster)
+        choices.append(replace(held, step=planner.step(setting, cluster)) if always or held.fits else held)
     best, shown = recommended(choices), frontier(choices)
     bands = {}
     for choice in shown:
@@ -250,7 +246,7 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
     if best is not None and best not in shown:
         shown.append(best)
     return Findings(
-        planner.training,
+        planner,
         cluster,
         choices,
         best,
@@ -258,8 +254,8 @@ def findings_of(planner: Planner, cluster: Cluster, fabrics: Mapping[str, float]
         bands,
         [] if best is None else _other_caps(best, choices),
         _smallest(planner, cluster),
-        [] if best is None else scale_curves(planner, cluster, best.setting, fabrics),
-        "" if best is None else planner.spread(best.setting),
+        {} if best is None else scale_curves(planner, cluster, best.setting, fabrics),
+        "" if best is None else spread_of_owners(planner.memory.laid_out(best.setting).layout, best.setting.row),
     )
 
 
@@ -275,7 +271,8 @@ def _other_caps(best: PlannedSetting, choices: Sequence[PlannedSetting]) -> list
 
 def _smallest(planner: Planner, cluster: Cluster) -> dict[str, PlannedSetting]:
     found: dict[str, PlannedSetting] = {}
-    for recompute in (planner.training.recompute, *(["full"] if planner.training.counts_activations else [])):
+    again: tuple[Recompute, ...] = ("full",) if planner.counts_activations else ()
+    for recompute in (planner.training.recompute, *again):
         smallest = smallest_cluster(planner.recomputing(recompute), cluster)
         if smallest is not None and smallest.cluster not in [each.cluster for each in found.values()]:
             found[recompute] = smallest

@@ -18,9 +18,9 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 PRESETS = Path(__file__).with_name("hardware.json")
 FORMAT = 1
@@ -39,60 +39,41 @@ UNITS: Mapping[str, tuple[str, float]] = {
 }
 """What a unit measures, and how much of the base unit it is."""
 
-_GPU = {
-    "memory": "bytes",
-    "memory_bandwidth": "bytes a second",
-    "link": "bytes a second",
-    "host_link": "bytes a second",
-    "per_host": "number",
-    "domain": "number",
-}
-_GPU_OPTIONAL = {"nic": "bytes a second", "sustained": "number", "host_memory": "bytes a second"}
-_NETWORK = {
-    "link_efficiency": "number",
-    "nic_efficiency": "number",
-    "base": "seconds",
-    "hop_inside": "seconds",
-    "doorbell": "seconds",
-}
-_CALLS = ("launch", "unit", "parameter", "bucket", "exchange", "gather", "release", "update", "step")
-_HOST = dict.fromkeys(_CALLS, "seconds")
+Seconds = Annotated[float, "seconds"]
 
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A GPU, or a rank of a CPU.
+    """A GPU, or a rank of a CPU. The text in a type is what the unit of a file's value measures.
 
     Attributes:
         name: its name in the file.
         family: its architecture, by which constants of its efficiency are found.
-        memory: bytes.
-        memory_bandwidth: bytes a second.
+        memory, memory_bandwidth: its own.
         flops: peak operations a second of dense products, by the name of the dtype.
-        link: bytes a second that a rank sends to others of its domain (NVLink; PCIe without it).
-        host_link: bytes a second to the host's memory.
+        link: to others of its domain (NVLink; PCIe without it).
+        host_link: to the host's memory.
         per_host: how many a host has, unless the cluster says otherwise.
         domain: how many are joined by links of this speed.
         efficiency: measured shares of the peaks, by "matmul", "attention" or "memory"; empty in the presets.
-        nic: bytes a second that a host sends into the network; None if there is no typical value.
+        nic: of a host into the network; None if there is no typical value.
         sustained: share of the peaks that it sustains.
-        host_memory: bytes a second that the host reads and writes in its memory for one of its GPUs; None: as many as
-            ``host_link``.
+        host_memory: in which the host reads and writes its memory for one of its GPUs; None: as ``host_link``.
     """
 
     name: str
     family: str
-    memory: float
-    memory_bandwidth: float
+    memory: Annotated[float, "bytes"]
+    memory_bandwidth: Annotated[float, "bytes a second"]
     flops: Mapping[str, float]
-    link: float
-    host_link: float
-    per_host: int
-    domain: int
+    link: Annotated[float, "bytes a second"]
+    host_link: Annotated[float, "bytes a second"]
+    per_host: Annotated[int, "number"]
+    domain: Annotated[int, "number"]
     efficiency: Mapping[str, float]
-    nic: float | None = None
-    sustained: float = 1.0
-    host_memory: float | None = None
+    nic: Annotated[float | None, "bytes a second"] = None
+    sustained: Annotated[float, "number"] = 1.0
+    host_memory: Annotated[float | None, "bytes a second"] = None
 
     def peak(self, dtype: str) -> float:
         """Return the peak of products of this dtype. Raises `ValueError` if the GPU has none."""
@@ -116,11 +97,11 @@ class Network:
     """
 
     ring_step: float
-    link_efficiency: float
-    nic_efficiency: float
-    base: float
-    hop_inside: float
-    doorbell: float
+    link_efficiency: Annotated[float, "number"]
+    nic_efficiency: Annotated[float, "number"]
+    base: Seconds
+    hop_inside: Seconds
+    doorbell: Seconds
 
 
 @dataclass(frozen=True)
@@ -139,15 +120,15 @@ class HostCalls:
         step: of a clip and a step, without what each bucket adds.
     """
 
-    launch: float
-    unit: float
-    parameter: float
-    bucket: float
-    exchange: float
-    gather: float
-    release: float
-    update: float
-    step: float
+    launch: Seconds
+    unit: Seconds
+    parameter: Seconds
+    bucket: Seconds
+    exchange: Seconds
+    gather: Seconds
+    release: Seconds
+    update: Seconds
+    step: Seconds
 
 
 @dataclass(frozen=True)
@@ -175,11 +156,6 @@ class Cluster:
             return self.per_host
         return min(max(self.gpu.domain // self.per_host, 1), self.hosts) * self.per_host
 
-    def with_hosts(self, hosts: int) -> Cluster:
-        """Return the same hosts in another number. Raises `ValueError` if several have no network."""
-        _check_network(self.gpu, hosts, self.nic)
-        return replace(self, hosts=hosts)
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -199,12 +175,6 @@ class Hardware:
     calls: HostCalls
     measured: str = ""
 
-    def gpu(self, name: str) -> Accelerator:
-        """Return the GPU of this name. Raises `ValueError`, with the nearest name, if there is none."""
-        if name in self.gpus:
-            return self.gpus[name]
-        raise ValueError(f"no GPU is called {name!r}{_nearest(name, self.gpus)}")
-
     def cluster(self, text: str, *, nic: float | None = None, fabric: str = "typical") -> Cluster:
         """Return the cluster that ``text`` names: GPU, GPUs a host and hosts, as in "h100:8x16".
 
@@ -219,7 +189,9 @@ class Hardware:
             ValueError: an unknown name, a number below 1, or several hosts without a network.
         """
         name, _, shape = text.strip().lower().partition(":")
-        gpu = self.gpu(name)
+        if name not in self.gpus:
+            raise ValueError(f"no GPU is called {name!r}{_nearest(name, self.gpus)}")
+        gpu = self.gpus[name]
         match = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", shape)
         if shape and match is None:
             raise ValueError(f"cluster {text!r}: give GPU:GPUS_PER_HOST, or GPU:GPUS_PER_HOSTxHOSTS as in {name}:8x16")
@@ -230,7 +202,10 @@ class Hardware:
             raise ValueError(f"nic={nic!r}: give the Gb/s that a host sends into the network, above 0")
         usual = (gpu.nic or 0.0) * per_host / gpu.per_host  # a larger host has as much for each GPU
         bandwidth = usual if nic is None else nic * UNITS["Gb/s"][1]
-        _check_network(gpu, hosts, bandwidth)
+        if hosts > 1 and not bandwidth:
+            raise ValueError(
+                f"{hosts} hosts of {gpu.name!r}, and no network is usual for it: give the Gb/s of a host (--nic)"
+            )
         network = replace(self.network, ring_step=self.fabrics[fabric])
         return Cluster(gpu, per_host, hosts, bandwidth, network, self.calls)
 
@@ -272,30 +247,31 @@ def hardware_of(data: Any, before: Hardware | None) -> Hardware:
     fabrics = _values(fabrics, "fabrics", dict.fromkeys(fabrics, "seconds"))
     network, calls = (
         _values(_mapping(top.get(name, {}), name, set(kinds)), name, kinds)
-        for name, kinds in (("network", _NETWORK), ("host", _HOST))
+        for name, kinds in (("network", _kinds(Network)), ("host", _kinds(HostCalls)))
     )
     if before is not None:
         gpus, fabrics = {**before.gpus, **gpus}, {**before.fabrics, **fabrics}
         network, calls = asdict(before.network) | network, asdict(before.calls) | calls
-    missing = [f"network.{key}" for key in _NETWORK if key not in network]
-    missing += [f"host.{key}" for key in _HOST if key not in calls]
-    if missing:
-        raise ValueError(f"{missing[0]} is missing")
-    if "typical" not in fabrics:
-        raise ValueError('fabrics: there is no "typical"')
     network["ring_step"] = fabrics["typical"]
     return Hardware(gpus, fabrics, Network(**network), HostCalls(**calls), measured)
 
 
+def _kinds(record: type[Any]) -> dict[str, str]:
+    """Return what the values of a record measure that a file gives."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items() if hasattr(hint, "__metadata__")}
+
+
 def _accelerator(name: str, data: Any) -> Accelerator:
-    place = f"gpus.{name}"
-    given = _mapping(data, place, {"family", "flops", "efficiency", *_GPU, *_GPU_OPTIONAL})
-    missing = [key for key in ("family", "flops", *_GPU) if key not in given]
+    place, kinds = f"gpus.{name}", _kinds(Accelerator)
+    given = _mapping(data, place, {"family", "flops", "efficiency", *kinds})
+    needed = {each.name for each in fields(Accelerator) if each.default is MISSING}
+    missing = [key for key in ("family", "flops", *(kind for kind in kinds if kind in needed)) if key not in given]
     if missing:
         raise ValueError(f"{place}: {', '.join(missing)} missing")
     if not isinstance(given["family"], str):
         raise ValueError(f"{place}.family must be text, not {given['family']!r}")
-    known: dict[str, Any] = _values(given, place, _GPU | _GPU_OPTIONAL)
+    known: dict[str, Any] = _values(given, place, kinds)
     flops, efficiency = given["flops"], given.get("efficiency", {})
     _mapping(efficiency, f"{place}.efficiency", {"matmul", "attention", "memory"})
     return Accelerator(
@@ -341,10 +317,3 @@ def _nearest(name: str, known: Mapping[str, Any] | set[str]) -> str:
     """Return the end of an error: the nearest known name, or all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f": did you mean {close[0]!r}?" if close else f": choose one of {', '.join(sorted(known))}"
-
-
-def _check_network(gpu: Accelerator, hosts: int, nic: float) -> None:
-    if hosts > 1 and not nic:
-        raise ValueError(
-            f"{hosts} hosts of {gpu.name!r}, and no network is usual for it: give the Gb/s of a host (--nic)"
-        )

@@ -7,8 +7,6 @@ floor(n r / W) of them, which is ceil(n / W) for r = W - 1 and never more. On ac
 last ones may be padding alone. So no loop over ranks finds the largest. Of parameters with one owner each (Muon's), the
 rank that owns most has most.
 
-The bytes that one rank holds at each stage, next to those of the plain loop, for any class of optimizers.
-
 Knows: what a class keeps, and what is offloaded. Does not know: the bytes of a bucket (`zero.core.formulas`),
 activations, the memory that torch and the system need, seconds, which bytes cross between hosts (`seconds.compute`).
 """
@@ -16,52 +14,39 @@ activations, the memory that torch and the system need, seconds, which bytes cro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import cast
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from ..core.buckets import BucketSizes, build
-from ..core.formulas import KeptStates, bucket_bytes, formula_traffic, peak_bounds
-from ..core.layout import BlockCuts, BucketSpec, Layout, OwnerCuts, is_accelerator
+from ..core.buckets import build
+from ..core.formulas import BucketBytes, KeptStates, bucket_bytes, formula_traffic, peak_bounds
+from ..core.layout import BlockCuts, BucketSpec, Layout, OwnerCuts, ParameterSpec, is_accelerator
 from ..core.rounding import WIDE, RoundedDtypes, rounded
-from ..core.stage import STAGES, STATES_AHEAD, STATES_BEHIND
-from ..core.units import ROOT, UnitSchedule
-from ..precision import MixedPrecision, Patterns
+from ..core.stage import STATES_AHEAD, STATES_BEHIND
+from ..core.units import ROOT
+from ..precision import Rule
 from .model import Model, ParameterShape
-from .setting import STEP_COUNT_BYTES, OptimizerStates, PlanSetting, Quantized
+from .setting import STEP_COUNT_BYTES, PlanSetting
 
 _STAGED = {"": 0, "disk": STATES_AHEAD + 1, "host": STATES_AHEAD + 1 + STATES_BEHIND}
 """Buckets of offloaded states in memory during a step: memory/offload.md. A file has no copies to write back."""
 
 
 @dataclass(frozen=True)
-class RankBytes:
-    """The bytes of one rank after a step with all gradients. The first five are exact.
+class RankBytes(BucketBytes):
+    """The bytes of one rank after a step with all gradients. Those of `BucketBytes` are exact.
 
     Attributes:
-        parameters: the weights with which the model computes.
-        gradients: the buffers of gradients, which stay between steps.
-        states: the optimizer's tensors that are as large as parameters.
-        step_counts: the optimizer's tensors of one element.
-        masters: master weights.
         offloaded: memory in a file or on the host that is reserved for these.
-        resident: those of the first five that are beside the model.
+        resident: those of `BucketBytes` that are beside the model.
         gathered_peak: upper bound of the buffers of gathered units.
         scratch_peak: upper bound of the memory for buckets in flight.
         staged_peak: upper bound of what is in memory of offloaded tensors during a step.
     """
 
-    parameters: int = 0
-    gradients: int = 0
-    states: int = 0
-    step_counts: int = 0
-    masters: int = 0
-    offloaded: int = 0
-    resident: int = 0
+    offloaded: int
+    resident: int
     gathered_peak: int = 0
     scratch_peak: int = 0
     staged_peak: int = 0
@@ -69,23 +54,7 @@ class RankBytes:
     @property
     def optimizer(self) -> int:
         """What `describe()` reports as "optimizer"."""
-        return self.states + self.step_counts + self.masters
-
-
-@dataclass(frozen=True)
-class _Key:
-    """What a layout depends on."""
-
-    rule: MixedPrecision | Patterns | None
-    factor: int
-    sizes: BucketSizes
-    has_units: bool
-    across_units: bool
-    whole_matrices: bool
-    offloaded: bool
-    quantized: Quantized | None
-    rounds: bool
-    stepped_on_host: bool
+        return self.states + self.scalars + self.masters
 
 
 @dataclass(frozen=True)
@@ -106,7 +75,7 @@ class MemoryPlan:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._laid_out: dict[_Key, LaidOut] = {}
+        self._laid_out: dict[object, LaidOut] = {}
 
     def of_rank(self, setting: PlanSetting, rank: int) -> RankBytes:
         """Return the bytes of one rank."""
@@ -126,29 +95,21 @@ class MemoryPlan:
         held: Counter[int] = Counter()
         largest = 0 if is_accelerator(setting.device) else setting.factor - 1
         for bucket, count in self.laid_out(setting).kinds:
-            for place in _uneven(bucket):
+            in_blocks = bucket.world_size if isinstance(bucket.cuts, BlockCuts) else 0
+            for place in bucket.cuts.owners if isinstance(bucket.cuts, OwnerCuts) else range(in_blocks):
                 found = self._of_bucket(setting, bucket, place)
                 held[place] += count * (found.resident + found.offloaded)
         return self._sum(setting, max(held, key=lambda place: (held[place], place), default=largest))
 
     def laid_out(self, setting: PlanSetting) -> LaidOut:
         """Return the model's layout, as `zero.ZeroOptimizer` would make it."""
-        key = _key(setting)
+        across_units, sizes = setting.has_units and setting.shares_buckets, setting.bucket_sizes
+        on_host = setting.offloads_parameters, setting.steps_on_host
+        made = setting.mixed_precision, setting.classes, setting.rounding, setting.device, *on_host
+        key = made, setting.factor, sizes, setting.has_units, across_units
         if key not in self._laid_out:
-            specs = self.model.specs(
-                setting.rule,
-                with_units=setting.has_units,
-                device=setting.device,
-                whole_matrices=key.whole_matrices,
-            )
-            specs = [replace(s, offloaded=key.offloaded, stepped_on_host=key.stepped_on_host) for s in specs]
-            if key.quantized is not None:
-                cut = [key.quantized.is_cut(spec.numel) for spec in specs]
-                specs = [replace(s, blocks=is_cut, one_owner=not is_cut) for s, is_cut in zip(specs, cut, strict=True)]
-            if key.rounds:
-                specs = [replace(spec, dtypes=rounded(spec.dtypes)) for spec in specs]
-            most, first = setting.bucket_sizes.most, setting.bucket_sizes.first
-            layout = build(specs, setting.factor, most, first_bytes=first, across_units=key.across_units)
+            specs = self._specs(setting)
+            layout = build(specs, setting.factor, sizes.most, first_bytes=sizes.first, across_units=across_units)
             seen: dict[object, BucketSpec] = {}
             counts: Counter[object] = Counter()
             for bucket in layout.buckets:
@@ -160,6 +121,34 @@ class MemoryPlan:
             kinds = tuple((seen[shape], count) for shape, count in counts.items())
             self._laid_out[key] = LaidOut(layout, kinds)
         return self._laid_out[key]
+
+    def _specs(self, setting: PlanSetting) -> list[ParameterSpec]:
+        """Return the parameters as `zero.ZeroOptimizer` over the module would describe them."""
+        quantized, specs = setting.quantized, []
+        for index, (shape, dtypes) in enumerate(
+            zip(self.model.parameters, self.model.dtypes(cast(Rule, setting.mixed_precision)), strict=True)
+        ):
+            of_muon = len(setting.classes) > 1 and shape.is_unit_matrix
+            blocks = quantized is not None and quantized.is_cut(shape.numel)
+            specs.append(
+                ParameterSpec(
+                    shape.names,
+                    shape.shape,
+                    torch.empty(shape.shape, device="meta").stride(),
+                    dtypes if setting.rounding is None else rounded(dtypes),
+                    setting.device,
+                    shape.trainable,
+                    shape.group,
+                    index,
+                    unit=shape.unit if setting.has_units else ROOT,
+                    one_owner=of_muon if quantized is None else not blocks,
+                    optimizer_class=int(of_muon),
+                    blocks=blocks,
+                    offloaded=setting.offloads_parameters,
+                    stepped_on_host=setting.steps_on_host,
+                )
+            )
+        return specs
 
     def sent(self, setting: PlanSetting, backwards: int = 1, synchronised: int = 1) -> int:
         """Return the payload of a step, summed over the ranks, if each of them sends what an owner needs to that owner.
@@ -182,7 +171,7 @@ class MemoryPlan:
             means_are_shown=setting.shows_means,
             replicas=setting.replicas,
             reshard_group_size=setting.near,
-            schedule=self._schedule(setting),
+            schedule=setting.unit_schedule(len(self.model.units)),
             hosts=setting.folded_hosts,
         )
         if not setting.row.parameters_are_gathered:
@@ -206,12 +195,14 @@ class MemoryPlan:
             field.name: sum(count * getattr(part, field.name) for part, count in parts_) for field in fields(RankBytes)
         }
         staged = max((part.staged_peak for part, _ in parts_), default=0)
+        # peers read a rank's shards in its memory
+        mapped = setting.threads or (setting.device == "cpu" and (setting.per_host > 1 or setting.replicas > 1))
         total |= peak_bounds(
             laid_out.layout,
             setting.row,
             reshard_group_size=setting.near,
-            schedule=self._schedule(setting),
-            shards_are_exposed=setting.exposes_slices,
+            schedule=setting.unit_schedule(len(self.model.units)),
+            shards_are_exposed=setting.gathers_units and mapped,
             host_ranks=setting.per_host if setting.folded_hosts > 1 else 0,
         )
         if not setting.gathers_units:
@@ -220,11 +211,6 @@ class MemoryPlan:
         if setting.offloads_parameters or setting.rounding:  # and what the bucket that is stepped has besides
             total["staged_peak"] += max((part.scratch_peak for part, _ in parts_), default=0)
         return RankBytes(**total)
-
-    def _schedule(self, setting: PlanSetting) -> UnitSchedule:
-        """Return which units may be whole at once."""
-        kept = range(ROOT + 1, len(self.model.units)) if setting.keeps_units else ()
-        return replace(setting.unit_schedule, kept=frozenset(kept))
 
     def _of_bucket(self, setting: PlanSetting, bucket: BucketSpec, place: int) -> RankBytes:
         """Return a rank's bytes of one bucket. ``staged_peak``: of its copies in a step; ``scratch_peak``: of its
@@ -236,9 +222,10 @@ class MemoryPlan:
         low, high = stage.update_interval(bucket, place)
         pieces, on_disk = bucket.pieces(low, high), setting.states_on == "disk"
         updated = [piece for piece in pieces if stepped[piece.slot]]
-        flat = [piece for piece in updated if states.lie_flat(members[piece.slot].numel)]
+        bits = states.quantized
+        flat = [piece for piece in updated if bits is None or not bits.fits(members[piece.slot].numel)]
         exist = bool(flat) or (states.at_construction and bool(pieces))
-        in_blocks = sum(states.block_bytes(piece.numel) for piece in updated if piece not in flat)
+        in_blocks = sum(states.tensors * bits.nbytes(piece.numel) for piece in updated if bits and piece not in flat)
         found = bucket_bytes(
             bucket,
             [self.laid_out(setting).layout.parameters[slot.parameter] for slot in bucket.slots],
@@ -271,89 +258,5 @@ class MemoryPlan:
             offloaded, scalars = offloaded + scalars, 0
         beside = kept + scalars + (0 if setting.offload else found.states + in_blocks)
         beside += 0 if masters_move or setting.offloads_parameters else found.masters
-        return RankBytes(
-            found.parameters,
-            found.gradients,
-            found.states + in_blocks,
-            found.scalars,
-            found.masters,
-            offloaded,
-            beside,
-            scratch_peak=wide,
-            staged_peak=staged,
-        )
-
-
-def _uneven(bucket: BucketSpec) -> Sequence[int]:
-    """Return the ranks that own elements of a bucket whose parameters lie whole, or in whole blocks, on a rank."""
-    if isinstance(bucket.cuts, OwnerCuts):
-        return bucket.cuts.owners
-    return range(bucket.world_size) if isinstance(bucket.cuts, BlockCuts) else ()
-
-
-def _key(setting: PlanSetting) -> _Key:
-    return _Key(
-        setting.rule,
-        setting.factor,
-        setting.bucket_sizes,
-        setting.has_units,
-        setting.has_units and setting.shares_buckets,
-        len(setting.classes) > 1,
-        setting.offloads_parameters,
-        setting.quantized,
-        setting.rounding is not None,
-        setting.steps_on_host,
-    )
-
-
-PLAIN = "plain loop"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Setting(PlanSetting):
-    """A setting with other classes than those that have a name."""
-
-    kept: tuple[OptimizerStates, ...]
-
-    @property
-    def classes(self) -> tuple[OptimizerStates, ...]:
-        return self.kept
-
-
-def bytes_by_stage(
-    model: Model,
-    classes: Sequence[type[Optimizer]],
-    arguments: Mapping[str, Any],
-    ranks: int,
-    sharding_factor: int | None = None,
-    **options: Any,
-) -> dict[str, RankBytes]:
-    """Return the bytes of `PLAIN` on one process, and of rank 0 at "stage 0" to "stage 3".
-
-    Args:
-        model: what is trained.
-        classes: the optimizer's class, and perhaps a second one for the matrices of units.
-        arguments: of both classes.
-        ranks: their number, on one host.
-        sharding_factor: as in `PlanSetting`, where a stage shards.
-        options: further fields of `PlanSetting`.
-    """
-    options["kept"] = tuple(states_of(kind, arguments) for kind in classes)
-    settings = {PLAIN: _Setting(stage=2, **options)}  # alone, a rank keeps one copy of each: at stage 0 sums lie apart
-    for stage in STAGES:
-        factor = sharding_factor if stage else None
-        settings[f"stage {stage}"] = _Setting(stage=stage, world_size=ranks, sharding_factor=factor, **options)
-    plan = MemoryPlan(model)
-    return {name: plan.of_rank(setting, 0) for name, setting in settings.items()}
-
-
-def states_of(kind: type[Optimizer], arguments: Mapping[str, Any]) -> OptimizerStates:
-    """Return the states that a class keeps, found by a step of one small matrix."""
-    matrix = nn.Parameter(torch.ones(2, 3))
-    matrix.grad = torch.ones_like(matrix)
-    optimizer: Any = kind([matrix], **arguments)
-    at_construction = bool(optimizer.state)
-    optimizer.step()
-    kept = [value for value in optimizer.state[matrix].values() if isinstance(value, Tensor)]
-    large = sum(value.shape == matrix.shape for value in kept)
-    return OptimizerStates(large, sum(value.numel() == 1 for value in kept), at_construction)
+        exact = vars(replace(found, states=found.states + in_blocks))
+        return RankBytes(**exact, offloaded=offloaded, resident=beside, scratch_peak=wide, staged_peak=staged)

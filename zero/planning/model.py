@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.layout import Dtypes, ParameterSpec
-from ..precision import MixedPrecision, Patterns, dtypes_by_name
+from ..core.layout import Dtypes
+from ..precision import Rule, dtypes_by_name
 
 ROOT_NAME = "the root's rest"
 
@@ -141,16 +141,12 @@ class Model:
         name: what its source calls it.
         parameters: in order of registration.
         units: the name of each unit; the root's rest is first.
-        hidden: features of a token between units; 0 if unknown.
-        vocabulary: classes of the output; 0 if unknown.
-        transformer: its plain numbers; None if its work is not counted from them.
+        transformer: its plain numbers; None if they are not known.
     """
 
     name: str
     parameters: tuple[ParameterShape, ...]
     units: tuple[str, ...] = (ROOT_NAME,)
-    hidden: int = 0
-    vocabulary: int = 0
     transformer: Transformer | None = None
 
     @property
@@ -169,40 +165,6 @@ class Model:
             found[parameter.unit] += count(parameter)
         return found
 
-    def dtypes(self, rule: MixedPrecision | Patterns | None) -> list[Dtypes]:
+    def dtypes(self, rule: Rule) -> list[Dtypes]:
         """Return the dtypes of each parameter. Raises `ValueError` as `dtypes_by_name` does."""
         return dtypes_by_name(rule, [parameter.names for parameter in self.parameters], torch.float32)
-
-    def specs(
-        self,
-        rule: MixedPrecision | Patterns | None = None,
-        *,
-        with_units: bool,
-        device: str = "cpu",
-        whole_matrices: bool = False,
-    ) -> list[ParameterSpec]:
-        """Return the specs of all parameters, as `zero.ZeroOptimizer` over the module would make them.
-
-        Args:
-            rule: the precision of all modules, which were made in fp32, or patterns of their names.
-            with_units: whether parameters are gathered in units (stage 3).
-            device: their device, as text.
-            whole_matrices: whether a class of its own, number 1, steps the matrices of units by their shapes.
-        """
-        dtypes = self.dtypes(rule)
-        return [
-            ParameterSpec(
-                parameter.names,
-                parameter.shape,
-                torch.empty(parameter.shape, device="meta").stride(),
-                dtypes[index],
-                device,
-                parameter.trainable,
-                parameter.group,
-                index,
-                parameter.unit if with_units else 0,
-                whole_matrices and parameter.is_unit_matrix,
-                int(whole_matrices and parameter.is_unit_matrix),
-            )
-            for index, parameter in enumerate(self.parameters)
-        ]

@@ -1,4 +1,4 @@
-"""The setting of a training, as a plan needs it: the optimizer's options, and the places of its ranks.
+"""A training, as a plan needs it: how it is trained on any cluster, and a setting of its optimizer on some ranks.
 
 Knows: classes of optimizers by the tensors that they keep, which ranks share a host. Does not know: models, bytes,
 seconds.
@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, cast
+from typing import Annotated, Literal, cast
+
+import torch
 
 from collectives import algorithm_for
 
@@ -18,9 +20,10 @@ from ..core.buckets import DEFAULT_CAP_MB, MIB, BucketSizes
 from ..core.conflicts import OF_PLAN, check
 from ..core.layout import CUT_EVERY
 from ..core.stage import Placement, units_share_buckets
-from ..core.units import UnitSchedule
-from ..precision import MixedPrecision, Patterns
+from ..core.units import ROOT, UnitSchedule
+from ..precision import PRECISIONS, MixedPrecision, Patterns, PrecisionName
 
+Recompute = Literal["none", "selective", "full"]
 STEP_COUNT_BYTES = 4  # a count is a tensor of one element, in fp32: torch/optim/optimizer.py, _get_scalar_dtype
 
 
@@ -50,11 +53,6 @@ class Quantized:
         """Return the bytes of a state of ``numel`` elements that is quantized."""
         return numel * self.bits // 8 + numel // self.block * 4 + self.table_bytes
 
-    @property
-    def share(self) -> float:
-        """The bytes of an element, scale included, as a share of those in fp32."""
-        return self.bits / 32 + 1 / self.block
-
 
 @dataclass(frozen=True)
 class OptimizerStates:
@@ -74,18 +72,10 @@ class OptimizerStates:
     quantized: Quantized | None = None
     orthogonalizes: bool = False
 
-    def lie_flat(self, numel: int) -> bool:
-        """Return whether those of a parameter of ``numel`` elements are as large as it, in the dtype of its weights."""
-        return self.quantized is None or not self.quantized.fits(numel)
-
-    def block_bytes(self, numel: int) -> int:
-        """Return the bytes of those of ``numel`` elements that do not lie flat."""
-        return 0 if self.quantized is None else self.tensors * self.quantized.nbytes(numel)
-
     @property
     def moved(self) -> float:
-        """The tensors as large as a parameter, in the dtype of the weights, that have as many bytes."""
-        return self.tensors * (1.0 if self.quantized is None else self.quantized.share)
+        """The tensors as large as a parameter, in the dtype of the weights, that have as many bytes, with scales."""
+        return self.tensors * (1.0 if self.quantized is None else self.quantized.bits / 32 + 1 / self.quantized.block)
 
 
 OPTIMIZERS: Mapping[str, tuple[OptimizerStates, ...]] = MappingProxyType(
@@ -107,11 +97,72 @@ The last three are torchao's AdamW8bit, AdamW4bit and AdamWFp8, with ``partition
 
 
 @dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained, on any cluster. The text in the type of a field describes it; `zero plan` checks it."""
+
+    micro: Annotated[int, "sequences per micro-batch"] = 1
+    sequence: Annotated[int, "tokens per sequence"] = 2048
+    global_batch: Annotated[int | None, "sequences per step, over all ranks; default: one micro-batch per rank"] = None
+    recompute: Annotated[Recompute, "blocks that the backward recomputes: none, every second one, all"] = "none"
+    precision: Annotated[PrecisionName, "dtype of the model's compute; bf16 and fp16 add fp32 masters"] = "bf16"
+    fp32_modules: Annotated[
+        str | None, "modules that compute in fp32 in a 16-bit model: patterns of their names, as in '*norm*,lm_head'"
+    ] = None
+    optimizer: Annotated[
+        str,
+        "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest; adamw8bit, "
+        "adamw4bit, adamwfp8: torchao's",
+    ] = "adamw"
+    prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
+
+    @property
+    def rule(self) -> MixedPrecision | Patterns | None:
+        """The precision of the modules. What those in fp32 return is cast back."""
+        precision = PRECISIONS[self.precision]
+        if precision is None or self.fp32_modules is None:
+            return precision
+        kept = MixedPrecision(torch.float32, output_dtype=precision.param_dtype)
+        return Patterns((("*", precision), *((pattern, kept) for pattern in self.fp32_modules.split(","))))
+
+    @property
+    def param_dtype(self) -> torch.dtype:
+        """The dtype of most parameters."""
+        precision = PRECISIONS[self.precision]
+        return torch.float32 if precision is None else precision.of(torch.float32).param_dtype
+
+    @property
+    def products(self) -> str:
+        """The dtype of most products of matrices, by the name of a peak."""
+        return str(self.param_dtype).removeprefix("torch.")
+
+    @property
+    def tokens_of_micro_batch(self) -> int:
+        return self.micro * self.sequence
+
+    def blocks_recomputed(self, count: int) -> list[bool]:
+        """Return which of so many blocks are recomputed in a backward; the first one is if every second one is."""
+        return [self.recompute == "full" or (self.recompute == "selective" and not n % 2) for n in range(count)]
+
+    def micro_batches(self, ranks: int) -> int:
+        """Return the micro-batches of a rank in a step. Raises `ValueError` if ranks do not divide the global batch."""
+        together = self.micro * ranks
+        total = together if self.global_batch is None else self.global_batch
+        if total % together:
+            below = total // together * together
+            choices = f"{below} or {below + together}" if below else f"{together}"
+            raise ValueError(
+                f"a global batch of {total} sequences is not divisible by {ranks} ranks with micro-batches of "
+                f"{self.micro}: use {choices}, or another micro-batch or number of ranks"
+            )
+        return total // together
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanSetting(ShardingOptions):
     """The options of a `zero.ZeroOptimizer` over a module that was made in fp32, and the places of its ranks.
 
     Collectives, units and the partition are those of the plan's model. As ``bucket_cap_mb``, None is 25 on every
-    device, and "auto" is refused: `Training.bucket_sizes` finds the sizes that depend on a model.
+    device, and "auto" is refused: `Planner.bucket_sizes` finds the sizes that depend on a model.
 
     Attributes:
         world_size: the number of ranks.
@@ -139,7 +190,7 @@ class PlanSetting(ShardingOptions):
         if isinstance(self.world_size, bool) or not isinstance(self.world_size, int) or self.world_size < 1:
             raise ValueError(f"world_size must be a whole number, at least 1, not {self.world_size!r}")
         if self.bucket_cap_mb == "auto":
-            raise ValueError('bucket_cap_mb="auto" depends on the model: Training.bucket_sizes finds the number')
+            raise ValueError('bucket_cap_mb="auto" depends on the model: Planner.bucket_sizes finds the number')
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"optimizer must be one of {', '.join(map(repr, OPTIMIZERS))}, not {self.optimizer!r}")
         if callable(self.mixed_precision):
@@ -176,10 +227,10 @@ class PlanSetting(ShardingOptions):
         """How many ranks share the copy of a unit that is kept for its backward."""
         return self.reshard_group_size(self.world_size)
 
-    @property
-    def unit_schedule(self) -> UnitSchedule:
-        """Which units may be whole at once. None lies inside another."""
-        return UnitSchedule(depth=self.prefetch_depth)
+    def unit_schedule(self, units: int) -> UnitSchedule:
+        """Return which of so many units, the root's rest included, may be whole at once. None lies inside another."""
+        kept = range(ROOT + 1, units if self.keeps_units else 0)
+        return UnitSchedule(kept=frozenset(kept), depth=self.prefetch_depth)
 
     @property
     def per_host(self) -> int:
@@ -197,11 +248,6 @@ class PlanSetting(ShardingOptions):
         by_nccl = self.device != "cpu"
         found = algorithm_for(self.factor, self.hosts, by_nccl=by_nccl, replicas=self.replicas)
         return self.hosts if found == "fold" else 1
-
-    @property
-    def rule(self) -> MixedPrecision | Patterns | None:
-        """The precision of every module."""
-        return cast(MixedPrecision | Patterns | None, self.mixed_precision)
 
     @property
     def states_on(self) -> Literal["", "disk", "host"]:
@@ -252,14 +298,8 @@ class PlanSetting(ShardingOptions):
         return self.gathers_units and self.reshard_after_forward is not True and self.near == 1
 
     @property
-    def exposes_slices(self) -> bool:
-        """Whether peers read a rank's shards in its memory while units are gathered."""
-        mapped = self.threads or (self.device == "cpu" and (self.per_host > 1 or self.replicas > 1))
-        return self.gathers_units and mapped
-
-    @property
     def shows_means(self) -> bool:
         """Whether p.grad is the mean after each backward at stage 0, since no module has another dtype."""
-        rule = self.rule
+        rule = cast(MixedPrecision | Patterns | None, self.mixed_precision)
         every = [precision for _, precision in rule.pairs] if isinstance(rule, Patterns) else [rule]
         return all(precision is None or precision.param_dtype is None for precision in every)

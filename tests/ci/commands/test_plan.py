@@ -18,7 +18,7 @@ import torch
 import zero
 from zero.commands import cli
 from zero.commands.plan import command
-from zero.commands.plan.command import start_of, training_of
+from zero.commands.plan.command import planner_of, start_of
 from zero.commands.plan.settings import PlanConfig
 from zero.planning.choose import SAME
 from zero.planning.setting import OPTIMIZERS, PlanSetting
@@ -60,9 +60,9 @@ def written() -> dict[str, Any]:
 def start(precision: Any = "fp32", fp32_modules: str | None = None, **changes: Any) -> str:
     """Return how a setting of a small model on one host starts."""
     named = {"precision": precision, "fp32_modules": fp32_modules, "optimizer": changes.get("optimizer", "adamw")}
-    training = training_of(PlanConfig(module="made:bytes_model", sequence=64, **named))
-    setting = PlanSetting(**{"stage": 3, "world_size": 2, "mixed_precision": training.rule, **changes})
-    return start_of(setting, training)
+    planner = planner_of(PlanConfig(module="made:bytes_model", sequence=64, **named))
+    setting = PlanSetting(**{"stage": 3, "world_size": 2, "mixed_precision": planner.training.rule, **changes})
+    return start_of(setting, planner)
 
 
 def test_it_prints_a_table_and_a_recommendation_and_writes_files(

@@ -12,8 +12,9 @@ from zero.core.buckets import DEFAULT_CAP_MB
 from zero.planning.hardware import HostCalls, presets
 from zero.planning.models.shapes import from_config
 from zero.planning.models.works import count_transformer
-from zero.planning.plan import Planner, Training
+from zero.planning.plan import Planner
 from zero.planning.seconds.compute import CONSTANTS
+from zero.planning.setting import Training
 
 from ...planning.configs import LLAMA_3_8B
 
@@ -33,7 +34,7 @@ def test_the_hosts_calls_are_those_of_the_stored_results() -> None:
     assert {name: digits(seconds) for name, seconds in asdict(presets().calls).items()} == measured
     assert tuple(map(digits, fsdp2_host())) == SYSTEMS["fsdp2"].host
     plain = rows_of("gpu-short-c", "us_a_parameter", "system")[8, PLAIN]
-    assert digits(plain["backward"] / plain["forward"]) == CONSTANTS["host_backward"].value
+    assert digits(plain["backward"] / plain["forward"]) == CONSTANTS["host_backward"]
 
 
 def test_steps_are_planned_near_the_measured_ones(runs: dict[tuple[str, int], OwnRun]) -> None:
@@ -68,7 +69,7 @@ def test_small_buckets_are_planned_to_cost_what_their_host_takes() -> None:
     """Llama-3.1-8B on 8 H200 with 2,048 tokens: a bucket for each unit, and 25 MiB. The host of such a model, narrow,
     takes 2.6 of what it takes with a bucket for each unit."""
     model = from_config(LLAMA_3_8B, "8B")
-    planner = Planner(Training(model, count_transformer(model, 1, 2048) or (), 1, 2048))
+    planner = Planner(model, count_transformer(model, 1, 2048), Training())
 
     def cost(calls: HostCalls) -> float:
         cluster = replace(presets().cluster("h200:8"), calls=calls)

@@ -12,8 +12,8 @@ import json
 import pkgutil
 import platform
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,17 @@ from torch import nn
 
 from ...config import Offload, ShardingOptions
 from ...core.buckets import MIB
-from ...core.stage import check_prefetch_depth
 from ...parameters.casting import put_casts
 from ...planning.choose import Findings, enough_bytes, findings_of, name_of
 from ...planning.hardware import Cluster, presets, read_hardware
 from ...planning.model import Model, UnitWork
 from ...planning.models.shapes import model_of, of_config, of_parameter_list
 from ...planning.models.works import count_module, count_transformer, products_in_fp32
-from ...planning.plan import PlannedSetting, Planner, Training, usable_bytes
+from ...planning.plan import PlannedSetting, Planner, usable_bytes
 from ...planning.seconds.schedule import chrome_trace
-from ...planning.setting import OPTIMIZERS, PlanSetting
-from ...precision import MixedPrecision, Patterns, Precisions, named_precision, param_dtype_of
+from ...planning.setting import PlanSetting
+from ...precision import MixedPrecision, Patterns, Precisions
 from ..console import ACCENT, INSTALL_HINT, RESOLUTION, can_draw, figure_of, print_line, print_table
-from ..flags import require
 from ..runner import check_output, checking_input, fail
 from .settings import PlanConfig
 
@@ -70,55 +68,46 @@ def run(config: PlanConfig) -> int:
     """Plan, print and write. The exit code is 1 if nothing fits, and 2 after wrong input."""
     hardware = presets() if config.hardware is None else read_hardware(config.hardware)
     cluster = hardware.cluster(config.cluster, nic=config.nic, fabric=config.fabric)
-    require(config.optimizer in OPTIMIZERS, "optimizer", config.optimizer, f"one of {', '.join(OPTIMIZERS)}")
-    cluster.gpu.peak(str(param_dtype_of(config.precision)).removeprefix("torch."))
-    training = training_of(config)
-    training.micro_batches(cluster.ranks)
+    cluster.gpu.peak(config.products)
+    planner = planner_of(config)
+    config.micro_batches(cluster.ranks)
     check_output(config.out)
     if hardware.measured:
         print_line(f"hardware as measured: {hardware.measured}")
-    planner = Planner(training)
     found = findings_of(planner, cluster, hardware.fabrics, always=config.all)
     _print(config, found)
     for name in FILES:  # of the last plan, which stay until this one is made
         (config.out / name).unlink(missing_ok=True)
-    _write(config, found, planner)
+    _write(config, found)
     return 0 if found.best else 1
 
 
-def training_of(config: PlanConfig) -> Training:
-    """Return the training that the flags describe."""
+def planner_of(config: PlanConfig) -> Planner:
+    """Return the plan of the training that the flags describe."""
     given = [name for name in SOURCES if getattr(config, name) is not None]
     if len(given) != 1:
         found = "none" if not given else " and ".join(f"--{name}" for name in given)
         raise ValueError(f"the model needs exactly one of {', '.join(f'--{name}' for name in SOURCES)}, here {found}")
-    check_prefetch_depth(config.prefetch_depth)
-    tokens = config.micro * config.sequence
-    patterns = () if config.fp32_modules is None else tuple(config.fp32_modules.split(","))
-    if patterns and config.precision == "fp32":
-        raise ValueError("--fp32-modules: with --precision fp32 every module computes in fp32, so leave it out")
-    # an empty pattern would match the outermost module, and so all of them
-    require(all(patterns), "fp32_modules", config.fp32_modules, "patterns with commas between them, none of them empty")
+    works: Sequence[UnitWork] | None = None
     try:
         if config.config is not None:
             model = of_config(config.config)
-            works = count_transformer(model, config.micro, config.sequence, param_dtype_of(config.precision))
+            works = count_transformer(model, config.micro, config.sequence, config.param_dtype)
         elif config.parameters is not None:
-            model, works = of_parameter_list(config.parameters), None
+            model = of_parameter_list(config.parameters)
         else:
-            model, works = _of_module(config, patterns)
+            model, works = _of_module(config)
     except (ArithmeticError, RuntimeError, TypeError) as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(f"the model cannot be counted: {type(error).__name__}: {reason}") from error
-    counted = works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]
-    if patterns and config.module is None:
-        counted = products_in_fp32(model, counted, model.dtypes(named_precision(config.precision, patterns)), tokens)
-    # its fields have the names of flags
-    flags = {item.name: getattr(config, item.name) for item in fields(Training) if hasattr(config, item.name)}
-    return Training(model, counted, **flags | {"fp32_modules": patterns, "counts_activations": bool(works)})
+    tokens = config.tokens_of_micro_batch
+    works = works or [UnitWork(matmul_flops=2.0 * numel * tokens) for numel in model.unit_numels()]
+    if config.fp32_modules and config.module is None:
+        works = products_in_fp32(model, works, model.dtypes(config.rule), tokens)
+    return Planner(model, works, config)
 
 
-def _of_module(config: PlanConfig, patterns: tuple[str, ...]) -> tuple[Model, tuple[UnitWork, ...] | None]:
+def _of_module(config: PlanConfig) -> tuple[Model, tuple[UnitWork, ...] | None]:
     """Return the model that ``PKG:CALLABLE`` makes, and the work of its units; None if it makes no loss."""
     text = str(config.module)
     if not all(text.partition(":")):
@@ -137,9 +126,9 @@ def _of_module(config: PlanConfig, patterns: tuple[str, ...]) -> tuple[Model, tu
     model = model_of(module, text)
     if loss is None:
         return model, None
-    module.to(param_dtype_of(config.precision))
-    if patterns:
-        precisions = Precisions(named_precision(config.precision, patterns), module)
+    module.to(config.param_dtype)
+    if config.fp32_modules:
+        precisions = Precisions(config.rule, module)
         for parameter in module.parameters():
             if precisions.of(parameter).param_dtype is torch.float32:
                 parameter.data = parameter.detach().float()
@@ -151,15 +140,15 @@ def _of_module(config: PlanConfig, patterns: tuple[str, ...]) -> tuple[Model, tu
 
 def _print(config: PlanConfig, found: Findings) -> None:
     """Print the table of settings, the recommendation, the smallest clusters and the rates of more ranks."""
-    training, cluster, best = found.training, found.cluster, found.best
-    numel = training.model.numel
+    model, cluster, best = found.planner.model, found.cluster, found.best
+    numel = model.numel
     size = f"{numel / 1e9:.2f} B" if numel >= 1e9 else f"{numel / 1e6:.2f} M"
     print_line(
-        f"{training.model.name}: {size} parameters in {len(training.model.units)} units, "
-        f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {training.micro_batches(cluster.ranks)} x "
-        f"{training.micro} x {training.sequence:,} tokens per rank and step, recompute {training.recompute}"
+        f"{model.name}: {size} parameters in {len(model.units)} units, "
+        f"{_cluster(cluster)}, {config.precision}, {config.optimizer}, {config.micro_batches(cluster.ranks)} x "
+        f"{config.micro} x {config.sequence:,} tokens per rank and step, recompute {config.recompute}"
     )
-    if not training.counts_activations:
+    if not found.planner.counts_activations:
         print_line("activations are not counted, and compute is 2 operations for each parameter and token")
     if shown := found.choices if config.all else found.shown:
         rows = [_row(choice, found) for choice in sorted(shown, key=lambda choice: (choice.seconds, choice.peak.total))]
@@ -176,13 +165,13 @@ def _print(config: PlanConfig, found: Findings) -> None:
             f"smallest cluster that fits, recompute {recompute}: {_cluster(smallest.cluster)}, "
             f"{name_of(smallest.setting)}, {_gb(smallest.peak.total)} of {_gb(smallest.usable)} GB{_beside(smallest)}"
         )
-    for curve in found.curves:
+    for name, points in found.curves.items():
         rates = ", ".join(
             f"{_rate(p.tokens_per_second_of_rank)} at {p.ranks:,} ({_rate(p.low)}-{_rate(p.high)})"
             + ("" if p.fits else ", which does not fit")
-            for p in (curve.points[0], curve.points[-1])
+            for p in (points[0], points[-1])
         )
-        print_line(f"tokens/s per rank, {curve.name}: {rates}")
+        print_line(f"tokens/s per rank, {name}: {rates}")
     if best is None:
         changes = ["--recompute full"] * (config.recompute != "full") + ["--micro 1"] * (config.micro > 1)
         changes += ["more hosts", "shorter sequences", "GPUs with more memory"]
@@ -216,7 +205,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
         yield f"${config.price * cluster.ranks / 3600 * 1e9 / rate:,.2f} for a billion tokens"
     if found.spread:
         yield found.spread
-    named = _cap_argument(setting, found.training)
+    named = _cap_argument(setting, found.planner)
     line = f"bucket_cap_mb: {setting.bucket_bytes // MIB}"
     line += " (the default)" if not named else f" ({named})" if named == '"auto"' else ""
     line += "".join(f"; {other} would cost {change:+.1%}" for other, change in found.other_caps)
@@ -224,7 +213,7 @@ def _recommendation(config: PlanConfig, found: Findings, best: PlannedSetting) -
         enough = enough_bytes(cluster, setting.factor) / MIB
         line += f" (latency is at most a tenth of a ring's time from {enough:,.0f} MiB on)"
     yield line
-    yield f"start: {start_of(setting, found.training)}"
+    yield f"start: {start_of(setting, found.planner)}"
 
 
 def _beside(choice: PlannedSetting) -> str:
@@ -248,21 +237,21 @@ def _cluster(cluster: Cluster) -> str:
     return f"{cluster.ranks} {cluster.gpu.name} ({hosts}{network})"
 
 
-def start_of(setting: PlanSetting, training: Training) -> str:
+def start_of(setting: PlanSetting, planner: Planner) -> str:
     """Return the call of `ZeroOptimizer`: its stage, and the options that are not the default."""
     default, options = ShardingOptions().arguments(), setting.arguments()
     given = {name: _code(options[name]) for name in default if _code(options[name]) != _code(default[name])}
-    given |= {"stage": str(setting.stage), "bucket_cap_mb": _cap_argument(setting, training)}
+    given |= {"stage": str(setting.stage), "bucket_cap_mb": _cap_argument(setting, planner)}
     named = [f"{name}={given[name]}" for name in default if given.get(name)]
     params = _MUON if setting.optimizer == "muon" else "model"
     return f"ZeroOptimizer({', '.join([params, _CLASSES[setting.optimizer], *named])})"
 
 
-def _cap_argument(setting: PlanSetting, training: Training) -> str:
+def _cap_argument(setting: PlanSetting, planner: Planner) -> str:
     """Return ``bucket_cap_mb`` as an argument; empty if buckets have the default size."""
-    if setting.bucket_sizes == training.bucket_sizes(setting, None):
+    if setting.bucket_sizes == planner.bucket_sizes(setting, None):
         return ""
-    by_units = setting.bucket_sizes == training.bucket_sizes(setting, "auto")
+    by_units = setting.bucket_sizes == planner.bucket_sizes(setting, "auto")
     return '"auto"' if by_units else str(setting.bucket_bytes // MIB)
 
 
@@ -279,25 +268,26 @@ def _code(value: object) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _write(config: PlanConfig, found: Findings, planner: Planner) -> None:
+def _write(config: PlanConfig, found: Findings) -> None:
     """Write and draw the files, and print their names."""
-    training, cluster, best = found.training, found.cluster, found.best
-    flags = {name: value.name if isinstance(value, Path) else value for name, value in vars(config).items()}
+    planner, cluster, best = found.planner, found.cluster, found.best
+    flags = {name: getattr(config, name) for name in itertools.chain(*config.GROUPS.values())}
+    flags = {name: value.name if isinstance(value, Path) else value for name, value in flags.items()}
     written = {
         "format": 3,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "config": {name: value for name, value in flags.items() if name not in ("out", "all", "trace")},
         "model": {
-            "name": training.model.name,
-            "parameters": training.model.numel,
-            "units": len(training.model.units),
-            "activations": "counted" if training.counts_activations else "not counted",
+            "name": planner.model.name,
+            "parameters": planner.model.numel,
+            "units": len(planner.model.units),
+            "activations": "counted" if planner.counts_activations else "not counted",
         },
         "cluster": {**asdict(cluster), "gpu": cluster.gpu.name, "usable_bytes": usable_bytes(cluster)},
         "choices": [_numbers(choice, seconds_by_fabric=found.bands.get(choice.setting)) for choice in found.choices],
-        "recommended": best and _numbers(best, start=start_of(best.setting, training)),
+        "recommended": best and _numbers(best, start=start_of(best.setting, planner)),
         "smallest": [_numbers(each, recompute=recompute) for recompute, each in found.smallest.items()],
-        "scale": [asdict(curve) for curve in found.curves],
+        "scale": [{"name": name, "points": list(map(asdict, points))} for name, points in found.curves.items()],
     }
     (config.out / "plan.json").write_text(json.dumps(written, default=str) + "\n")
     if config.trace and best is not None:
@@ -336,7 +326,7 @@ def _draw_choices(path: Path, found: Findings) -> None:
     shown, cluster = found.shown, found.cluster
     slowest = FARTHEST * min(choice.seconds for choice in found.choices)
     others = [choice for choice in found.choices if choice.seconds <= slowest and choice not in shown]
-    name = found.training.model.name
+    name = found.planner.model.name
     figure, axes = figure_of(f"{name} on {cluster.ranks:,} {cluster.gpu.name}, planned", (11.0, 6.0))
     axes.axhline(usable_bytes(cluster) / 1e9, color=ACCENT, linestyle="--", label="memory that a rank can use")
     places = [choice.seconds for choice in others], [choice.peak.total / 1e9 for choice in others]
@@ -354,18 +344,18 @@ def _draw_choices(path: Path, found: Findings) -> None:
 
 def _draw_scale(path: Path, found: Findings) -> None:
     """Draw tokens per second of a rank over the number of ranks, with bands. The longest line's points have ticks."""
-    figure, axes = figure_of(f"{found.training.model.name} on {found.cluster.gpu.name}, planned")
-    for curve, color in zip(found.curves, itertools.cycle(COLORS)):
-        ranks, points = [point.ranks for point in curve.points], curve.points
+    figure, axes = figure_of(f"{found.planner.model.name} on {found.cluster.gpu.name}, planned")
+    for (name, points), color in zip(found.curves.items(), itertools.cycle(COLORS)):
+        ranks = [point.ranks for point in points]
         rates = [point.tokens_per_second_of_rank for point in points]
-        axes.plot(ranks, rates, color=color, label=curve.name)
+        axes.plot(ranks, rates, color=color, label=name)
         axes.fill_between(ranks, [p.low for p in points], [p.high for p in points], color=color, alpha=0.15)
         faces = [color if point.fits else "white" for point in points]
         axes.scatter(ranks, rates, s=22, facecolors=faces, edgecolors=color, zorder=3)
-    hollow = any(not point.fits for curve in found.curves for point in curve.points)
+    hollow = any(not point.fits for points in found.curves.values() for point in points)
     label = f"ranks, each with the same batch (bands: fabrics{'; hollow: does not fit' if hollow else ''})"
     axes.set(xlabel=label, ylabel="tokens/s per rank", xscale="log", ylim=(0, None))
-    ticks = [point.ranks for point in max(found.curves, key=lambda curve: len(curve.points)).points]
+    ticks = [point.ranks for point in max(found.curves.values(), key=len)]
     axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8, rotation=30)
     axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8, loc="lower left")

@@ -6,25 +6,24 @@ Knows: names, types, defaults and help texts; which values are valid. Does not k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
-from ...precision import PrecisionName
+from ...core.stage import check_prefetch_depth
+from ...planning.setting import OPTIMIZERS, Training
 from ..flags import require
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanConfig:
-    """The settings of `zero plan`. A field is a flag; the text in its type is the flag's help."""
+class PlanConfig(Training):
+    """The settings of `zero plan`: how a model is trained, and the rest. A field is a flag; the text in its type is the
+    flag's help."""
 
     GROUPS: ClassVar = {
         "Model": ("config", "parameters", "module"),
         "Cluster": ("cluster", "nic", "fabric", "hardware"),
-        "Training": (
-            *("micro", "sequence", "global_batch", "recompute", "precision", "fp32_modules", "optimizer"),
-            "prefetch_depth",
-        ),
+        "Training": tuple(item.name for item in fields(Training)),
         "Cost": ("tokens", "price"),
         "Output": ("all", "trace", "out"),
     }
@@ -47,22 +46,6 @@ class PlanConfig:
     nic: Annotated[float | None, "Gb/s that a host can send; default: the usual network of such a host"] = None
     fabric: Annotated[str, "good, typical or poor: the network's latency per rank of a ring"] = "typical"
     hardware: Annotated[Path | None, "file of measured hardware, in addition to the built-in list"] = None
-    micro: Annotated[int, "sequences per micro-batch"] = 1
-    sequence: Annotated[int, "tokens per sequence"] = 2048
-    global_batch: Annotated[int | None, "sequences per step, over all ranks; default: one micro-batch per rank"] = None
-    recompute: Annotated[
-        Literal["none", "selective", "full"], "blocks that the backward recomputes: none, every second one, all"
-    ] = "none"
-    precision: Annotated[PrecisionName, "dtype of the model's compute; bf16 and fp16 add fp32 masters"] = "bf16"
-    fp32_modules: Annotated[
-        str | None, "modules that compute in fp32 in a 16-bit model: patterns of their names, as in '*norm*,lm_head'"
-    ] = None
-    optimizer: Annotated[
-        str,
-        "adamw, adam, momentum, sgd, adagrad; muon: Muon for the units' matrices, AdamW for the rest; adamw8bit, "
-        "adamw4bit, adamwfp8: torchao's",
-    ] = "adamw"
-    prefetch_depth: Annotated[int, "at stage 3: units that are gathered ahead of their use; 0: none"] = 1
     tokens: Annotated[float | None, "tokens of the whole training: prints its days"] = None
     price: Annotated[float | None, "$ per GPU-hour: prints $ per billion tokens"] = None
     all: Annotated[bool, "print every setting, including those that do not fit or that another one beats"] = False
@@ -73,3 +56,11 @@ class PlanConfig:
         for name in ("micro", "sequence", "global_batch", "tokens", "price"):
             value = getattr(self, name)
             require(value is None or 0 < value < math.inf, name, value, "a number above 0")
+        require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
+        check_prefetch_depth(self.prefetch_depth)
+        patterns = self.fp32_modules
+        if patterns is not None and self.precision == "fp32":
+            raise ValueError("--fp32-modules: with --precision fp32 every module computes in fp32, so leave it out")
+        # an empty pattern would match the outermost module, and so all of them
+        named = patterns is None or all(patterns.split(","))
+        require(named, "fp32_modules", patterns, "patterns with commas between them, none of them empty")

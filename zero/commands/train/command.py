@@ -16,20 +16,23 @@ import os
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp import GradScaler
 
+from ...core.stage import STAGES
 from ...examples.train import LENGTH, ByteModel, build, choose_device, read, train
-from ...planning.memory import bytes_by_stage
+from ...planning.memory import MemoryPlan
 from ...planning.models.shapes import model_of
+from ...planning.setting import PlanSetting
 from ...precision import PRECISIONS
 from ...runtime.process_group import bind_to_parent, under_launcher
 from ..console import counted
 from ..runner import check_output, checking_input, launch_ranks, process_group, run_rank
-from .report import KINDS, next_command, write_report
+from .report import KINDS, PLAIN, next_command, write_report
 from .settings import DEFAULT_RANKS, TrainConfig
 
 
@@ -128,18 +131,21 @@ def _by_stage(config: TrainConfig, model: nn.Module, ranks: int) -> dict[str, di
     shapes = model_of(model, "ByteModel")
     grouped = [replace(shape, group=int(len(shape.shape) <= 1)) for shape in shapes.parameters]  # as `build` does
     on_cpu = config.device != "cuda"  # where states on the host stay where they are
-    found = bytes_by_stage(
-        replace(shapes, parameters=tuple(grouped)),
-        [torch.optim.AdamW],
-        {"lr": config.lr},
-        ranks,
-        config.sharding_factor,
-        device=config.device or "cpu",
-        mixed_precision=config.mixed_precision,
-        offload=None if on_cpu and config.offload and config.offload.on_host else config.offload,
-        rounding=config.rounding,
-        bucket_cap_mb=None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
-    )
+    options: dict[str, Any] = {
+        "device": config.device or "cpu",
+        "mixed_precision": config.mixed_precision,
+        "offload": None if on_cpu and config.offload and config.offload.on_host else config.offload,
+        "rounding": config.rounding,
+        "bucket_cap_mb": None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
+    }
+    settings = {
+        PLAIN: PlanSetting(stage=2, **options)
+    }  # alone, a rank keeps one copy of each: at stage 0 sums lie apart
+    for stage in STAGES:
+        factor = config.sharding_factor if stage else None
+        settings[f"stage {stage}"] = PlanSetting(stage=stage, world_size=ranks, sharding_factor=factor, **options)
+    plan = MemoryPlan(replace(shapes, parameters=tuple(grouped)))
+    found = {name: plan.of_rank(setting, 0) for name, setting in settings.items()}
     return {name: {kind: getattr(held, kind) for kind in KINDS} for name, held in found.items()}
 
 

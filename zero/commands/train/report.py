@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from ... import __version__
-from ...planning.memory import PLAIN
 from ..console import INSTALL_HINT, can_draw, counted, print_line, print_table
 from .pictures import draw_loss, draw_memory
 from .settings import TrainConfig
 
+PLAIN = "plain loop"
 KINDS = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer states"}
 PEAKS = {"gathered_peak": "gathered parameters", "scratch_peak": "buffers for messages"}
 OTHER = {"--stage", "--ranks", "--sharding-factor", "--reshard-after-forward", "--checkpoint"}  # in the next command

@@ -457,7 +457,7 @@ def from_config(config: Mapping[str, Any], name: str, where: str = "the config")
     config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     numbers = _numbers(config, family, where)
     model = in_units(name, family.parameters(numbers, config))
-    return replace(model, hidden=numbers.hidden, vocabulary=numbers.vocabulary, transformer=numbers)
+    return replace(model, transformer=numbers)
 
 
 def model_of(module: nn.Module, name: str) -> Model:

@@ -13,7 +13,7 @@ runs it without a compiler.
 
 A transformer as an ordinary module, built from its plain numbers, so that its work can be counted on meta tensors.
 
-Knows: units, micro-batches, operations, which blocks are recomputed. Does not know: hardware, ranks. Nothing has
+Knows: units, micro-batches, operations. Does not know: hardware, ranks. Nothing has
 memory: modules and inputs are on the meta device, and units that are equal are counted once.
 """
 
@@ -23,6 +23,7 @@ import contextlib
 import functools
 import math
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, cast
@@ -69,7 +70,7 @@ class OperationCounter:
     """Counts operations while `counting` is on: all of a forward, and of a backward the memory alone.
 
     Attributes:
-        matmul_flops, fp32_flops, attention_flops, moved_bytes, kernels: sums over the forward, as in `UnitWork`.
+        sums: over the forward, by the names of `UnitWork`.
         backward: whether a backward runs.
         paused: whether nothing is counted.
         live, peak: bytes of the storages that counted operations made, now and at most.
@@ -79,11 +80,7 @@ class OperationCounter:
         reused: ids of those that autograd saved, too.
     """
 
-    matmul_flops: float = 0.0
-    fp32_flops: float = 0.0
-    attention_flops: float = 0.0
-    moved_bytes: float = 0.0
-    kernels: int = 0
+    sums: dict[str, Any] = field(default_factory=lambda: defaultdict(int))
     backward: bool = False
     paused: bool = False
     live: int = 0
@@ -105,32 +102,21 @@ class OperationCounter:
         with saved_tensors_hooks(self._save, lambda tensor: tensor), _fused(self), _dispatched(self):
             yield
 
-    def saved_bytes(self) -> int:
-        """Return the bytes of distinct storages that autograd saved and that are still alive."""
-        return sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
-
     def work(self, inputs: Iterable[Any]) -> UnitWork:
-        """Return what was counted. ``inputs``: the storages of the unit's inputs."""
+        """Return what was counted; saved are storages that are still alive. ``inputs``: those of the unit's inputs."""
         distinct = {id(storage): storage.nbytes() for storage in inputs}
-        return UnitWork(
-            self.matmul_flops,
-            self.attention_flops,
-            self.moved_bytes,
-            self.saved_bytes(),
-            sum(distinct.values()),
-            self.kernels,
-            self.peak,
-            self.fp32_flops,
-        )
+        saved = sum(storage.nbytes() for ref in self.saved.values() if (storage := ref()) is not None)
+        given = sum(distinct.values())
+        return UnitWork(**self.sums, saved_bytes=saved, input_bytes=given, peak_bytes=self.peak)
 
     def fused(self, read: Iterable[Tensor], written: Iterable[Tensor], flops: float) -> None:
         """Count one kernel: attention with its ``flops``, or one that only moves bytes if they are 0."""
         if self.paused or self.backward:
             return
-        self.kernels += 1
-        self.attention_flops += flops
+        self.sums["kernels"] += 1
+        self.sums["attention_flops"] += flops
         if not flops:
-            self.moved_bytes += sum(map(bytes_of, (*read, *written)))
+            self.sums["moved_bytes"] += sum(map(bytes_of, (*read, *written)))
 
     def _save(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -155,16 +141,16 @@ class OperationCounter:
         is_view = bool(outputs) and not new and not name.endswith("_")
         if self.backward or is_view or name in ALLOCATIONS:
             return result
-        self.kernels += 1
+        self.sums["kernels"] += 1
         if packet not in flop_registry:
             read = [*inputs[1:], *outputs] if name in GATHERS else inputs
-            self.moved_bytes += sum(map(bytes_of, (*read, *outputs)))
+            self.sums["moved_bytes"] += sum(map(bytes_of, (*read, *outputs)))
         elif "attention" in name or (name in BATCHED and before.isdisjoint(self.given)):
-            self.attention_flops += flop_registry[packet](*args, **kwargs, out_val=result)
+            self.sums["attention_flops"] += flop_registry[packet](*args, **kwargs, out_val=result)
         else:
             flops = flop_registry[packet](*args, **kwargs, out_val=result)
-            self.matmul_flops += flops
-            self.fp32_flops += flops * (outputs[0].dtype is torch.float32)
+            self.sums["matmul_flops"] += flops
+            self.sums["fp32_flops"] += flops * (outputs[0].dtype is torch.float32)
         return result
 
     def _make(self, tensor: Tensor) -> None:
@@ -314,12 +300,12 @@ def make_norm(numbers: Transformer, features: int) -> nn.Module:
 class SelfAttention(nn.Module):
     """Attention of (batch, sequence, hidden) to itself, or to ``memory`` of the same shape.
 
-    ``causal`` and ``crossed`` are fixed at construction. Queries have `heads` heads, keys and values `kv_heads`.
+    Queries have `heads` heads, keys and values `kv_heads`.
     """
 
-    def __init__(self, numbers: Transformer, causal: bool, crossed: bool = False) -> None:
+    def __init__(self, numbers: Transformer, causal: bool) -> None:
         super().__init__()
-        self.numbers, self.causal, self.crossed = numbers, causal, crossed
+        self.numbers, self.causal = numbers, causal
         queries, others = numbers.heads * numbers.head_dim, numbers.kv_heads * numbers.head_dim
         self.query = nn.Linear(numbers.hidden, queries, bias=numbers.qkv_bias)
         self.key = nn.Linear(numbers.hidden, others, bias=numbers.qkv_bias)
@@ -329,7 +315,7 @@ class SelfAttention(nn.Module):
             self.query_norm, self.key_norm = (make_norm(numbers, numbers.head_dim) for _ in range(2))
 
     def forward(self, x: Tensor, rotary: Tensor | None, memory: Tensor | None = None) -> Tensor:
-        other = memory if self.crossed and memory is not None else x
+        other = x if memory is None else memory
         query, key, value = self._heads(self.query(x)), self._heads(self.key(other)), self._heads(self.value(other))
         if self.numbers.head_norms:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -357,8 +343,6 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 def attend_eagerly(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
     """Return softmax(q k^T) v with all scores in memory and the softmax in float32, as T5 of transformers does."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (key, value))
     scores = query @ key.transpose(2, 3) / math.sqrt(query.shape[-1])
     if causal:
         ones = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
@@ -398,7 +382,7 @@ class TransformerBlock(nn.Module):
         self.crossed = crossed
         if crossed:
             self.cross_norm = make_norm(numbers, numbers.hidden)
-            self.cross_attention = SelfAttention(numbers, causal=False, crossed=True)
+            self.cross_attention = SelfAttention(numbers, causal=False)
         if not self.shared:
             self.mlp_norm = make_norm(numbers, numbers.hidden)
         self.mlp = FeedForward(numbers)
@@ -441,19 +425,11 @@ class ReferenceModel(nn.Module):
             x = x + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         return cast(Tensor, x)
 
-    def logits(self, x: Tensor) -> Tensor:
-        """Return (batch, sequence, vocabulary) of the last block's output."""
-        return cast(Tensor, self.head(self.norm(x)))
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy, in float32."""
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
 
 def count_transformer(
     model: Model, micro: int, sequence: int, dtype: torch.dtype = torch.bfloat16
-) -> tuple[UnitWork, ...] | None:
-    """Return the work of each unit for a micro-batch; None if the model's source does not say what it computes.
+) -> tuple[UnitWork, ...]:
+    """Return the work of each unit for a micro-batch.
 
     Equal blocks are counted once. The root's rest is embedding, last norm, head and loss; of a rotary model it keeps
     the table of angles.
@@ -465,8 +441,7 @@ def count_transformer(
         dtype: of parameters and activations.
     """
     numbers = model.transformer
-    if numbers is None:
-        return None
+    assert numbers is not None
     one = replace(numbers, layers=1, decoder_layers=min(1, numbers.decoder_layers))
     with torch.device("meta"):
         network = ReferenceModel(replace(one, positions=sequence if numbers.positions else 0)).to(dtype)
@@ -479,9 +454,9 @@ def count_transformer(
         return count(lambda: cast(Tensor, block(x, rotary, *more)), [x], [*weights, *shared])
 
     def loss() -> Tensor:
-        logits = network.logits(x)
+        logits = network.head(network.norm(x))
         held.append(logits)  # a training loop holds them until its backward is over
-        return network.loss(logits, tokens)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
     held: list[Tensor] = []
     root = [
@@ -515,13 +490,15 @@ def count_module(module: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple
         try:
             with counter.counting():
                 loss = run(module)
-                root = counter.work(watch.saved_outputs())
+                # its inputs are the units' outputs that it saved, and that are no unit's input
+                kept = counter.reused - watch.inputs.keys()
+                root = counter.work(storage for key, storage in watch.outputs.items() if key in kept)
                 counter.backward = True
                 ends = watch.last or [p for p in module.parameters() if p.requires_grad]
                 torch.autograd.grad(loss, ends, allow_unused=True)
         except (NotImplementedError, RuntimeError) as error:
             raise ValueError(f"{type(module).__name__} cannot run on the meta device: {error}") from error
-    known = {signature: call.count() for signature, call in watch.distinct.items()}
+    known = {signature: count_call() for signature, count_call in watch.distinct.items()}
     works = [together([known[signature] for signature in calls]) for calls in watch.calls]
     return (replace(root, peak_bytes=counter.peak), *works)
 
@@ -549,18 +526,10 @@ def products_in_fp32(model: Model, works: Sequence[UnitWork], dtypes: Sequence[D
     ]
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of a unit, with new tensors in the place of its own."""
-
-    unit: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    inputs: tuple[Tensor, ...]
-
-    def count(self) -> UnitWork:
-        kept = (*self.unit.parameters(), *self.unit.buffers(), *tensors_in((self.args, self.kwargs)))
-        return count(lambda: next(tensors_in(self.unit(*self.args, **self.kwargs))), self.inputs, kept)
+def _count_call(unit: nn.Module, args: Any, kwargs: dict[str, Any], inputs: Sequence[Tensor]) -> UnitWork:
+    """Return the work of a call of a unit, with new tensors in the place of its own."""
+    kept = (*unit.parameters(), *unit.buffers(), *tensors_in((args, kwargs)))
+    return count(lambda: next(tensors_in(unit(*args, **kwargs))), inputs, kept)
 
 
 class _UnitWatch:
@@ -569,7 +538,7 @@ class _UnitWatch:
     def __init__(self, counter: OperationCounter, units: Units, hooks: contextlib.ExitStack) -> None:
         self.counter = counter
         self.calls: list[list[object]] = [[] for _ in units.names[1:]]
-        self.distinct: dict[object, _Call] = {}
+        self.distinct: dict[object, Callable[[], UnitWork]] = {}
         self.last: list[Tensor] = []
         self.inputs: dict[int, Any] = {}
         self.outputs: dict[int, Any] = {}
@@ -578,10 +547,6 @@ class _UnitWatch:
             enter, leave = functools.partial(self._enter, number), self._leave
             hooks.callback(names[name].register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(names[name].register_forward_hook(leave, always_call=True).remove)
-
-    def saved_outputs(self) -> list[Any]:
-        """Return the storages of units' outputs that the root's rest saved, and that are no unit's input."""
-        return [kept for key, kept in self.outputs.items() if key in self.counter.reused and key not in self.inputs]
 
     def _enter(self, number: int, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.counter.paused = True
@@ -594,7 +559,9 @@ class _UnitWatch:
         if signature not in self.distinct:
             new = {id(tensor): torch.empty_like(tensor).requires_grad_(tensor.requires_grad) for tensor in given}
             inputs = tuple(new[id(tensor)] for tensor, is_fresh in zip(given, fresh, strict=True) if is_fresh)
-            self.distinct[signature] = _Call(unit, _replaced(args, new), _replaced(kwargs, new), inputs)
+            self.distinct[signature] = functools.partial(
+                _count_call, unit, _replaced(args, new), _replaced(kwargs, new), inputs
+            )
 
     def _leave(self, unit: nn.Module, args: Any, output: Any) -> None:
         self.counter.paused = False
@@ -620,18 +587,3 @@ def together(works: Sequence[UnitWork]) -> UnitWork:
     peak = max((work.peak_bytes - work.saved_bytes for work in works), default=0)
     sums = {each.name: sum(getattr(work, each.name) for work in works) for each in fields(UnitWork)}
     return UnitWork(**{**sums, "peak_bytes": saved + max(peak, 0)})
-
-
-def recomputed(layers: int, recompute: str) -> tuple[bool, ...]:
-    """Return which of so many blocks are recomputed in the backward.
-
-    ``recompute``: "none", "selective" (every second block, the first one included), or "full".
-    """
-    if recompute not in ("none", "selective", "full"):
-        raise ValueError(f"recompute {recompute!r} is unknown: it is 'none', 'selective' or 'full'")
-    return tuple(recompute == "full" or (recompute == "selective" and not number % 2) for number in range(layers))
-
-
-def kept_bytes(work: UnitWork, is_recomputed: bool) -> int:
-    """Return the bytes that a unit holds from its forward to its backward: its input, and what it saved if kept."""
-    return work.input_bytes + (0 if is_recomputed else work.saved_bytes)

@@ -6,8 +6,7 @@
                 or of the host's
 
 The host issues kernels meanwhile (`HostCalls.launch`). Its seconds are returned apart, since a schedule knows which of
-the two waits. `CONSTANTS` has every constant with its unit, its range and its source; those whose source is "fit" are
-fitted to published runs.
+the two waits. Some of the `CONSTANTS` are fitted to published runs.
 
 What a collective costs on the links of a cluster: seconds, and the bytes that are sent and that cross hosts.
 
@@ -31,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from collectives import algorithm_for
 from collectives.algorithms.plans import chunk_of_fold, equal_hosts, folded
@@ -39,56 +39,40 @@ from ...core.layout import Dtypes
 from ..hardware import Accelerator, Cluster
 from ..model import UnitWork
 
-
-@dataclass(frozen=True)
-class Constant:
-    """A constant of the equations. ``low`` and ``high`` bound a fit. ``source``: "fit", or where the value is from."""
-
-    value: float
-    unit: str
-    low: float
-    high: float
-    source: str
-
-
-FIT = "fit"
-_MAMF = "of the peak, stas00/ml-engineering, compute/accelerator/README.md, maximum achievable matmul FLOPS"
-_AS_FITTED = "0.91, the mean of Ampere (0.847 of 0.869) and Hopper (0.672 of 0.803),"
-_JITTER = "an assumption: runs on quiet clusters cannot tell it from the steps of a ring"
-_BACKWARD = "benchmarks/results/gpu-short-c.json, the plain loop: backward 27.5 ms, forward 20.5"
-
-CONSTANTS: Mapping[str, Constant] = {
-    "matmul.ampere": Constant(0.847, "share of the peak", 0.4, 0.95, FIT),
-    "matmul.hopper": Constant(0.672, "share of the peak", 0.4, 0.95, FIT),
-    "matmul.volta": Constant(0.69, "share of the peak", 0.4, 0.95, f"{_AS_FITTED} of 0.76 {_MAMF} (95 of 125)"),
-    "matmul.blackwell": Constant(0.7, "share of the peak", 0.4, 0.95, f"{_AS_FITTED} of 0.776 {_MAMF} (1745 of 2250)"),
-    "matmul.ada": Constant(0.67, "share of the peak", 0.4, 0.95, "as Hopper: no measured maximum is known here"),
-    "matmul.cpu": Constant(0.7, "share of the peak", 0.2, 1.0, "an assumption; measure your own machine"),
-    "attention.ampere": Constant(0.313, "share of the peak", 0.1, 0.8, FIT),
-    "attention.hopper": Constant(0.182, "share of the peak", 0.1, 0.8, FIT),
-    "attention.volta": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
-    "attention.blackwell": Constant(0.182, "share of the peak", 0.05, 0.8, "as Hopper"),
-    "attention.ada": Constant(0.25, "share of the peak", 0.05, 0.8, "between Ampere and Hopper"),
-    "attention.cpu": Constant(0.3, "share of the peak", 0.05, 1.0, "an assumption; measure your own machine"),
-    "hidden": Constant(486.0, "features at which products reach half of their share", 0.0, 2000.0, FIT),
-    "elementwise": Constant(0.822, "share of the memory's bandwidth in element-wise operations", 0.2, 1.0, FIT),
-    "compiled": Constant(0.237, "share of element-wise bytes that is left by a compiler", 0.1, 1.0, FIT),
-    "overlap": Constant(0.6, "seconds of slowdown for each second beside a collective", 0.0, 0.6, FIT),
-    "fixed": Constant(0.019, "seconds of a step that no unit explains", 0.0, 0.2, FIT),
-    "jitter": Constant(0.005, "share of a step for each doubling of hosts", 0.0, 0.03, _JITTER),
-    "host_backward": Constant(1.34, "seconds of the host in a backward for each of its forward", 0.1, 4.0, _BACKWARD),
-}
+CONSTANTS: Mapping[str, float] = MappingProxyType(
+    {
+        # shares of the peak. For Ampere and Hopper fitted; else 0.91 of the maximum that was measured (stas00/
+        # ml-engineering, compute/accelerator/README.md: 95 of 125, 1745 of 2250 TFLOP/s), as those have of theirs
+        # (0.847 of 0.869, 0.672 of 0.803); as Hopper; or an assumption: measure your own machine
+        "matmul.ampere": 0.847,
+        "matmul.hopper": 0.672,
+        "matmul.volta": 0.69,
+        "matmul.blackwell": 0.7,
+        "matmul.ada": 0.67,  # no measured maximum is known here
+        "matmul.cpu": 0.7,
+        "attention.ampere": 0.313,
+        "attention.hopper": 0.182,
+        "attention.volta": 0.25,  # between Ampere and Hopper, as Ada
+        "attention.blackwell": 0.182,
+        "attention.ada": 0.25,
+        "attention.cpu": 0.3,
+        "hidden": 486.0,  # features at which products reach half of their share: fitted
+        "elementwise": 0.822,  # share of the memory's bandwidth in element-wise operations: fitted
+        "compiled": 0.237,  # share of element-wise bytes that is left by a compiler: fitted
+        "overlap": 0.6,  # seconds of slowdown for each second beside a collective: fitted
+        "fixed": 0.019,  # seconds of a step that no unit explains: fitted
+        # share of a step for each doubling of hosts, an assumption: runs on quiet clusters cannot tell it from the
+        # steps of a ring
+        "jitter": 0.005,
+        # seconds of the host in a backward for each of its forward: benchmarks/results/gpu-short-c.json, the plain
+        # loop: backward 27.5 ms, forward 20.5
+        "host_backward": 1.34,
+    }
+)
 """Every constant of the equations, by name; "matmul.ampere" is that of a family."""
 
 NEWTON_SCHULZ = 5  # iterations: the default of torch.optim.Muon
-ATTENTION_BACKWARD = (
-    2.5  # products of a flash attention's backward for each of its forward: Dao, FlashAttention-2 (2023), section 4.1
-)
-
-
-def values(**changes: float) -> dict[str, float]:
-    """Return the constants by name, some of them changed: ``values(**{"matmul.hopper": 0.7})``."""
-    return {name: constant.value for name, constant in CONSTANTS.items()} | changes
+ATTENTION_BACKWARD = 2.5  # for each product of a flash attention's forward: Dao, FlashAttention-2 (2023), section 4.1
 
 
 @dataclass(frozen=True)
@@ -117,10 +101,10 @@ class PassSeconds:
 class Compute:
     """The equations for the GPUs of a cluster, one dtype of products and one set of constants."""
 
-    def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] | None = None) -> None:
-        """``dtype``: of the products, for instance "bfloat16"; ``constants``: of `values`."""
-        self.constants = values() if constants is None else constants
-        self._gpu = gpu = cluster.gpu
+    def __init__(self, cluster: Cluster, dtype: str, constants: Mapping[str, float] = CONSTANTS) -> None:
+        """``dtype``: of the products, for instance "bfloat16"; ``constants``: by the names of `CONSTANTS`."""
+        self.constants = constants
+        self.cluster, gpu = cluster, cluster.gpu
         self.calls = cluster.calls
         self._peak = gpu.peak(dtype) * gpu.sustained
         self._matmul, self._attention = self._share(gpu, "matmul"), self._share(gpu, "attention")
@@ -142,14 +126,15 @@ class Compute:
 
     def forward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a forward. ``hidden``: features of a token; 0: products are large."""
-        return self._products(work, hidden) + self._attended(work) + self._moved(work)
+        products, attended, moved = self._parts(work, hidden)
+        return products + attended + moved
 
     def backward(self, work: UnitWork, hidden: int = 0) -> float:
         """Return the seconds of a backward in which nothing is recomputed. Arguments: those of `forward`."""
-        attended = ATTENTION_BACKWARD * self._attended(work)
-        return 2 * self._products(work, hidden) + attended + 2 * self._moved(work)
+        products, attended, moved = self._parts(work, hidden)
+        return 2 * products + ATTENTION_BACKWARD * attended + 2 * moved
 
-    def passes(self, work: UnitWork, hidden: int = 0, repeated: UnitWork | None = None) -> PassSeconds:
+    def passes(self, work: UnitWork, repeated: UnitWork | None = None, hidden: int = 0) -> PassSeconds:
         """Return the seconds of a unit. ``repeated``: what of its forward the backward does again; None: nothing."""
         recompute, again = 0.0, 0
         if repeated is not None:
@@ -176,18 +161,14 @@ class Compute:
         """
         return NEWTON_SCHULZ * 6 * multiplications / (self._peak * self._matmul)
 
-    def _products(self, work: UnitWork, hidden: int) -> float:
-        large = hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
-        narrow = (work.matmul_flops - work.fp32_flops) / (self._peak * self._matmul * large)
-        if not work.fp32_flops:
-            return narrow
-        return narrow + work.fp32_flops / (self._gpu.peak("float32") * self._gpu.sustained * self._matmul * large)
-
-    def _moved(self, work: UnitWork) -> float:
-        return work.moved_bytes / self._elementwise
-
-    def _attended(self, work: UnitWork) -> float:
-        return work.attention_flops / (self._peak * self._attention)
+    def _parts(self, work: UnitWork, hidden: int) -> tuple[float, float, float]:
+        """Return the seconds of a forward's products, of its attention and of what it moves."""
+        gpu, large = self.cluster.gpu, hidden / (hidden + self.constants["hidden"]) if hidden else 1.0
+        products = (work.matmul_flops - work.fp32_flops) / (self._peak * self._matmul * large)
+        if work.fp32_flops:
+            products += work.fp32_flops / (gpu.peak("float32") * gpu.sustained * self._matmul * large)
+        attended = work.attention_flops / (self._peak * self._attention)
+        return products, attended, work.moved_bytes / self._elementwise
 
 
 def update_bytes(dtypes: Dtypes, state_tensors: float) -> float:
@@ -257,8 +238,7 @@ class Wires:
         self.on_gpu = gpu.family != "cpu"
         self.link = network.link_efficiency * gpu.link
         domain_nic = cluster.nic * cluster.per_domain / cluster.per_host
-        self.nic = network.nic_efficiency * domain_nic
-        self.rail = self.nic / cluster.per_domain
+        self.rail = network.nic_efficiency * domain_nic / cluster.per_domain  # what each rank may send to other domains
         self.memory = gpu.memory_bandwidth * gpu.efficiency.get("memory", 1.0)
 
     def ring(self, nbytes: float, group: RankGroup) -> WireCost:
@@ -268,7 +248,7 @@ class Wires:
             return NOTHING
         bandwidth, step = self.link, self.network.hop_inside
         if hosts > 1:
-            bandwidth, step = min(self.link, self._share(group)), self.network.ring_step
+            bandwidth, step = min(self.link, self.rail * group.per_host), self.network.ring_step
         seconds = self.network.base + (n - 1) * step + (n - 1) / n * nbytes / bandwidth
         crossed = hosts * (n - 1) / n * nbytes if hosts > 1 else 0.0
         return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, crossed)
@@ -276,42 +256,31 @@ class Wires:
     def exchange(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of a direct exchange: each rank sends each other one its part of ``nbytes``."""
         n = group.ranks
-        if n == 1:
-            return NOTHING
         inside, outside = (group.per_host - 1) / n * nbytes, (n - group.per_host) / n * nbytes
         seconds = self.network.base + (n - 1) * self.network.hop_inside
-        transfer = max(inside, 0.0) / self.link
+        transfer = inside / self.link
         if group.hosts > 1:
             seconds += self.network.ring_step
             transfer = max(transfer, outside / self.rail)
         seconds += transfer
         return WireCost(seconds, seconds, 0.0, (n - 1) * nbytes, outside * n if group.hosts > 1 else 0.0)
 
-    def hop(self, nbytes: float, *, crosses: bool) -> float:
-        """Return the seconds in which one rank sends another ``nbytes``; ``crosses``: to another host."""
-        if crosses:
-            return self.network.ring_step + nbytes / self.rail
-        return self.network.hop_inside + nbytes / self.link
-
-    def chain(self, inner: WireCost, sum_bytes: float, fold: float, factor: int, replicas: RankGroup) -> WireCost:
+    def chain(self, inner: WireCost, sum_bytes: float, factor: int) -> WireCost:
         """Return the cost of a reduce-scatter in each replica and of the sum that goes through all and comes back.
 
         The first replica has the result last: exchange + (R-1)(hop + fold) + fold + (R-1) hop. With many buckets in
         flight, the wire begins the next one when it has sent both ways, which is the ``period``.
 
         Args:
-            inner: the reduce-scatter inside a replica.
+            inner: the reduce-scatter inside a replica, whose fold adds its contributions to the sum.
             sum_bytes: bytes of the sums of a bucket, over all slices.
-            fold: seconds in which an owner adds its replica's contributions to the sum.
             factor: ranks of a replica.
-            replicas: the owners of one slice.
         """
+        replicas, fold = RankGroup.replicas(self.cluster, factor), inner.fold
         count, far = replicas.ranks, replicas.hosts - 1
-        if count == 1:
-            return replace(inner, fold=fold)
         part = sum_bytes / factor
-        hops = far * self.hop(part, crosses=True) if far else 0.0
-        hops += (count - 1 - far) * self.hop(part, crosses=False)
+        hops = (count - 1 - far) * (self.network.hop_inside + part / self.link)
+        hops += far * (self.network.ring_step + part / self.rail) if far else 0.0
         busy = 2 * part / (self.rail if far else self.link)
         return WireCost(
             inner.seconds + 2 * hops + count * fold,
@@ -356,73 +325,61 @@ class Wires:
         return algorithm_for(group.ranks, group.hosts, by_nccl=self.on_gpu, replicas=replicas)
 
     def reduce_scatter(
-        self, algorithm: str, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
+        self, elements: float, travel: int, accumulate: int, group: RankGroup, *, started: bool = False
     ) -> WireCost:
         """Return the cost of a reduce-scatter of this library.
 
         Args:
-            algorithm: its name in `collectives`.
             elements: of the bucket.
             travel: bytes of an element of a contribution.
             accumulate: bytes of an element of the sum.
             group: the ranks that share a copy.
             started: the owner adds to a sum of earlier backwards.
         """
-        n, nbytes = group.ranks, elements * travel
+        n, nbytes, algorithm = group.ranks, elements * travel, self.algorithm(group)
         sums = (2 if started else 1) * elements / n * accumulate  # written, and read if there is one
         if n == 1:
             return WireCost(fold=(nbytes + sums) / self.memory)
         if algorithm == "native":
             fold = (3 * nbytes + nbytes / n + sums) / self.memory  # slices are padded: one write of zeros, one copy
             return replace(self.ring(nbytes, group), fold=fold)
+        adding = (nbytes + sums) / self.memory
         if algorithm == "shared":
-            bell = self._doorbell(group)
-            return WireCost(bell, bell, (nbytes + sums) / self.memory, (n - 1) * nbytes, 0.0)
+            return self._in_memory(nbytes, 0.0, adding, group)
         if algorithm == "hierarchical":
-            crossed = elements * self.crossing(group, travel, accumulate, started=started)
-            seconds = self._between(crossed, group)
-            return WireCost(seconds, seconds, (nbytes + sums) / self.memory, (n - 1) * nbytes, crossed)
+            hosts, per_host = group.hosts, round(group.per_host)
+            crossed = elements * (equal_hosts(hosts, per_host, started, travel, accumulate) / (hosts * per_host))
+            return self._in_memory(nbytes, crossed, adding, group)
         if algorithm == "fold":
             return self.fold(elements, travel, accumulate, group, started=started)
-        return replace(self.exchange(nbytes, group), fold=(nbytes + sums) / self.memory)
+        return replace(self.exchange(nbytes, group), fold=adding)
 
-    def all_gather(self, algorithm: str, nbytes: float, group: RankGroup) -> WireCost:
+    def all_gather(self, nbytes: float, group: RankGroup) -> WireCost:
         """Return the cost of an all-gather of this library, of ``nbytes`` in all slices."""
-        n = group.ranks
+        n, algorithm = group.ranks, self.algorithm(group)
         if n == 1:
             return NOTHING
         if algorithm in ("native", "all_to_all", "fold"):
             return self.ring(nbytes, group)
         if algorithm in ("shared", "hierarchical"):
-            crossed = (group.hosts - 1) * nbytes
-            seconds = self._between(crossed, group) if crossed else self._doorbell(group)
-            return WireCost(seconds, seconds, 2 * (n - 1) / n * nbytes / self.memory, (n - 1) * nbytes, crossed)
+            return self._in_memory(nbytes, (group.hosts - 1) * nbytes, 2 * (n - 1) / n * nbytes / self.memory, group)
         return self.exchange(nbytes, group)
-
-    def crossing(self, group: RankGroup, travel: int, accumulate: int, *, started: bool = False) -> float:
-        """Return how many bytes cross between hosts for each element of a bucket, by the plans of `hierarchical`."""
-        hosts, per_host = group.hosts, round(group.per_host)
-        if hosts == 1:
-            return 0.0
-        return equal_hosts(hosts, per_host, started, travel, accumulate) / (hosts * per_host)
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
-    def latency(self, group: RankGroup) -> float:
+    def latency(self) -> float:
         """Return the seconds of one short message from every rank to every other, by a tree of hosts."""
+        group = RankGroup.neighbours(self.cluster, self.cluster.ranks)
         if group.ranks == 1:
             return 0.0
         between = 2 * math.ceil(math.log2(group.hosts)) * self.network.ring_step if group.hosts > 1 else 0.0
         return self.network.base + between
 
-    def _share(self, group: RankGroup) -> float:
-        """Return the bytes a second that the group may send from each host: other ranks send at the same time."""
-        return self.rail * group.per_host
-
-    def _between(self, crossed: float, group: RankGroup) -> float:
-        steps = self.network.base + group.hosts * self.network.ring_step
-        return steps + crossed / group.hosts / self._share(group)
-
-    def _doorbell(self, group: RankGroup) -> float:
+    def _in_memory(self, nbytes: float, crossed: float, fold: float, group: RankGroup) -> WireCost:
+        """Return the cost where the ranks of each host share memory, and ``crossed`` bytes go between hosts."""
         crowd = max(group.ranks / self.cluster.gpu.per_host, 1.0)
-        return self.network.doorbell * group.ranks * crowd**2
+        seconds = self.network.doorbell * group.ranks * crowd**2
+        if crossed:
+            steps = self.network.base + group.hosts * self.network.ring_step
+            seconds = steps + crossed / group.hosts / (self.rail * group.per_host)
+        return WireCost(seconds, seconds, fold, (group.ranks - 1) * nbytes, crossed)

@@ -14,14 +14,13 @@ Knows: stages, buckets, groups, which collective moves what. Does not know: FLOP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 from ...core.buckets import loads
 from ...core.conflicts import OF_SECONDS, check
 from ...core.layout import Dtypes, EvenCuts, Layout
 from ...core.stage import GATHERS_IN_FLIGHT, buckets_in_flight, sums_under_way
-from ...core.units import ONE_AHEAD
 from ..setting import OPTIMIZERS, OptimizerStates, PlanSetting
 from .compute import NOTHING, Compute, PassSeconds, RankGroup, WireCost, Wires
 
@@ -62,8 +61,8 @@ class Reduction:
         cost: of its reduce-scatter or all-reduce.
         again: of a later one of the step, which goes on from the sum so far; None: the same.
         means: of the all-gather of its means (stage 0).
-        keep: seconds of compute in which this rank's sum is copied to the host.
-        fetch: seconds of compute in which the sum so far is copied from there, in a later one of the step.
+        copy: seconds of compute in which this rank's sum is copied to the host; in a later one of the step as many
+            more, in which the sum so far is copied from there.
     """
 
     unit: int
@@ -71,19 +70,17 @@ class Reduction:
     cost: WireCost
     again: WireCost | None = None
     means: WireCost = NOTHING
-    keep: float = 0.0
-    fetch: float = 0.0
+    copy: float = 0.0
 
 
 @dataclass(frozen=True)
 class UpdateStep:
-    """The end of the step for one bucket: read, update, write back, gather the updated slices. ``host``: in which the
-    host issues all but the gather."""
+    """The end of the step for one bucket: read, update, write back, gather the updated slices. ``read``: also of the
+    write; ``host``: in which the host issues all but the gather."""
 
     update: float
     gather: WireCost = NOTHING
     read: float = 0.0
-    write: float = 0.0
     host: float = 0.0
 
 
@@ -144,27 +141,6 @@ class TraceEvent:
     seconds: float
 
 
-@dataclass(frozen=True)
-class StepSeconds:
-    """The result of a simulation.
-
-    Attributes:
-        seconds: of the step.
-        parts: how they are made up, by the names in `PARTS`; their sum is ``seconds``.
-        sent: payload bytes of all collectives of this rank's groups.
-        crossed: those that cross between hosts.
-        host: seconds in which the host issues the step.
-        events: for a trace; empty unless asked for.
-    """
-
-    seconds: float
-    parts: Mapping[str, float]
-    sent: float
-    crossed: float
-    host: float
-    events: tuple[TraceEvent, ...] = ()
-
-
 def chrome_trace(events: Sequence[TraceEvent]) -> list[dict[str, object]]:
     """Return events in the format of chrome://tracing and Perfetto."""
     clocks = sorted({event.clock for event in events})
@@ -186,51 +162,33 @@ def chrome_trace(events: Sequence[TraceEvent]) -> list[dict[str, object]]:
 
 
 @dataclass(frozen=True)
-class UnitLoad:
-    """A unit as a schedule sees it. Unit 0 is the root's rest, whose compute follows all others.
-
-    Attributes:
-        passes: seconds for one micro-batch.
-        elements: of its parameters.
-        tensors: parameters with hooks.
-    """
-
-    passes: PassSeconds
-    elements: int
-    tensors: int = 0
-
-
-@dataclass(frozen=True)
-class WholeParameters:
-    """What is different where the parameters of a bucket have one owner each, who steps them by their shapes.
-
-    Attributes:
-        longest: the most elements of the bucket that one rank owns.
-        multiplications: of its parameters' `step_work`, added up.
-        share: of this work of all such buckets, the part of the rank that has most.
-        state_tensors: as large as a parameter, that have as many bytes as those that the class keeps.
-    """
-
-    longest: int
-    multiplications: int
-    share: float
-    state_tensors: float
-
-
-@dataclass(frozen=True)
 class BucketLoad:
-    """A bucket as a schedule sees it. ``elements`` has padding; ``unit`` and ``ready`` are those of `Reduction`.
+    """A bucket as a schedule sees it.
 
-    ``home`` is the unit that is gathered with it. ``whole`` is None where all ranks own equally much.
+    Attributes:
+        elements: with padding.
+        dtypes: its own.
+        unit, ready: those of `Reduction`.
+        home: the unit that is gathered with it.
+        trainable: whether it is reduced and updated.
+        longest: the most elements that one rank owns.
+        even: elements of an even bucket whose slices are as long as its longest.
+        owned: elements that a rank updates where states are sharded.
+        multiplications: the `step_work` of what the class steps by its shape: of the bucket, and that of such a rank.
+        state_tensors: as large as a parameter, that have as many bytes as those that the class keeps.
     """
 
     elements: int
     dtypes: Dtypes
     unit: int
     ready: float
-    home: int = 0
-    trainable: bool = True
-    whole: WholeParameters | None = None
+    home: int
+    trainable: bool
+    longest: int
+    even: int
+    owned: float
+    multiplications: tuple[float, float]
+    state_tensors: float
 
 
 def bucket_loads(
@@ -251,29 +209,43 @@ def bucket_loads(
         before.append(total.get(part, 0))
         total[part] = total.get(part, 0) + spec.numel
     found = []
-    owned = [work for _, work in loads(layout).values()]
-    busiest = max(owned, default=0) / max(sum(owned), 1)
+    works = [work for _, work in loads(layout).values()]
+    busiest = max(works, default=0) / max(sum(works), 1)
     for bucket in layout.buckets:
         first = min(slot.parameter for slot in bucket.slots)
         unit, early = units[first], first < first_unit and not units[first]
         of_unit = total[unit, first < first_unit]
         ready = 1.0 if early or not of_unit else 1 - before[first] / of_unit
-        spec = layout.parameters[first]
-        where = AFTER_THE_LAST if early else unit
-        whole = None
-        if spec.one_owner:
-            kept = classes[spec.optimizer_class]
-            of_bucket = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
-            work = of_bucket if kept.orthogonalizes else 0
-            whole = WholeParameters(bucket.cuts.largest(), work, busiest, kept.moved)
-        found.append(BucketLoad(bucket.numel, bucket.dtypes, where, ready, unit, spec.trainable, whole))
+        spec, kept = layout.parameters[first], classes[layout.parameters[first].optimizer_class]
+        longest = EvenCuts(bucket.numel, layout.world_size, bucket.dtypes.alignment).largest()
+        even, owned, work = bucket.numel, float(longest), 0
+        if spec.one_owner:  # a rank has the work of the one that has most in the whole step
+            longest = bucket.cuts.largest()
+            even, owned = max(even, layout.world_size * longest), bucket.numel * busiest
+            if kept.orthogonalizes:
+                work = sum(layout.parameters[slot.parameter].step_work for slot in bucket.slots)
+        found.append(
+            BucketLoad(
+                bucket.numel,
+                bucket.dtypes,
+                AFTER_THE_LAST if early else unit,
+                ready,
+                unit,
+                spec.trainable,
+                longest,
+                even,
+                owned,
+                (work, work * busiest),
+                kept.moved,
+            )
+        )
     return found
 
 
 def program_of(
-    units: Sequence[UnitLoad],
+    units: Sequence[PassSeconds],
+    tensors: Sequence[int],
     buckets: Sequence[BucketLoad],
-    wires: Wires,
     setting: PlanSetting,
     compute: Compute,
     micro_batches: int = 1,
@@ -281,19 +253,19 @@ def program_of(
     """Return the program of this library.
 
     Args:
-        units: the root's rest first.
+        units: the seconds of each, the root's rest first, whose compute follows all others.
+        tensors: parameters with hooks, of each unit.
         buckets: of `bucket_loads`.
-        wires: the links of the cluster, all of whose ranks train.
-        setting: what the user chooses, for the ranks of this cluster.
-        compute: the equations for the update, and the constants.
+        setting: what the user chooses, for all ranks of the cluster.
+        compute: the equations for the update, the constants, and the cluster.
         micro_batches: of each rank in a step.
     """
     check(OF_SECONDS, setting)
+    wires = Wires(compute.cluster)
     costs = _Costs(wires, setting, compute)
     found = [(bucket, costs.of_bucket(bucket)) for bucket in buckets if bucket.trainable]
-    gathers = setting.gathers_units
     return StepProgram(
-        units=costs.of_units(units, buckets if gathers else ()),
+        units=costs.of_units(units, tensors, buckets if setting.gathers_units else ()),
         reductions=tuple(replace(reduction, unit=bucket.unit, ready=bucket.ready) for bucket, (reduction, _) in found),
         updates=tuple(update for _, (_, update) in found),
         micro_batches=micro_batches,
@@ -303,7 +275,7 @@ def program_of(
         kept=setting.keeps_units,
         ahead=setting.prefetch_depth,
         streams=wires.on_gpu,
-        control=wires.latency(RankGroup.neighbours(wires.cluster, wires.cluster.ranks)),
+        control=wires.latency(),
         host_reads=setting.offloads_parameters,
         host_updates=setting.steps_on_host,
         host=wires.cluster.calls.step,
@@ -324,87 +296,74 @@ class _Costs:
     def __init__(self, wires: Wires, setting: PlanSetting, compute: Compute) -> None:
         self.wires, self.setting, self.compute = wires, setting, compute
         self.group = RankGroup.neighbours(wires.cluster, setting.factor)
-        self._buckets: dict[object, tuple[Reduction, UpdateStep]] = {}
-        self._gathers: dict[object, WireCost] = {}
+        self._buckets: dict[BucketLoad, tuple[Reduction, UpdateStep]] = {}
 
     def of_bucket(self, bucket: BucketLoad) -> tuple[Reduction, UpdateStep]:
         """Return the reduction and the update of a bucket, or of one that costs the same."""
-        key = (bucket.elements, bucket.dtypes, bucket.whole)
+        key = replace(bucket, unit=0, ready=0.0, home=0)
         if key not in self._buckets:
             self._buckets[key] = self._reduction(bucket), self._update(bucket)
         return self._buckets[key]
 
-    def of_units(self, units: Sequence[UnitLoad], gathered: Sequence[BucketLoad]) -> tuple[UnitStep, ...]:
+    def of_units(
+        self, units: Sequence[PassSeconds], tensors: Sequence[int], gathered: Sequence[BucketLoad]
+    ) -> tuple[UnitStep, ...]:
         """Return the units. ``gathered``: the buckets of the units, unless these are whole."""
         cluster, near, calls = self.wires.cluster, self.setting.near, self.wires.cluster.calls
         crowd = 1.0 if self.wires.on_gpu else max(cluster.per_host / cluster.gpu.per_host, 1.0)
         in_unit = calls.unit if gathered else 0.0
-        hooked = (unit.passes.with_hooks(in_unit, in_unit + calls.parameter * unit.tensors) for unit in units)
-        slowed = [_slowed(passes, crowd) for passes in hooked]
+        hooks = (in_unit + calls.parameter * count for count in tensors)
+        slowed = [_slowed(each.with_hooks(in_unit, more), crowd) for each, more in zip(units, hooks, strict=True)]
         gather, again = [NOTHING] * len(units), [NOTHING] * len(units)
         around, copies = RankGroup.neighbours(cluster, near), [0.0] * len(units)
         for bucket in gathered:
             width, home = bucket.dtypes.itemsize("param_dtype"), bucket.home
-            copies[home] += self._copied(bucket)
+            from_masters = bucket.trainable and bucket.dtypes.has_master
+            copied = "master_dtype" if from_masters else "param_dtype"
+            copies[home] += self._on_host_link(bucket.longest, bucket, copied)
             for costs, group in ((gather, self.group), (again, around)):
                 cost = self._in_all_groups(bucket, width, group)
                 costs[home] = after(costs[home], replace(cost, host=cost.host + calls.release))
         every = range(len(units))
-        stay = ONE_AHEAD.whole_when_a_backward_begins(every) if gathered and not self.setting.keeps_units else every
+        stay = self.setting.unit_schedule(len(units)).whole_when_a_backward_begins(every) if gathered else every
         return tuple(
             UnitStep(passes, gather[unit], None if unit in stay else again[unit], copies[unit])
             for unit, passes in enumerate(slowed)
         )
-
-    def _copied(self, bucket: BucketLoad) -> float:
-        """Return the seconds in which a rank copies its shard of a bucket for a gather: of masters, if it has them."""
-        alone = bucket.trainable and bucket.dtypes.has_master
-        return self._on_host_link(self._shard(bucket), bucket, "master_dtype" if alone else "param_dtype")
 
     def _on_host_link(self, elements: float, bucket: BucketLoad, dtype: str) -> float:
         """Return the seconds of a copy; 0 unless parameters are in the host's memory."""
         nbytes = elements * bucket.dtypes.itemsize(dtype) if self.setting.offloads_parameters else 0.0
         return nbytes / self.wires.cluster.gpu.host_link
 
-    def _shard(self, bucket: BucketLoad) -> int:
-        """Return the elements of a rank's largest shard: of even ones that of the last rank."""
-        if bucket.whole is not None:
-            return bucket.whole.longest
-        low, high = EvenCuts(bucket.elements, self.group.ranks, bucket.dtypes.alignment).owned(self.group.ranks - 1)
-        return high - low
-
     def _reduction(self, bucket: BucketLoad) -> Reduction:
-        kept = self._on_host_link(self._shard(bucket), bucket, "accumulate_dtype")
+        kept = self._on_host_link(bucket.longest, bucket, "accumulate_dtype")
         means = NOTHING
         if self.setting.row.grads_replicated:
             means = self._gather(bucket, bucket.dtypes.itemsize("accumulate_dtype"), self.group)
         first, again = (self._sums(bucket, started=started) for started in (False, True))
-        return Reduction(bucket.unit, bucket.ready, first, again, means, kept, kept)
+        return Reduction(bucket.unit, bucket.ready, first, again, means, kept)
 
     def _sums(self, bucket: BucketLoad, *, started: bool) -> WireCost:
         """Return the cost of a bucket's sums. ``started``: they are added to those of earlier backwards."""
-        dtypes, elements, wires, factor = bucket.dtypes, bucket.elements, self.wires, self.group.ranks
+        dtypes, elements, wires = bucket.dtypes, bucket.elements, self.wires
         travel, accumulate = dtypes.itemsize("reduce_dtype"), dtypes.itemsize("accumulate_dtype")
-        algorithm = wires.algorithm(self.group)
         cost, longer = (
-            wires.reduce_scatter(algorithm, count, travel, accumulate, self.group, started=started)
-            for count in (elements, _even(bucket, factor))
+            wires.reduce_scatter(count, travel, accumulate, self.group, started=started)
+            for count in (elements, bucket.even)
         )
         calls, ranks = wires.cluster.calls, wires.cluster.ranks
         host = calls.bucket + (calls.exchange if ranks > 1 else 0.0)
         cost = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
         if self.setting.replicas == 1:
             return cost
-        return wires.chain(cost, elements * accumulate, cost.fold, factor, RankGroup.replicas(wires.cluster, factor))
+        return wires.chain(cost, elements * accumulate, self.group.ranks)
 
     def _update(self, bucket: BucketLoad) -> UpdateStep:
-        dtypes, whole, setting = bucket.dtypes, bucket.whole, self.setting
-        owned, work, state_tensors = float(bucket.elements), 0.0, setting.classes[0].moved
-        if whole is not None:
-            share = 1.0 if setting.row.grads_replicated else whole.share
-            owned, work, state_tensors = owned * share, whole.multiplications * share, whole.state_tensors
-        elif not setting.row.grads_replicated:
-            owned = self._shard(bucket)
+        dtypes, setting, state_tensors = bucket.dtypes, self.setting, bucket.state_tensors
+        owned, work = float(bucket.elements), bucket.multiplications[0]
+        if not setting.row.grads_replicated:
+            owned, work = bucket.owned, bucket.multiplications[1]
         gather, moved, host = NOTHING, 0.0, self.wires.cluster.calls.update
         if setting.row.parameters_are_gathered:
             gather = self._in_all_groups(bucket, dtypes.itemsize("param_dtype"), self.group)
@@ -415,31 +374,20 @@ class _Costs:
             moved = owned * kept * dtypes.itemsize("master_dtype") / self.wires.cluster.gpu.host_link
         seconds = self.compute.update(owned, dtypes, state_tensors) + self.compute.orthogonalization(work)
         seconds += self._on_host_link(owned, bucket, "master_dtype")  # the gradient
-        return UpdateStep(seconds, gather, moved, moved, host)
+        return UpdateStep(seconds, gather, moved, host)
 
     def _in_all_groups(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
         return in_groups(self._gather(bucket, width, group), self.wires.cluster.ranks // group.ranks)
 
     def _gather(self, bucket: BucketLoad, width: int, group: RankGroup) -> WireCost:
         """Return the cost of an all-gather in one group. ``width``: bytes of an element."""
-        nbytes, even = bucket.elements * width, _even(bucket, self.group.ranks) * width
-        key = (nbytes, even, group)
-        if key not in self._gathers:
-            algorithm = self.wires.algorithm(group)
-            cost = self.wires.all_gather(algorithm, nbytes, group)
-            longer = self.wires.all_gather(algorithm, even, group)
-            host = self.wires.cluster.calls.gather if group.ranks > 1 or self.setting.offloads_parameters else 0.0
-            self._gathers[key] = replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
-        return self._gathers[key]
+        cost, longer = (self.wires.all_gather(n * width, group) for n in (bucket.elements, bucket.even))
+        host = self.wires.cluster.calls.gather if group.ranks > 1 or self.setting.offloads_parameters else 0.0
+        return replace(longer, sent=cost.sent, crossed=cost.crossed, host=host)
 
 
 def _slowed(passes: PassSeconds, crowd: float) -> PassSeconds:
     return PassSeconds(*(getattr(passes, each.name) * crowd for each in fields(passes)))
-
-
-def _even(bucket: BucketLoad, ranks: int) -> int:
-    """Return the elements of an even bucket whose slices are as long as the longest of ``bucket``."""
-    return bucket.elements if bucket.whole is None else max(bucket.elements, ranks * bucket.whole.longest)
 
 
 def in_groups(cost: WireCost, groups: int) -> WireCost:

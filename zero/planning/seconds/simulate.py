@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from ...core.stage import STATES_AHEAD, STATES_BEHIND
 from .compute import WireCost
-from .schedule import PARTS, StepProgram, StepSeconds, TraceEvent
+from .schedule import PARTS, StepProgram, TraceEvent
 
 _STATE_BUFFERS = STATES_AHEAD + 1 + STATES_BEHIND  # buckets whose states are in memory, if they are offloaded
 _RUN = 3  # micro-batches of a kind that are simulated; further ones take as long as the third
@@ -34,16 +34,25 @@ _RUN = 3  # micro-batches of a kind that are simulated; further ones take as lon
 def simulate(program: StepProgram, *, trace: bool = False) -> StepSeconds:
     """Return the seconds of a step. ``trace``: also what each clock does when."""
     rank = _Rank(program, trace)
-    held = program.micro_batches - program.reduced
-    for count, reduces in ((held, False), (program.reduced, True)):
-        rank.micro_batches(count, reduces)
+    rank.micro_batches(program.micro_batches - program.reduced, False)
+    rank.micro_batches(program.reduced, True)
     rank.step()
-    return rank.result()
+    rank.finish()
+    return rank.state
 
 
 @dataclass
-class _State:
-    """The clocks, and what they have done so far. ``issued``: seconds in which the host has worked."""
+class StepSeconds:
+    """A step, as far as it is simulated.
+
+    Attributes:
+        host, compute, wire, copies: the clocks.
+        issued: seconds in which the host has worked.
+        sent: payload bytes of all collectives of this rank's groups.
+        crossed: those that cross between hosts.
+        parts: what its seconds are made of, by the names in `PARTS`.
+        events: for a trace; empty unless asked for.
+    """
 
     host: float = 0.0
     issued: float = 0.0
@@ -53,21 +62,18 @@ class _State:
     sent: float = 0.0
     crossed: float = 0.0
     parts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    events: list[TraceEvent] = field(default_factory=list)
 
-    def repeat(self, before: _State, times: int) -> None:
-        """Add ``times`` what has happened since ``before``."""
-        for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
-            setattr(self, name, getattr(self, name) + times * (getattr(self, name) - getattr(before, name)))
-        for name in PARTS:
-            self.parts[name] += times * (self.parts[name] - before.parts[name])
+    @property
+    def seconds(self) -> float:
+        return math.fsum(self.parts.values())
 
 
 class _Rank:
     """A rank that runs a program."""
 
     def __init__(self, program: StepProgram, trace: bool) -> None:
-        self._program, self.state = program, _State()
-        self._events: list[TraceEvent] | None = [] if trace else None
+        self._program, self.state, self._traces = program, StepSeconds(), trace
         self._sending: deque[tuple[float, float]] = deque()  # when the wire is busy, from `compute` on
         self._used = deque([0.0] * (program.ahead + 1), maxlen=program.ahead + 1)  # when the last units were last used
         self._last_use = [0.0] * len(program.units)
@@ -77,10 +83,8 @@ class _Rank:
         self._started = False  # an earlier backward of the step has reduced
         self._ready: set[int] = set()
         self._by_unit: dict[int, list[tuple[float, int]]] = {}
-        for number, reduction in enumerate(program.reductions):
+        for number, reduction in sorted(enumerate(program.reductions), key=lambda each: each[1].ready):
             self._by_unit.setdefault(reduction.unit, []).append((reduction.ready, number))
-        for numbers in self._by_unit.values():
-            numbers.sort()
 
     # -- clocks -------------------------------------------------------------------------------------------------------
 
@@ -144,8 +148,8 @@ class _Rank:
         return start + cost.seconds
 
     def note(self, name: str, clock: str, start: float, seconds: float) -> None:
-        if self._events is not None and seconds > 0.0:
-            self._events.append(TraceEvent(name, clock, start, seconds))
+        if self._traces and seconds > 0.0:
+            self.state.events.append(TraceEvent(name, clock, start, seconds))
 
     # -- forward and backward -----------------------------------------------------------------------------------------
 
@@ -158,9 +162,13 @@ class _Rank:
             if number == _RUN - 1 and count > _RUN:
                 self._repeat(before, count - _RUN)
 
-    def _repeat(self, before: _State, times: int) -> None:
-        shift = times * (self.state.compute - before.compute)
-        self.state.repeat(before, times)
+    def _repeat(self, before: StepSeconds, times: int) -> None:
+        """Add ``times`` what has happened since ``before``."""
+        state, shift = self.state, times * (self.state.compute - before.compute)
+        for name in ("host", "issued", "compute", "wire", "copies", "sent", "crossed"):
+            setattr(state, name, getattr(state, name) + times * (getattr(state, name) - getattr(before, name)))
+        for name in PARTS:
+            state.parts[name] += times * (state.parts[name] - before.parts[name])
         self._sending = deque((start + shift, end + shift) for start, end in self._sending)
         self._used = deque((time + shift for time in self._used), maxlen=self._used.maxlen)
         self._last_use = [time + shift for time in self._last_use]
@@ -220,8 +228,11 @@ class _Rank:
         if unit in self._arriving:
             end, copying = self._arriving.pop(unit)
             self.wait(self._now(), "host")
-            self.wait(end, "gather")
-            self._work(copying, "fold", f"copy {unit}")
+            self._await_gather(end, copying, f"copy {unit}")
+
+    def _await_gather(self, end: float, copying: float, name: str) -> None:
+        self.wait(end, "gather")
+        self._work(copying, "fold", name)
 
     def _backward(self, reduces: bool) -> None:
         units = self._program.units
@@ -234,9 +245,17 @@ class _Rank:
                 self._gather(other, units[other].again, ahead)
             self._await_unit(unit)
             self._differentiate(unit, reduces)
-        if reduces:
-            self._finish()
-            self._started = True
+        if not reduces:
+            return
+        while self._next < len(self._program.reductions):
+            self._reduce()
+        while self._flying:
+            self._land()
+        if self._program.host_reads:
+            self.state.host = max(self.state.host, self.state.compute)
+        if self._program.means_each_time:
+            self._gather_means()
+        self._started = True
 
     def _differentiate(self, unit: int, reduces: bool) -> None:
         passes = self._program.units[unit].passes
@@ -247,15 +266,12 @@ class _Rank:
             self._run((ready - done) * passes.host_backward, (ready - done) * passes.backward, f"backward {unit}")
             done = ready
             self._ready.add(number)
-            self._launch_ready()
+            while self._next in self._ready:
+                self._reduce()
         self._run((1 - done) * passes.host_backward, (1 - done) * passes.backward, f"backward {unit}")
         self._release(unit, stays=False)
 
     # -- reductions ---------------------------------------------------------------------------------------------------
-
-    def _launch_ready(self) -> None:
-        while self._next in self._ready:
-            self._reduce()
 
     def _reduce(self) -> None:
         """Launch the next bucket. If too many are under way, wait for the oldest first."""
@@ -263,30 +279,18 @@ class _Rank:
         while limit and len(self._flying) >= limit:
             self._land()
         reduction = self._program.reductions[self._next]
-        cost, kept = reduction.cost, reduction.keep
+        cost, copy = reduction.cost, reduction.copy
         if self._started:
-            cost, kept = reduction.again or cost, kept + reduction.fetch
+            cost, copy = reduction.again or cost, 2 * copy
         end = self._send(cost, self.state.compute, f"reduce bucket {self._next}")
-        self._flying.append((end, cost.fold, kept))
+        self._flying.append((end, cost.fold, copy))
         self._next += 1
 
     def _land(self) -> None:
-        end, fold, keep = self._flying.popleft()
+        end, fold, copy = self._flying.popleft()
         self.wait(end, "reduction")
         self._work(fold, "fold", "fold")
-        self._work(keep, "disk", "copy sum")
-
-    def _finish(self) -> None:
-        """Launch the buckets that are left, and wait for all."""
-        reductions = self._program.reductions
-        while self._next < len(reductions):
-            self._reduce()
-        while self._flying:
-            self._land()
-        if self._program.host_reads:
-            self.state.host = max(self.state.host, self.state.compute)
-        if self._program.means_each_time:
-            self._gather_means()
+        self._work(copy, "disk", "copy sum")
 
     def _gather_means(self) -> None:
         reductions, ready = self._program.reductions, self.state.compute
@@ -296,8 +300,7 @@ class _Rank:
             if reduction.means.seconds > 0.0
         ]
         for end, fold in ends:
-            self.wait(end, "gather")
-            self._work(fold, "fold", "copy means")
+            self._await_gather(end, fold, "copy means")
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -325,26 +328,20 @@ class _Rank:
             disk.write_states(number)
             if bucket.gather.seconds > 0.0:
                 while program.gathers_in_flight and len(flying) >= program.gathers_in_flight:
-                    self._updated(*flying.popleft())
+                    self._await_gather(*flying.popleft(), "copy updated")
                 end = self._send(bucket.gather, state.compute, f"gather updated {number}")
                 flying.append((end, bucket.gather.fold))
         while flying:
-            self._updated(*flying.popleft())
-        disk.finish()
+            self._await_gather(*flying.popleft(), "copy updated")
+        self.wait(disk.writing, "disk")
 
-    def _updated(self, end: float, fold: float) -> None:
-        self.wait(end, "gather")
-        self._work(fold, "fold", "copy updated")
-
-    def result(self) -> StepSeconds:
-        """Return the seconds, when every clock has ended."""
+    def finish(self) -> None:
+        """Wait until every clock has ended."""
         program, state = self._program, self.state
         self.wait(self._now(), "host")
         self.wait(state.wire, "reduction")
         self.wait(state.compute + program.fixed, "fixed")
         self.wait(state.compute * (1 + program.jitter), "jitter")
-        seconds = math.fsum(state.parts.values())
-        return StepSeconds(seconds, state.parts, state.sent, state.crossed, state.issued, tuple(self._events or ()))
 
 
 class _Disk:
@@ -353,37 +350,27 @@ class _Disk:
     def __init__(self, rank: _Rank, program: StepProgram) -> None:
         self._rank, self._program = rank, program
         self._reading = rank.state.compute + (program.updates[0].read if program.updates else 0.0)
-        self._writing, self._written = 0.0, list[float]()
+        self.writing, self._written = 0.0, list[float]()
 
     def await_states(self, number: int) -> None:
         """Wait for the states of a bucket, and begin to read the next ones."""
-        rank, updates = self._rank, self._program.updates
         if not self._program.streams:  # the processor that updates also maps the pages
-            self._alone(f"read {number}", updates[number].read)
-            return
-        rank.wait(self._reading, "disk")
-        if number + 1 < len(updates):
-            room = number + 1 - _STATE_BUFFERS
-            begin = max(rank.state.compute, self._written[room] if room >= 0 else 0.0)
-            rank.note(f"read {number + 1}", "disk", begin, updates[number + 1].read)
-            self._reading = begin + updates[number + 1].read
+            self._read(number)
+        self._rank.wait(self._reading, "disk")
+        if self._program.streams and number + 1 < len(self._program.updates):
+            self._read(number + 1)
+
+    def _read(self, number: int) -> None:
+        room, seconds = number - _STATE_BUFFERS, self._program.updates[number].read
+        begin = max(self._rank.state.compute, self._written[room] if room >= 0 else 0.0)
+        self._rank.note(f"read {number}", "disk", begin, seconds)
+        self._reading = begin + seconds
 
     def write_states(self, number: int) -> None:
         """Begin to write the states of a bucket."""
-        rank, seconds = self._rank, self._program.updates[number].write
+        begin, seconds = max(self.writing, self._rank.state.compute), self._program.updates[number].read
+        self._rank.note(f"write {number}", "disk", begin, seconds)
+        self.writing = begin + seconds
+        self._written.append(self.writing)
         if not self._program.streams:
-            self._alone(f"write {number}", seconds)
-            return
-        begin = max(self._writing, rank.state.compute)
-        rank.note(f"write {number}", "disk", begin, seconds)
-        self._writing = begin + seconds
-        self._written.append(self._writing)
-
-    def _alone(self, name: str, seconds: float) -> None:
-        """Read or write while nothing else happens."""
-        self._rank.note(name, "disk", self._rank.state.compute, seconds)
-        self._rank.wait(self._rank.state.compute + seconds, "disk")
-
-    def finish(self) -> None:
-        """Wait until all states are written."""
-        self._rank.wait(self._writing, "disk")
+            self._rank.wait(self.writing, "disk")
