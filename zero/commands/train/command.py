@@ -138,9 +138,8 @@ def _by_stage(config: TrainConfig, model: nn.Module, ranks: int) -> dict[str, di
         "rounding": config.rounding,
         "bucket_cap_mb": None if config.bucket_cap_mb == "auto" else config.bucket_cap_mb,
     }
-    settings = {
-        PLAIN: PlanSetting(stage=2, **options)
-    }  # alone, a rank keeps one copy of each: at stage 0 sums lie apart
+    # alone, a rank keeps one copy of each at stage 2; at stage 0 sums lie apart
+    settings = {PLAIN: PlanSetting(stage=2, **options)}
     for stage in STAGES:
         factor = config.sharding_factor if stage else None
         settings[f"stage {stage}"] = PlanSetting(stage=stage, world_size=ranks, sharding_factor=factor, **options)
