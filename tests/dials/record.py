@@ -14,7 +14,7 @@ from torch import nn
 from ..support.machine.program import Command, Config, Setting
 from ..support.machine.trees import Part
 from ..support.pairs import Row
-from ..support.rows import ALL
+from ..support.rows import ALL, EVERY
 
 ODD = (
     *(Part("linear", 5), Part("matrix"), Part("tied"), Part("scalar"), Part("one"), Part("empty"), Part("unused", 19)),
@@ -53,7 +53,7 @@ class Dial:
 
     Attributes:
         values: by name, what a value changes in a program; of a dial of loops, the commands. The first is usual.
-        first: how many of them the default run pairs with those of other dials.
+        first: how many of them the default run pairs with those of other dials; twice as many if it takes all rows.
         needs: whether values of a row go together with a value of this dial that is not the usual one.
         refused: what cannot be.
         differs: what ranks may not give differently.
@@ -69,7 +69,7 @@ class Dial:
     @property
     def names(self) -> list[str]:
         """The names of the values that are paired in this run."""
-        return list(self.values)[: None if ALL else self.first]
+        return list(self.values)[: None if EVERY else 2 * self.first if ALL else self.first]
 
     @property
     def usual(self) -> str:

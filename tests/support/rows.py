@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-ALL = os.environ.get("TESTS_ROWS") == "all"
+EVERY = os.environ.get("TESTS_ROWS") == "every"  # also each pair of all values of dials
+ALL = EVERY or os.environ.get("TESTS_ROWS") == "all"
 
 
 def rows(first: Iterable[T], further: Iterable[T]) -> list[T]:
