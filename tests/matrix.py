@@ -37,7 +37,7 @@ STEPS, MICRO_BATCHES, BATCH, WIDTH, LAYERS = 20, 12, 2, 64, 2
 TEXT = Path(torch.nn.functional.__file__)
 LIMIT = 600.0  # seconds of a run
 LAUNCHERS = {
-    "zero": lambda ranks: ["-m", "zero.commands.cli", "train", f"--ranks={ranks}"],
+    "zero": lambda ranks: ["-m", "zero.commands.cli", "train"],
     "torchrun": lambda ranks: [
         *("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", "zero.train")
     ],
@@ -83,7 +83,7 @@ class Run:
         """Run the command once, and return its record."""
         flags = [f"--stage={self.stage}", f"--bucket-cap-mb={self.cap}", *self.variant.flags, *self.sharing]
         with tempfile.TemporaryDirectory() as out:
-            arguments = [*COMMON, *flags, f"--out={out}"]
+            arguments = [*COMMON, *flags, f"--ranks={self.ranks}", f"--out={out}"]
             if self.launcher:
                 command = [sys.executable, *LAUNCHERS[self.launcher](self.ranks), *arguments]
                 ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)

@@ -81,6 +81,7 @@ class Steps(Destination):
             )
         if folder.unsynced is not None:
             return [*left, folder.unsynced]
+        left += self.directory.remove_trash(folder.trash)
         left += self.directory.remove(self._superfluous(manifest.step))
         self.directory.remove_announcements(but=folder.nonce)  # every rank has seen how the saves before have ended
         return left
@@ -362,8 +363,7 @@ class CheckpointManager:
 
     def _release(self) -> None:
         self._closed = True
-        if self._saving is not None:
-            self._saving.withdraw()
+        self._saver.withdraw()
         if self in self._parts.watchers:
             self._parts.watchers.remove(self)
         if self._steps is not None:

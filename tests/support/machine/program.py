@@ -63,10 +63,10 @@ class Config(Source):
     wholes: tuple[bool, ...] = (False,)
     stacks: tuple[bool, ...] = (False,)
     rounded: bool = False  # what is in bf16 is rounded at random, by ``seed``
-    dtype: str = ""  # of the whole model
     empty: int | None = None  # the place of a param group without parameters
     inference: bool = False  # the optimizer is built in inference mode
     alias: str = ""  # first an optimizer is refused, since the first parameter shares memory with this
+    dtype: str = ""  # of the whole model
 
     @property
     def rounding(self) -> Any:

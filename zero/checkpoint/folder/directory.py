@@ -111,8 +111,8 @@ class _Lease:
 
     def take(self) -> bool:
         """Take the lease if there is none, or if its holder has certainly ended. Return whether this run holds it."""
-        with suppress(FileNotFoundError):
-            if self.holder().has_ended():
+        if self.holder().has_ended():
+            with suppress(FileNotFoundError):
                 files.remove(self.path)
         try:
             files.write_new(self.path, self._me.pack())
@@ -121,23 +121,39 @@ class _Lease:
         return True
 
     def holder(self) -> Holder:
-        """Return who holds it; a holder without a host if that is not known. Raises `FileNotFoundError` without one."""
-        return Holder.unpack(files.read_whole(self.path, _LONGEST))
+        """Return who holds it; a holder without a host if that is not known."""
+        with suppress(FileNotFoundError):
+            return Holder.unpack(files.read_whole(self.path, _LONGEST))
+        return Holder()
+
+    def is_held(self) -> bool:
+        """Return whether this run holds it. Raises `FileNotFoundError` if it is gone."""
+        return files.read_whole(self.path, _LONGEST) == self._me.pack()
 
     def close(self) -> None:
         """Remove the lease. Not in a forked child, which does not hold it."""
         with suppress(OSError):
-            if self._me.pid == os.getpid() and self.holder() == self._me:
+            if self._me.pid == os.getpid() and self.is_held():
                 files.remove(self.path)
 
 
-class _Flock(_Lease):
+class _Flock:
     """A lock of the kernel, which ends with the process that holds it. Whoever takes it writes its text."""
+
+    remedy = ""
 
     def __init__(self, path: Path, me: Holder, number: int) -> None:
         """``number``: of the open file."""
-        super().__init__(path, me)
-        self._number, self.remedy = number, ""
+        self.path, self._me, self._number = path, me, number
+
+    def holder(self) -> Holder:
+        """Return who holds it; a holder without a host if that is not known."""
+        text = bytearray(_LONGEST)
+        return Holder.unpack(bytes(text[: files.read_at(self._number, memoryview(text), 0)]))
+
+    def is_held(self) -> bool:
+        """Return whether the open file is the one at its path. Raises `FileNotFoundError` if there is none."""
+        return os.path.samestat(os.fstat(self._number), os.stat(self.path))
 
     def take(self) -> bool:
         """Take the lock if it is free. Return whether this run holds it now."""
@@ -327,7 +343,7 @@ def steps_in(directory: Path) -> dict[int, Path]:
                 moved.append((other, entry))
     by_old_name = {
         int(name[2]): entry
-        for name, entry in moved
+        for name, entry in sorted(moved, key=lambda each: each[1].name)  # what was set aside counts, before trash
         if (name[3] in under_way if name[1] == "abandoned" else is_complete(entry))
     }
     return dict(sorted({**by_old_name, **found}.items()))
@@ -356,6 +372,7 @@ class LockedDirectory:
         """Create the folder if it is missing, and lock it. Raises `ValueError` if another run holds the lock."""
         files.make_folders(folder)
         self.path, self._me = folder, Holder.me(nonce)
+        self._unremoved: set[Path] = set()  # what this run has renamed, and could not remove yet
         self._open = ExitStack()  # what is open while the lock is held
         self._closing = weakref.finalize(self, self._open.close)  # also if nobody calls `close`
         self.remark = self._lock()
@@ -367,13 +384,14 @@ class LockedDirectory:
 
     def _lock(self) -> str | None:
         """Take the lock. Return `remark`."""
-        self._held: _Lease
+        self._held: _Flock | _Lease
         remark: str | None = None
         lease = _Lease(self.path / LEASE, self._me)
         with ExitStack() as opening:
-            self._folder = opening.enter_context(files.opened(self.path, files.FOLDER))  # so its number stays its own
-            number = opening.enter_context(files.opened(self.path / LOCK, files.LOCK))
+            # while it is open, no other folder gets its number
+            self._folder = opening.enter_context(files.opened(self.path, files.FOLDER))
             try:
+                number = opening.enter_context(files.opened(self.path / LOCK, files.LOCK))
                 self._take(_Flock(self.path / LOCK, self._me, number))
             except OSError as error:
                 if error.errno not in files.NO_LOCKS:
@@ -387,7 +405,7 @@ class LockedDirectory:
             self._open.push(opening.pop_all())
         return remark
 
-    def _take(self, lock: _Lease) -> None:
+    def _take(self, lock: _Flock | _Lease) -> None:
         """Take the lock. Raises `ValueError` that names its holder, which may be ending just now."""
         end = time.monotonic() + _GONE
         while not lock.take():
@@ -412,7 +430,7 @@ class LockedDirectory:
             self._open.close()
             self._lock()
         try:
-            how = "" if self._held.holder() == self._me else "belongs to another run"
+            how = "" if self._held.is_held() else "belongs to another run"
         except FileNotFoundError:
             how = "is gone"
         if how:
@@ -425,7 +443,7 @@ class LockedDirectory:
         self._closing()
 
     def clean(self) -> list[str]:
-        """Remove what earlier runs have left, and give steps their names back that a save was about to take.
+        """Remove what earlier runs have left, and give steps that were being replaced or set aside their names back.
 
         Returns, as text, what was left instead, and why.
         """
@@ -464,23 +482,34 @@ class LockedDirectory:
         ]
 
     def remove(self, steps: Iterable[int]) -> list[str]:
-        """Remove these steps, and what earlier removals have left. Return, as text, what was left instead."""
+        """Remove these steps, and what could not be removed before. Return, as text, what was left instead. A crash
+        leaves a trash folder for `clean`."""
         left: list[str] = []
-        there = steps_in(self.path)  # one that a removal has left untouched is a step
-        for step in (step for step in steps if step in there):
+        for trash in sorted(self._unremoved):
+            left += self.remove_trash(trash)
+        there = steps_in(self.path)
+        for step in steps:
+            if step not in there or there[step] in self._unremoved:
+                continue  # its trash folder was whole, and is removed by now, or cannot be removed
             strange = foreign(there[step])
             if strange is not None:
                 left.append(strange)
                 continue
             self.check()
-            files.rename(there[step], self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}")
-        for entry in sorted(self.path.glob(".trash-*")):
-            if _MOVED.fullmatch(entry.name) and entry not in there.values() and _manifest(entry) is not None:
-                self.check()
-                try:
-                    left += remove_checkpoint(entry)
-                except OSError as error:
-                    left.append(f"{entry} could not be removed yet ({error})")
+            trash = self.path / f".trash-{step_name(step)}-{secrets.token_hex(8)}"
+            files.rename(there[step], trash)
+            left += self.remove_trash(trash)
+        return left
+
+    def remove_trash(self, trash: Path) -> list[str]:
+        """Remove a folder that this run has renamed. If the disk fails, it is tried again later."""
+        self.check()
+        self._unremoved.add(trash)
+        try:
+            left = remove_checkpoint(trash) if os.path.lexists(trash) else []
+        except OSError as error:
+            return [f"{trash} could not be removed yet ({error})"]
+        self._unremoved.discard(trash)
         return left
 
     def remove_announcements(self, but: str) -> None:

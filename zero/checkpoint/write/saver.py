@@ -79,6 +79,7 @@ class Saver:
         self._room: dict[Source, Tensor] = {}
         self._plan: WritePlan | None = None  # of the last save
         self._planned_for: list[Any] = []  # what it was made from
+        self._last: Saving | None = None  # also one whose start was interrupted
 
     def save(self, request: SaveRequest, destination: Destination | None) -> Saving:
         """Agree and begin. Collective.
@@ -146,10 +147,16 @@ class Saver:
             except BaseException as error:
                 plan = error
         folder = folder_of(found[0]["nonce"])
-        saving = Saving(request.step, folder, plan, destination, parts.report)
+        self.withdraw()
+        saving = self._last = Saving(request.step, folder, plan, destination, parts.report)
         saving.start(asynchronous=not request.blocking)  # raises an interrupt; no other rank waits for this one then
         saving.blocked_ms = 1000 * (time.perf_counter() - began)
         return saving
+
+    def withdraw(self) -> None:
+        """Withdraw the report of the last save: every rank has heard of it. Local."""
+        if self._last is not None:
+            self._last.withdraw()
 
     def _collect(self, request: SaveRequest, parts: ShardedOptimizer) -> _Own:
         """Return what this rank saves, and what it lets the others have. Raises an error that names a value."""
