@@ -52,7 +52,7 @@ DIALS = (
                 p.Evaluate(3, inference=True),
                 p.Read((1, 4)),
                 *step(4),
-                p.Describe(),
+                p.Describe(exact=True),
             ],
             "edits": [*step(1), p.Write(None, 2), *step(2), p.Edit(2, 0.5), *step(3), p.Write((3,), 4), *step(5)],
             "replaces": [*step(1, p.FullGrad(3), p.SetGrad(3, 7)), *step(2, p.SetGrad(4, 1, none=True)), *step(3)],
@@ -70,7 +70,7 @@ DIALS = (
             "lend": [p.Lend(), *steps(1), p.Lend(), *steps(1)],
             "reset": [p.Reset((2, 4)), *steps(1), p.Reset(), *steps(1)],
             "modes": [p.Modes(1), *steps(1), p.Modes(2), *steps(1)],
-            "states": [p.Consolidate(0), p.FullState(0, masters=True), *steps(1), p.Describe()],
+            "states": [p.Consolidate(0), p.FullState(0, masters=True), *steps(1), p.Describe(exact=True)],
             "rolled back": [p.RollBack(3), *steps(1)],
         },
         needs=lambda row: (

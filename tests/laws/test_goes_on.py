@@ -44,5 +44,5 @@ def case(row: Row) -> str:
 def test_training_goes_on_from_what_was_saved(row: Row) -> None:
     looks = {"loop": "clips", "look": "none"}
     before, later = config_of({**row, **looks}, DIALS), config_of({**after(row), **looks}, DIALS)
-    commands = [*steps(2), Load(later.setting, **HOW[row["how"]]), Consolidate(0), *steps(2, 70), Describe()]
+    commands = [*steps(2), Load(later.setting, **HOW[row["how"]]), Consolidate(0), *steps(2, 70), Describe(exact=True)]
     run(before, *commands, backend=ThreadsOnHosts())

@@ -171,11 +171,14 @@ def one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def check_output(out: Path, flag: str = "--out") -> None:
-    """Make the output folder of a command. Raises ValueError if files cannot be written there."""
+def check_output(out: Path, *stale: str, flag: str = "--out") -> None:
+    """Make the output folder of a command, and delete the stale files there. Raises ValueError if files cannot be
+    written there."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=out).close()
+        for name in stale:
+            (out / name).unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"{flag} {out}: cannot write there ({error.strerror}). Name a folder that can be written"

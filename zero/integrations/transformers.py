@@ -364,6 +364,7 @@ class ZeroTrainer(Trainer):  # type: ignore[misc, unused-ignore]
         found = getattr(optimizer, "optimizer", optimizer)  # of Accelerator's wrapper, from the second `train` on
         if not isinstance(found, ZeroOptimizer):
             check_ranks(self.args, self.train_dataset, "train_dataset")
+            self._conversions.options = self.zero.arguments()  # `zero` may have been set since
             self._conversions.add(self._plain_model())
             optimizer = found = self._conversions.convert(optimizer)
             self._conversions.forget()

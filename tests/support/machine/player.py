@@ -99,6 +99,8 @@ class Player:
                 return self.full_gradient(number)
             case p.Describe():
                 self.check()
+                if command.exact:
+                    self.check_bytes()
             case p.Modes():
                 return self._in_eval_mode(command.seed)
             case p.Reset():
@@ -153,6 +155,9 @@ class Player:
                 self.step()
                 self.clear("zero_grad")
         return self.read(None)
+
+    def check_bytes(self) -> None:
+        """Nothing: the plain loop has no formulas."""
 
     def chosen(self, numbers: p.Numbers) -> list[nn.Parameter]:
         parameters = list(self.model.parameters())

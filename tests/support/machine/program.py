@@ -290,7 +290,9 @@ class SetGrad(Command):
 
 
 class Describe(Command):
-    """Call all methods that only inspect; they must change nothing."""
+    """Call all methods that only inspect; they must change nothing. ``exact``: the bytes are those of the formulas."""
+
+    exact: bool = False
 
 
 class Consolidate(Command):

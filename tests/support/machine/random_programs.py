@@ -27,7 +27,6 @@ OPTIMIZERS = [
     *sorted(set(CLASSES) - {"sgd fused"}),  # with momentum it fails if a parameter's first use is a later step
     *sorted(BY_PARAMETER),
 ]
-MODES = ("schedule-free", "averaged")  # classes with two modes
 CAPS = st.sampled_from([1e-6, 0.0001, 0.0005, 25.0])
 SEEDS = st.integers(0, 99)
 MASKS = st.sampled_from([-1, 0, 1, 2, 5])
@@ -110,6 +109,7 @@ OPTIONS = st.fixed_dictionaries(
 
 SECOND = ("", "", "", "", "muon", "shampoo", "sgd momentum", "adamw")  # classes of groups beside the program's own
 STAGES = (0, 1, 2, 3)
+ALIASES = ("buffer", "frozen", "trained")
 UNITS = ("", "", *UNIT_ARGUMENTS)
 ROUNDED = ("bf16", "bf16, sent in fp32", "bf16, added up in bf16", "by kind", "policy")
 
@@ -124,11 +124,6 @@ EDGES: tuple[str, ...] = (
     "shared memory",
     "parts",
     "rollback",
-    "checkpoint",
-    "modes",
-    "reset",
-    "lend",
-    "average",
 )
 """What few loops have. `tests.net`, whose other side is an older commit, draws none of it."""
 
@@ -147,10 +142,6 @@ STEPS_OF_EDGES: dict[str, st.SearchStrategy[list[Command]]] = {
         st.sampled_from(["also", "over"]),
     ),
     "rollback": st.builds(lambda seed: [p.ZeroGrad(), p.RollBack(seed)], SEEDS),
-    "modes": st.builds(lambda seed: [p.ZeroGrad(), p.Modes(seed)], SEEDS),
-    "reset": st.builds(lambda numbers: [p.Reset(numbers)], SOME),
-    "lend": st.just([p.ZeroGrad(), p.Lend()]),
-    "average": st.just([p.Average()]),
     "failing groups": st.sampled_from(["twice", "class", "class, rank 0", "precision"]).map(
         lambda why: [p.ZeroGrad(), p.FailToAdd(why)]
     ),
@@ -214,8 +205,7 @@ def configs(
     rounded = collectives.rounds and precision in ROUNDED and draw(st.booleans())
     stacked = collectives.stacks and not rounded  # random bits are those of a parameter, and not of a block
     integer = not precision and draw(st.sampled_from([False, False, True]))
-    modes = () if rounded or "modes" not in collectives.edges else MODES
-    optimizer = draw(st.sampled_from([*OPTIMIZERS, *modes]))
+    optimizer = draw(st.sampled_from(OPTIMIZERS))
     leaves = (*LEAVES, *(VIEWS if "views" in collectives.edges else ()))
     if "gaps" in collectives.edges and optimizer in CLASSES and "fused" not in optimizer:
         leaves += GAPS
@@ -251,7 +241,7 @@ class Written:
     def __init__(self, config: Config) -> None:
         model, self.setting, self.commands = config.model(0), config.setting, list[Command]()
         listed = {id(parameter) for group in config.groups(model) for _, parameter in group["params"]}
-        self.count, self.modes = len(list(model.parameters())), config.has_modes
+        self.count = len(list(model.parameters()))
         self.listed = [index for index, parameter in enumerate(model.parameters()) if id(parameter) in listed]
         self.open = True  # a backward is allowed
         self.pending = False  # a `no_sync` block has gradients that are not reduced yet
@@ -263,10 +253,6 @@ class Written:
         match command:
             case p.RollBack():
                 return self.open and not self.kept and self.stepped
-            case p.Modes():
-                return self.modes and not self.kept
-            case p.Lend():
-                return not self.kept
             case p.Keep() | p.Fail() | p.Divide():
                 return self.open
             case p.Dropped():
@@ -294,8 +280,6 @@ class Written:
                 self.commands.append(p.Keep(0))  # the backward of the kept graph would now come too late
             self.kept = False
         match command:
-            case p.Evaluate(seed=chosen) if self.modes and not self.kept:
-                command = p.Modes(chosen)
             case p.Backward(sync=sync):
                 if not self.open:
                     self.add(p.ZeroGrad())
@@ -364,7 +348,6 @@ def programs(
         p.Load,
         settings(STAGES, most_ranks, collectives, integer=config.integer),
         st.booleans(),
-        st.sampled_from(["", p.FOLDER] if "checkpoint" in collectives.edges else [""]),
     )
     edges = [commands for edge, commands in STEPS_OF_EDGES.items() if edge in collectives.edges]
     drawn = st.one_of(*(alone.map(lambda command: [command]) for alone in (*ALONE, loads)), STEPS, LOOKS, *edges)
@@ -413,4 +396,4 @@ class RandomPrograms:
         follow()
         assert len(followed) >= examples * commands, f"only {len(followed)} commands"
         assert len(trained) >= examples, f"only {len(trained)} steps with a gradient"
-        assert len({*map(type, followed)}) >= 19, "there are few kinds of commands"
+        assert len({*map(type, followed)}) >= 19, "of 25 kinds of commands"

@@ -159,14 +159,18 @@ class Rank(OnRank, Player):
                 backward()
 
     def check(self) -> None:
+        self.optimizer.describe()
+        repr(self.optimizer)
+        self.optimizer.check_replicas()
+
+    def check_bytes(self) -> None:
+        """Assert that the rank holds what the formulas say."""
         told = self.optimizer.describe()
         # of a class with states of other shapes the formula knows no count
         known = not BY_PARAMETER.keys() & {self.config.optimizer, *self.config.classes}
         for kind in ("parameters", "gradients", *(["optimizer"] if known else [])):
             before = kind == "gradients" and told.bytes[kind] == 0  # no reduction has needed a buffer yet
             assert before or told.bytes[kind] == told.formula_bytes[kind], f"{kind}\n{told}"
-        repr(self.optimizer)
-        self.optimizer.check_replicas()
 
     def fail(self, command: p.Fail) -> None:
         with pytest.raises(PlannedError), self.optimizer.no_sync() if command.in_block else nullcontext():

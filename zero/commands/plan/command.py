@@ -76,8 +76,7 @@ def run(config: PlanConfig) -> int:
         print_line(f"hardware as measured: {hardware.measured}")
     found = findings_of(planner, cluster, hardware.fabrics, always=config.all)
     _print(config, found)
-    for name in FILES:  # of the last plan, which stay until this one is made
-        (config.out / name).unlink(missing_ok=True)
+    check_output(config.out, *FILES)  # the last plan's files, which stay until this one is made
     _write(config, found)
     return 0 if found.best else 1
 
