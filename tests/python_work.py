@@ -16,16 +16,24 @@ else could change a count does not occur: garbage collections, first steps, othe
 more passes for some values), saved tensors with memory (whether they lie in a gathered unit is found in fewer bytecodes
 if their address is below all units; so the output that a unit saves beside its parameters has no elements).
 
-`python -m tests.python_work` prints the rows of the table.
+Tests count in a process of their own, since what a session has imported changes what a step calls.
+
+`python -m tests.python_work` prints the rows of the table, with `--devices` those of the paths for devices, which are
+then taken on the CPU, without the kernels.
 """
 
 from __future__ import annotations
 
 import gc
+import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -36,6 +44,9 @@ from torch import Tensor, nn
 from collectives import Chain, Loopback, Tag, Transport, Work
 from zero import ZeroOptimizer
 
+from .support.limits import PATIENT
+
+ROOT = Path(__file__).resolve().parents[1]
 VERSIONS = pytest.mark.skipif(
     sys.version_info[:2] != (3, 11) or not torch.__version__.startswith("2.13."),
     reason="the figures are those of Python 3.11 and torch 2.13",
@@ -180,23 +191,40 @@ def slopes(world: int, stage: int) -> list[tuple[float, ...]]:
     return list(zip(*found, strict=True))
 
 
-def excess(world: int, stage: int, figures: Sequence[Sequence[float]]) -> list[str]:
+@cache
+def measured(rows: Sequence[tuple[int, int]], *, devices: bool = False) -> dict[tuple[int, int], Any]:
+    """Return `slopes` by ranks and stage, counted in a process of their own."""
+    words = [*(["--devices"] if devices else []), *(f"{world},{stage}" for world, stage in rows)]
+    command = [sys.executable, "-m", f"{__package__}.{Path(__file__).stem}", "--json", *words]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, check=True, timeout=PATIENT, cwd=ROOT).stdout
+    return dict(zip(rows, json.loads(printed), strict=True))
+
+
+def excess(figures: Sequence[Sequence[float]], found: Sequence[Sequence[float]]) -> list[str]:
     """Return the slopes that are above the figures by more than the margin."""
     return [
         f"{kind} by {cause}: {now:,}, at most {known + MARGIN * abs(known):,.2f} ({known:,} in the table)"
-        for cause, row, found in zip(CAUSES, figures, slopes(world, stage), strict=True)
-        for kind, known, now in zip(KINDS, row, found, strict=True)
+        for cause, row, by_kind in zip(CAUSES, figures, found, strict=True)
+        for kind, known, now in zip(KINDS, row, by_kind, strict=True)
         if now > known + MARGIN * abs(known)
     ]
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
+    """Print rows of the table, all by default."""
+    from benchmarks.gpu_short.peers import device_paths
+
     torch.set_num_threads(1)
-    for world in (1, 8):
-        for stage in range(4):
-            figures = (f"({', '.join(f'{each:_.9g}' for each in by_kind)})" for by_kind in slopes(world, stage))
-            print(f"    ({world}, {stage}): ({', '.join(figures)}),")
+    rows = [word.split(",") for word in words if "," in word] or [(w, s) for w in (1, 8) for s in range(4)]
+    with device_paths() if "--devices" in words else nullcontext():
+        found = [slopes(int(world), int(stage)) for world, stage in rows]
+    if "--json" in words:
+        print(json.dumps(found))
+        return
+    for (world, stage), by_cause in zip(rows, found, strict=True):
+        figures = (f"({', '.join(f'{each:_.9g}' for each in by_kind)})" for by_kind in by_cause)
+        print(f"    ({world}, {stage}): ({', '.join(figures)}),")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

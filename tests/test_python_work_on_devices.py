@@ -1,16 +1,11 @@
-"""On its paths for devices a step of `zero` runs no more Python beyond the plain loop than a table says.
-
-The paths are taken on the CPU, without the kernels. `python -m tests.test_python_work_on_devices` prints the rows.
-"""
+"""On its paths for devices a step of `zero` runs no more Python beyond the plain loop than a table says."""
 
 from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpu_short.peers import device_paths
-
-from .python_work import VERSIONS, excess, main
-from .support.rows import only
+from .python_work import VERSIONS, excess, measured
+from .support.rows import rows
 
 FIGURES = {  # by ranks and stage: (bytecodes, Python calls, C calls) of a step, a unit, a bucket and a parameter
     (1, 0): ((17_090, 700, 457), (161, 2, 7.25), (4_730.25, 232.75, 95.75), (502.3125, 7.0625, 7.5)),
@@ -24,14 +19,11 @@ FIGURES = {  # by ranks and stage: (bytecodes, Python calls, C calls) of a step,
 }
 
 
+ROWS = tuple(rows([], FIGURES))
+
+
 @VERSIONS
-@pytest.mark.parametrize(("world", "stage"), only(FIGURES, (1, 2), (8, 3)))
+@pytest.mark.parametrize(("world", "stage"), ROWS)
 def test_a_step_runs_at_most_so_much_python_on_paths_for_devices(world: int, stage: int) -> None:
-    with device_paths():
-        above = excess(world, stage, FIGURES[world, stage])
+    above = excess(FIGURES[world, stage], measured(ROWS, devices=True)[world, stage])
     assert not above, "\n".join([f"stage {stage} as the last rank of {world}:", *above])
-
-
-if __name__ == "__main__":
-    with device_paths():
-        main()

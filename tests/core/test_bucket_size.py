@@ -11,7 +11,8 @@ from torch import nn
 
 from zero.config import Config
 from zero.core.buckets import DEFAULT_CAP_MB, MANY_RANKS, MIB, BucketSizes, build, extended
-from zero.planning.models.shapes import model_of
+
+from .drawn import spec
 
 WIDTH = 3000  # a square of it is 34.3 MiB in fp32, 17.2 in bf16
 SQUARE = 4 * WIDTH * WIDTH
@@ -63,7 +64,8 @@ def test_auto_is_a_unit_or_a_twelfth_on_an_accelerator_and_where_ranks_are_many(
 
 
 def test_the_first_bucket_is_smaller_and_a_later_group_has_none() -> None:
-    specs = model_of(blocks(), "").specs(with_units=False, device="cuda")
+    shapes = [tuple(weight.shape) for weight in blocks().parameters()]
+    specs = [spec(f"p{index}", shape, index=index, device="cuda") for index, shape in enumerate(shapes)]
     square = specs[0].numel * 4
     assert [len(bucket.slots) for bucket in build(specs, 2, 100 * square).buckets] == [3]
     layout = build(specs, 2, 100 * square, first_bytes=square)
