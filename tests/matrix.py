@@ -92,6 +92,7 @@ class Run:
             else:
                 fork(self.ranks, arguments, out)
             record: dict[str, Any] = json.loads((Path(out) / "run.json").read_text())
+            assert record["world_size"] == self.ranks, f"{self}: {record['world_size']} ranks have trained"
             return record
 
     def __str__(self) -> str:
@@ -116,7 +117,7 @@ def fork(ranks: int, arguments: list[str], out: str) -> None:
         for process in started:
             process.join(max(0.0, end - time.monotonic()))
     codes = [process.exitcode for process in started]
-    if any(codes):
+    if any(code != 0 for code in codes):  # None: the time was over
         for process in started:
             process.kill()
         said = "\n".join(path.read_text() for path in sorted(Path(out).glob("rank-*.txt")))
