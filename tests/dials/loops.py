@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..support.machine import program as p
 from ..support.machine.program import Command
 from ..support.two_modes import TWO_MODES
-from .record import Dial
+from .record import Dial, Moment
 
 INFINITY = float("inf")
 
@@ -26,6 +26,38 @@ def clears(how: p.Clear) -> Sequence[Command]:
 
 
 OFF = p.Backward(9, sync=False)
+DIVIDED = "the gradient of 'first.weight' was already divided; call optimizer.zero_grad() before"
+USES = {  # of a gradient: each is refused from a further backward on
+    "step()": "optimizer.step()",
+    "clip_grad_norm_()": "optimizer.clip_grad_norm_(1.0)",
+    "clip_grad_norm_(also=...)": "optimizer.clip_grad_norm_(1.0, also=[])",
+    "full_grad of 'last.bias'": "optimizer.full_grad(model.last.bias)",
+    "set_full_grad of 'last.bias'": "optimizer.set_full_grad(model.last.bias, None)",
+    "GradScaler.unscale_()": "unscale()",
+}
+
+
+def too_late(settled: Command, by: str, turns: int, stages: Sequence[int]) -> Moment:
+    """Return the uses of a gradient after a further backward. ``turns``: how many rank 0 has run; rank 1 has one."""
+    return Moment(
+        {
+            call: f"RuntimeError: {use} on rank  … backward() after {by}() without zero … {DIVIDED}"
+            for use, call in USES.items()
+        },
+        [p.Backward(1), settled, p.Uneven(2, (turns, 1)), OFF],
+        [p.Describe(), p.ZeroGrad(), *steps(1), p.Describe()],
+        stages,
+    )
+
+
+IN_HOOK = {
+    "step()": "optimizer.step()",
+    "zero_grad()": "optimizer.zero_grad()",
+    "clip_grad_norm_()": "optimizer.clip_grad_norm_(1.0)",
+    "full_grad of 'last.bias'": "optimizer.full_grad(model.last.bias)",
+    "add_param_group()": "optimizer.add_param_group({'params': [torch.nn.Parameter(torch.zeros(3))]})",
+}
+OTHER = "in_backward(lambda: torch.optim.SGD([model.last.bias], lr=0.5).step())"
 DIALS = (
     Dial(
         name="loop",
@@ -60,6 +92,37 @@ DIALS = (
             **{f"clears, {how}": clears(how) for how in ("zeros", "module", "module zeros", "none")},
         },
         needs=lambda row: row["loop"] != "uneven" or row["stage"] != "3",  # where all ranks run the same number
+        moments=[
+            Moment(
+                {
+                    "within(optimizer.no_sync(), optimizer.step)": "step() inside no_sync(): call it after the block",
+                    "within(optimizer.no_sync(), lambda: optimizer.clip_grad_norm_(1.0))": "_() inside no_sync",
+                    "within(optimizer.no_sync(), lambda: 1 // 0)": "ZeroDivisionError",
+                    "copy.deepcopy(optimizer)": "cannot be copied or pickled",
+                    "pickle.dumps(optimizer)": "cannot be copied or pickled",
+                }
+            ),
+            *(
+                too_late(settled, by, *more)
+                for settled, by in ((p.Step(), "step"), (p.Clip(1.0), "clip_grad_norm_"))
+                for more in ((0, (0, 1, 2)), (1, (3,)))
+            ),
+            Moment(
+                {"setattr(optimizer, 'divisor', 3)": "the divisor was set after clip_grad_norm_()"},
+                [p.Backward(1), p.Clip(1.0)],
+                [p.Step(), p.ZeroGrad()],
+            ),
+            Moment(
+                {
+                    f"in_backward(lambda: {call})": f"RuntimeError: {name} inside a backward"
+                    for name, call in IN_HOOK.items()
+                },
+                [],
+                [p.ZeroGrad()],
+                (1, 2, 3),
+            ),
+            Moment({OTHER: "of 'last.bias', which is sharded, not reduced yet, "}, [], [p.ZeroGrad()], (1, 2, 3)),
+        ],
     ),
     Dial(
         name="look",

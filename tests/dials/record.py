@@ -6,12 +6,12 @@ Knows: programs as data, arguments of a `ZeroOptimizer`. Does not know: what a l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 
-from ..support.machine.program import Command, Config, Setting
+from ..support.machine.program import Backward, Command, Config, Setting
 from ..support.machine.trees import Part
 from ..support.pairs import Row
 from ..support.rows import ALL, EVERY
@@ -47,6 +47,21 @@ class Differs:
     model: Model = lambda: nn.Linear(3, 3)
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Calls at a wrong moment, behind which training goes on with the plain loop's bits.
+
+    ``calls``: source text and the words of its error, as of `Wrong`. ``before``: the commands before it; ``after``: the remedy. ``changes``: as values
+    of a dial.
+    """
+
+    calls: Mapping[str, str]
+    before: Loop = (Backward(1),)
+    after: Loop = ()
+    stages: Sequence[int] = (0, 1, 2, 3)
+    changes: Changes = field(default_factory=dict)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dial:
     """An option, or something that loops do.
@@ -57,6 +72,7 @@ class Dial:
         needs: whether values of a row go together with a value of this dial that is not the usual one.
         refused: what cannot be.
         differs: what ranks may not give differently.
+        moments: calls at a wrong moment.
     """
 
     name: str
@@ -65,6 +81,7 @@ class Dial:
     needs: Callable[[Row], object] = lambda row: True
     refused: Sequence[Refused] = ()
     differs: Sequence[Differs] = ()
+    moments: Sequence[Moment] = ()
 
     @property
     def names(self) -> list[str]:
@@ -82,14 +99,19 @@ class Dial:
 
 def config_of(row: Row, dials: Sequence[Dial]) -> Config:
     """Return a program without its commands. ``row``: the name of a value by that of its dial."""
-    changes: dict[str, Any] = {"parts": ODD}
+    changes: dict[str, Any] = {}
     for dial in dials:
         value = dial.values[row[dial.name]]
         changes |= value if isinstance(value, Mapping) else {}
+    return config_with(changes)
+
+
+def config_with(changes: Changes) -> Config:
+    """Return a program of the usual values, but for what changes."""
     own = {field.name for field in fields(Setting)}
-    setting = Setting(stage=2, world_size=1)
-    setting = replace(setting, **{name: value for name, value in changes.items() if name in own})
-    return Config(setting, **{name: value for name, value in changes.items() if name not in own})
+    setting = replace(Setting(stage=2, world_size=1), **{name: value for name, value in changes.items() if name in own})
+    others = {name: value for name, value in changes.items() if name not in own}
+    return Config(**{"setting": setting, "parts": ODD, **others})
 
 
 def commands_of(row: Row, dials: Sequence[Dial]) -> list[Command]:

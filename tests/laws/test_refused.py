@@ -13,21 +13,13 @@ from zero import ZeroOptimizer
 
 from ..dials import DIALS
 from ..dials.record import Differs, Refused
-from ..support.errors import error_of, errors_on, is_plain
+from ..support.errors import assert_in_order, error_of, errors_on, is_plain
 from ..support.plain import assert_same_value
 
 
 def shown(arguments: Mapping[str, Any]) -> str:
     """Return arguments as the name of a case, which must be the same in every process."""
     return ", ".join(f"{name}={getattr(value, '__name__', repr(value)):.40}" for name, value in arguments.items())
-
-
-def assert_in_order(words: str, message: str) -> None:
-    """Assert that parts of a message are in it, one behind another."""
-    place = 0
-    for part in words.split(" … "):
-        assert part in message[place:], f"{part!r} is not in {message[place:]!r}"
-        place = message.index(part, place) + len(part)
 
 
 def error_of_building(model: Any, group: Any, arguments: Mapping[str, Any]) -> str:

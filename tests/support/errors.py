@@ -23,6 +23,14 @@ def error_of(call: Callable[..., Any], *arguments: Any, **named: Any) -> str:
     return "nothing"
 
 
+def assert_in_order(words: str, message: str) -> None:
+    """Assert that parts of a message are in it, one behind another. ``words``: with " … " between them."""
+    place = 0
+    for part in words.split(" … "):
+        assert part in message[place:], f"{part!r} is not in {message[place:]!r}"
+        place = message.index(part, place) + len(part)
+
+
 def errors_on(world_size: int, program: Callable[[Transport], Any]) -> list[str]:
     """Return the error of a program on each rank, as text."""
     return on_threads(world_size, lambda transport: error_of(program, transport), timeout=BOUND)

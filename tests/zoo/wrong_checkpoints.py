@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -62,14 +61,6 @@ def paths_are_not_compared(real: Any, self: Any, *given: Any) -> Any:
     own = real(self, *given)
     own.message["agree"].pop("the folder")
     return own
-
-
-def parts_are_put_together_unseen(real: Any, self: Any, paths: Any, fragments: Any) -> None:
-    def as_found(fragment: Any) -> Any:
-        data = (self.temporary / "parts" / f"rank-{fragment.rank:05d}").read_bytes()[fragment.place :]
-        return replace(fragment, crc32=zlib.crc32(data[: fragment.length].ljust(fragment.length, b"\0")))
-
-    real(self, paths, {path: list(map(as_found, found)) for path, found in fragments.items()})
 
 
 def a_pickle_is_unpickled(real: Any, self: Any, path: str) -> Any:
@@ -131,8 +122,3 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
 }
 """The bugs that an expression makes, by name."""
-
-
-def each_part_takes_its_own_newest_step(real: Any, self: Any, steps: Any, *, may_differ: bool = False) -> Any:
-    real(self, steps, may_differ=may_differ)
-    return sorted(steps, reverse=True)

@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from collectives import Chain, Kind, Tag
 from collectives.transport import Transport
-from zero.core.rounding import Stream
-from zero.runtime import flat_states
-from zero.runtime.backward_tracker import in_backward
 
 
 def then(work: Any, call: Callable[[], object]) -> Any:
@@ -69,12 +64,6 @@ def a_fresh_gradient_beside_wide_ones_is_nothing(real: Any, self: Any, *, final:
     if final and self._local is not None and self._local.data.dtype is not self.bucket.dtypes.reduce_dtype:
         self.arrived = {slot: each for slot, each in self.arrived.items() if slot not in self._unwritten}
     real(self, final=final)
-
-
-def the_mean_is_that_of_one_copy(real: Any, self: Any, *arguments: Any, **options: Any) -> None:
-    real(self, *arguments, **options)
-    if options.get("divisor") is None and options.get("sharding_factor"):
-        self.divisor = options["sharding_factor"]
 
 
 def a_reduce_scatter_is_an_all_reduce(
@@ -184,71 +173,6 @@ def buffers_have_the_dtype_of_the_outermost(real: Any, self: Any) -> Any:
     return [(buffer, self._outermost.buffer_dtype or buffer.dtype) for buffer, _ in real(self)]
 
 
-def a_pattern_stops_at_its_module(real: Any, self: Any, name: str) -> Any:
-    own = [(pattern, each) for pattern, each in self.pairs if fnmatchcase(name, pattern)]
-    return own[-1]
-
-
-def an_inner_unit_releases_those_around_it(real: Any, self: Any, unit: int) -> None:
-    around, self._around = self._around, tuple(frozenset({number}) for number in range(len(self._around)))
-    try:
-        real(self, unit)
-    finally:
-        self._around = around
-
-
-def what_is_still_here_is_gathered_again(real: Any, self: Any, unit: int, here: Any, expected: list[int]) -> list[int]:
-    return real(self, unit, [], expected)  # type: ignore[no-any-return]
-
-
-def what_lies_around_is_gathered_twice(real: Any, self: Any, unit: int) -> None:
-    for number in self._ahead if in_backward() else ():
-        if number in self._around[unit] - {unit}:
-            self.manager.reshard(number)
-    real(self, unit)
-
-
-def weights_of_the_mode_stay_with_their_owners(real: Any, self: Any, *arguments: Any) -> Any:
-    run, self._run = self._run, lambda work, _, groups, call: run(work, [], groups, call)
-    try:
-        return real(self, *arguments)
-    finally:
-        del self._run
-
-
-def modes_leave_parameters_without_a_gradient(real: Any, states: Any) -> bytes:
-    present, _ = states.stepped()
-    return bytes([present[piece.slot] for piece in states.pieces])
-
-
-def copies_of_a_model_are_checked(real: Any, self: Any) -> Any:
-    return type(self), (self._engine(),)
-
-
-def kept_units_are_resharded(real: Any, self: Any, unit: int, backward: bool) -> None:
-    schedule, self.schedule = self.schedule, replace(self.schedule, kept=frozenset())
-    try:
-        real(self, unit, backward)
-    finally:
-        self.schedule = schedule
-
-
-def one_unit_ahead_at_most(real: Any, self: Any, unit: int) -> None:
-    schedule, self.schedule = self.schedule, replace(self.schedule, depth=min(self.schedule.depth, 1))
-    try:
-        real(self, unit)
-    finally:
-        self.schedule = schedule
-
-
-def ranks_do_not_compare_what_is_kept(real: Any, self: Any) -> list[str]:
-    return [line for line in real(self) if not line.endswith(" is kept")]
-
-
-def what_experts_share_lies_in_the_first(real: Any, whose: set[int], around: Any) -> int:
-    return min(whose)
-
-
 WRONG: dict[str, Callable[..., Any]] = {
     "a-shared-module-casts-for-its-first-holder": lambda real, self, module, name, above, around: (
         self._seen[id(module)] if id(module) in self._seen else real(self, module, name, above, around)
@@ -338,34 +262,3 @@ WRONG: dict[str, Callable[..., Any]] = {
     ),
 }
 """The bugs that an expression makes, by name."""
-
-
-def replicated_parameters_count_in_every_part(real: Any, part: Any, told: Any) -> Any:
-    whole = real(part, told)
-    return replace(whole, own=whole.own.merge(part.shared))
-
-
-def gradients_of_replicated_parameters_are_not_compared(real: Any, self: Any, positions: Any) -> Any:
-    return dict.fromkeys(positions, 0)
-
-
-def a_digest_depends_on_the_cuts(real: Any, part: Any, first: int) -> Any:
-    return real(part, 0)
-
-
-def one_rank_owns_all_blocks_of_a_bucket(real: Any, sizes: Any, held: list[int]) -> list[int]:
-    owner = held.index(min(held))
-    held[owner] += sum(sizes)
-    return [owner] * len(sizes)
-
-
-def blocks_are_joined_backwards(real: Any, self: Any, values: Any, shape: Any) -> Any:
-    return real(self, values[::-1], shape)
-
-
-def weights_and_states_share_their_random_bits(
-    real: Any, self: Any, piece: Any, names: Any, kept: Any, step: int
-) -> None:
-    of = Stream.of
-    with mock.patch.object(flat_states, "Stream", SimpleNamespace(of=lambda s, n, _, k: of(s, n, "", k))):
-        real(self, piece, names, kept, step)

@@ -109,6 +109,8 @@ class Player:
                 self.lend()
             case p.Average():
                 return self.averaged()
+            case p.Wrong():
+                self.refuse(command)
             case p.RollBack():
                 self.roll_back(command)
                 return self.read(None)
@@ -158,6 +160,9 @@ class Player:
 
     def check_bytes(self) -> None:
         """Nothing: the plain loop has no formulas."""
+
+    def refuse(self, command: p.Wrong) -> None:
+        """Nothing: the plain loop refuses nothing."""
 
     def chosen(self, numbers: p.Numbers) -> list[nn.Parameter]:
         parameters = list(self.model.parameters())

@@ -336,6 +336,17 @@ class FailToAdd(Command):
     why: Literal["twice", "class", "class, rank 0", "precision"]
 
 
+class Wrong(Command):
+    """Make a call that is refused, and that changes nothing.
+
+    ``call``: source text of a call of `model`, `optimizer` and what `ranks.Rank.refuse` adds; ``words``: parts of the
+    error, in their order with " … " between them.
+    """
+
+    call: str
+    words: str
+
+
 class RollBack(Command):
     """Save, take a step, save, restore the first checkpoint, take another step, and save in place of the second one.
 
@@ -357,7 +368,7 @@ class Load(Command):
     folder: str = ""
 
 
-LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average)
+LATER = (FullState, SetGrad, Dropped, Modes, Reset, Lend, Average, Wrong)
 """Commands that commits before them do not know."""
 
 

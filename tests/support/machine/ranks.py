@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import tempfile
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -12,9 +15,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import zero
 from collectives import Algorithm, solo
 from zero import CheckpointManager, Offload, ShardedAverage, ZeroOptimizer, load, save
 
+from ..errors import assert_in_order, error_of
 from ..narrowed import sum_dtypes
 from ..plain import assert_same_value
 from ..programs import BY_PARAMETER
@@ -56,6 +61,7 @@ class Rank(OnRank, Player):
 
     algorithms: ClassVar[Mapping[str, Algorithm]] = {}
     offload_at_stage_3: ClassVar[Offload | None] = None
+    built: ClassVar[weakref.WeakSet[ZeroOptimizer]] = weakref.WeakSet()  # those that are alive, of all ranks
 
     def __init__(self, config: Config, setting: Setting, group: Any, rank: int, saved: Saved | None = None) -> None:
         self.config, self.setting, self.rank = config, setting, rank
@@ -72,6 +78,7 @@ class Rank(OnRank, Player):
         if config.alias:
             self._refuse_alias(model, group)
         optimizer = self._build(model, group)
+        self.built.add(optimizer)
         super().__init__(model, optimizer)
         self.scheduler = p.scheduler_of(optimizer)
         self.average: ShardedAverage | None = None
@@ -171,6 +178,30 @@ class Rank(OnRank, Player):
         for kind in ("parameters", "gradients", *(["optimizer"] if known else [])):
             before = kind == "gradients" and told.bytes[kind] == 0  # no reduction has needed a buffer yet
             assert before or told.bytes[kind] == told.formula_bytes[kind], f"{kind}\n{told}"
+
+    def refuse(self, command: p.Wrong) -> None:
+        """Assert that a call is refused. Its text may name all that `zero` exports, and the functions below."""
+
+        def within(context: Any, call: Callable[[], Any]) -> None:
+            with context:
+                call()
+
+        def in_backward(call: Callable[[], Any]) -> None:
+            with self.model.last.bias.register_post_accumulate_grad_hook(lambda _: call()):
+                self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(0), self.rank), True)
+
+        def backward() -> None:
+            self.run(self.rank, p.backwards(self.model, self.setting, p.Backward(0), self.rank), True)
+
+        def unscale() -> None:
+            scaler = torch.amp.GradScaler("cpu")
+            scaler.scale(torch.ones(()))
+            scaler.unscale_(self.optimizer)
+
+        named = {name: getattr(zero, name) for name in zero.__all__} | {"rank": self.rank, "group": self.group}
+        named |= {"torch": torch, "copy": copy, "pickle": pickle, "model": self.model, "optimizer": self.optimizer}
+        named |= {call.__name__: call for call in (within, backward, in_backward, unscale)}
+        assert_in_order(command.words, error_of(lambda: eval(command.call, named)))
 
     def fail(self, command: p.Fail) -> None:
         with pytest.raises(PlannedError), self.optimizer.no_sync() if command.in_block else nullcontext():

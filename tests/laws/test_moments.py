@@ -1,0 +1,28 @@
+"""A call at a wrong moment is refused with the remedy on every rank, and training goes on with the plain loop's bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..dials import DIALS
+from ..dials.loops import steps
+from ..dials.record import Moment, config_with
+from ..support.machine.hosts import ThreadsOnHosts
+from ..support.machine.program import Wrong
+from ..support.machine.run import run
+from ..support.rows import rows
+
+CASES = [
+    pytest.param(stage, moment, id=f"{dial.name}, stage {stage}: {next(iter(moment.calls))}: {number}")
+    for dial in DIALS
+    for number, moment in enumerate(dial.moments)
+    for stage in rows(moment.stages[-2:], moment.stages[:-2])
+]
+
+
+@pytest.mark.law("exceptions")
+@pytest.mark.parametrize(("stage", "moment"), CASES)
+def test_a_call_at_a_wrong_moment_changes_nothing(stage: int, moment: Moment) -> None:
+    config = config_with({"stage": stage, "world_size": 2, **moment.changes})
+    wrong = [Wrong(*call) for call in moment.calls.items()]
+    run(config, *moment.before, *wrong, *moment.after, *steps(2), backend=ThreadsOnHosts())
