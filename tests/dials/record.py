@@ -51,8 +51,8 @@ class Differs:
 class Moment:
     """Calls at a wrong moment, behind which training goes on with the plain loop's bits.
 
-    ``calls``: source text and the words of its error, as of `Wrong`. ``before``: the commands before it; ``after``: the remedy. ``changes``: as values
-    of a dial.
+    ``calls``: source text and the words of its error, as of `Wrong`. ``before``: the commands before them; ``after``:
+    the remedy. ``changes``: as values of a dial.
     """
 
     calls: Mapping[str, str]

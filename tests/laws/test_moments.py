@@ -1,4 +1,4 @@
-"""A call at a wrong moment is refused with the remedy on every rank, and training goes on with the plain loop's bits."""
+"""A call at a wrong moment is refused with the remedy on every rank, and the next steps have the plain loop's bits."""
 
 from __future__ import annotations
 
